@@ -1,0 +1,51 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment in .venv, made anew when
+# pyproject.toml changes. uv is used where it is found, pip otherwise.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check -q install
+INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
+
+.PHONY: demo test test-peers lint format clean
+
+demo: $(VENV)/demo.stamp
+	$(RUN) -m reparax.demo
+
+test: $(VENV)/test.stamp
+	$(RUN) -m pytest -q -n auto --dist worksteal
+
+test-peers: $(VENV)/peers.stamp
+	$(RUN) -m pytest -q tests/test_peers.py
+
+lint: $(VENV)/lint.stamp
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m pyright
+
+format: $(VENV)/lint.stamp
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+clean:
+	rm -rf $(VENV)
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'reparax needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...'; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo 'Python has no working venv here; on Debian: apt-get install python3-venv'; exit 1; }
+
+$(VENV)/%.stamp: pyproject.toml | $(RUN)
+	$(INSTALL) -e '.[$*]'
+	@touch $@
+
+# Type checking reads what the demo and the tests import.
+$(VENV)/lint.stamp: pyproject.toml | $(RUN)
+	$(INSTALL) -e '.[lint,demo,test]'
+	@touch $@
+
+# torch comes by pip alone, the other tools of the test suite as above.
+$(VENV)/peers.stamp: pyproject.toml $(VENV)/test.stamp | $(RUN)
+	$(PIP) -e '.[peers]'
+	@touch $@

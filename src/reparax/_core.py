@@ -1,0 +1,302 @@
+"""The algebra: what a parametrization is, and how two of them compose."""
+
+import functools
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+from jax.core import Tracer
+
+from reparax import _keys, _manifest, _raw
+from reparax._raw import PyTree
+
+_classes: dict[str, type] = {}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Parametrization(ABC):
+    """A pure map from a raw tree to an effective tree, with a right inverse.
+
+    ``init`` takes the model's parameters to the raw tree that an optimizer moves; ``apply`` takes the raw tree to
+    the effective tree that the model reads, with ``apply(init(params)) == params`` for every ``params`` on the
+    image; ``update`` advances the fixed values once a step. All three are pure, and work under ``jax.jit``,
+    ``jax.vmap`` and ``jax.eval_shape``.
+
+    Subclasses become frozen dataclasses on their own, without a decorator: hashable, comparable, picklable, static
+    to JAX, with a ``repr`` that builds them. Most stages are a :class:`Reparametrization` or a
+    :class:`Perturbation`; a stage that must see the whole tree derives from this class and writes ``init`` and
+    ``apply`` itself.
+    """
+
+    kind: ClassVar[str]
+    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given."""
+    main: ClassVar[tuple[str, ...] | None] = None
+    """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """The raw values that no optimizer may move."""
+    stochastic: ClassVar[bool] = False
+    """Whether ``apply`` draws random numbers, and so needs a key."""
+    changes_type: ClassVar[bool] = False
+    """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(frozen=True, repr=False)(cls)
+        jax.tree_util.register_static(cls)
+        if "kind" not in cls.__dict__:
+            cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
+        _raw.register(cls.kind, cls)
+        _classes[_manifest.class_name(cls)] = cls
+
+    @abstractmethod
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The raw tree whose effective tree is ``params``.
+
+        Args:
+          params: The model's parameters.
+          key: For stages that draw their start; without one, ``jax.random.key(0)`` serves.
+        """
+
+    @abstractmethod
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The effective tree of ``raw``.
+
+        Args:
+          raw: What ``init`` made, or an optimizer made of it.
+          key: A typed or legacy PRNG key; needed exactly where ``stochastic`` is true.
+        """
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        """``raw`` with its fixed values advanced by one training step; free values are left alone."""
+        del key
+        return raw
+
+    @property
+    def advances(self) -> bool:
+        """Whether ``update`` does anything."""
+        return type(self).update is not Parametrization.update
+
+    # What a chain calls: as the public three, on a tree in which other stages have left their markers.
+    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        return self.init(tree, key)
+
+    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        return self.apply(tree, key)
+
+    def _update(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        return self.update(tree, key)
+
+    @property
+    def deterministic(self) -> "Parametrization":
+        """The same chain with each random stage replaced by its mean: to evaluate, fold and export with."""
+        return self
+
+    def fold(self, raw: PyTree) -> PyTree:
+        """Plain parameters for export: ``p.deterministic.apply(raw)``."""
+        return self.deterministic.apply(raw)
+
+    def fuse(self, later: "Parametrization") -> "Parametrization | None":
+        """One stage of the same distribution as ``self >> later``, or None where there is no closed form."""
+        del later
+        return None
+
+    def __rshift__(self, later: object) -> "Parametrization":
+        if not isinstance(later, Parametrization):
+            return NotImplemented
+        return compose((*_stages(self), *_stages(later)))
+
+    def __repr__(self) -> str:
+        def text(name: str, value: object) -> str:
+            return _shown(value) if name in required else f"{name}={_shown(value)}"
+
+        required = _manifest.required(self)
+        arguments = ", ".join(text(name, value) for name, value in _manifest.arguments(self).items())
+        return f"{type(self).__name__}({arguments})"
+
+    def to_json(self) -> str:
+        """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
+        return _manifest.dumps(_stages(self))
+
+    def check(self, raw: PyTree, like: PyTree) -> None:
+        """Compares a raw tree, such as a restored checkpoint, with what ``init`` would make of ``like``.
+
+        Args:
+          raw: The raw tree to check.
+          like: The model's parameters, or their shapes and dtypes.
+
+        Raises:
+          ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
+        """
+        lines = _raw.differences(raw, abstract_init(self, like))
+        if lines:
+            raise ValueError(
+                f"{call(self, 'check')} found a raw tree that is not what `init` makes of `like`:\n  "
+                + "\n  ".join(lines)
+                + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
+            )
+
+
+def _shown(value: object) -> str:
+    """Code for a constructor argument; a traced value, which has none, by its type."""
+    if _raw.is_array(value):
+        return f"<traced {value}>" if isinstance(value, Tracer) else repr(value)
+    return repr(value)
+
+
+class Chain(Parametrization):
+    """Stages in a row, the one nearest to the raw tree first; what ``>>`` builds. ``Chain()`` is the identity.
+
+    Args:
+      stages: The stages. Chains among them are flattened and neighbours with a closed form are fused.
+
+    Example:
+      >>> import reparax as rpx
+      >>> (rpx.WeightNorm() >> rpx.VarNoise(3.0)) >> rpx.VarNoise(4.0)
+      WeightNorm() >> VarNoise(5.0)
+      >>> rpx.VarNoise(5.0).deterministic
+      Chain()
+    """
+
+    stages: tuple[Parametrization, ...] = ()
+
+    def __post_init__(self) -> None:
+        flat = [stage for part in self.stages for stage in _stages(part)]
+        object.__setattr__(self, "stages", functools.reduce(_appended, flat, ()))
+        object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
+        object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
+
+    def __repr__(self) -> str:
+        if len(self.stages) > 1:
+            return " >> ".join(map(repr, self.stages))
+        return f"Chain({self.stages!r})" if self.stages else "Chain()"
+
+    @property
+    def advances(self) -> bool:
+        return any(stage.advances for stage in self.stages)
+
+    @property
+    def deterministic(self) -> Parametrization:
+        return compose(tuple(stage.deterministic for stage in self.stages))
+
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        for path, mark in _raw.markers(params).items():
+            raise ValueError(
+                f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
+                f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
+            )
+        return self._init(params, None if key is None else _keys.checked(key, call(self, "init")))
+
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        effective = self._apply(raw, self._checked(key))
+        for path, mark in _raw.markers(effective).items():
+            raise ValueError(
+                f"{call(self, 'apply')} does not know {mark!r} at {path!r}: another chain made this raw tree. Apply "
+                f"the chain that made it; `p.check(raw, like=params)` lists every difference."
+            )
+        return effective
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        keys = self._keys(None if key is None else _keys.checked(key, call(self, "update")))
+        for i, stage in enumerate(self.stages):
+            if stage.advances:
+                seen = compose(self.stages[:i]).deterministic._apply(raw, None)
+                raw = _raw.graft(raw, seen, stage._update(seen, keys[i]))
+        return raw
+
+    def _checked(self, key: jax.Array | None) -> jax.Array | None:
+        if not self.stochastic:
+            return None
+        who = call(self, "apply")
+        if key is None:
+            raise ValueError(
+                f"{who} draws random numbers, so it needs a key, but got key=None. "
+                f"Pass a key, or evaluate with `p.deterministic`."
+            )
+        return _keys.checked(key, who)
+
+    def _keys(self, key: jax.Array | None) -> list[jax.Array | None]:
+        return _keys.per_stage(key, [stage.kind for stage in self.stages])
+
+    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        for stage, stage_key in reversed(list(zip(self.stages, self._keys(key), strict=True))):
+            tree = stage._init(tree, stage_key)
+        return tree
+
+    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        for stage, stage_key in zip(self.stages, self._keys(key), strict=True):
+            tree = stage._apply(tree, stage_key)
+        return tree
+
+
+class Stage(Parametrization):
+    """A stage of our own making: its public methods are those of a chain of one, with a chain's checks."""
+
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).init(params, key)
+
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).apply(raw, key)
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).update(raw, key)
+
+    @property
+    def advances(self) -> bool:
+        return False
+
+    @abstractmethod
+    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
+
+    @abstractmethod
+    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
+
+
+def _stages(part: object) -> tuple[Parametrization, ...]:
+    if not isinstance(part, Parametrization):
+        raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")
+    return part.stages if isinstance(part, Chain) else (part,)
+
+
+def _appended(done: tuple[Parametrization, ...], stage: Parametrization) -> tuple[Parametrization, ...]:
+    fused = done[-1].fuse(stage) if done else None
+    return (*done, stage) if fused is None else _appended(done[:-1], fused)
+
+
+def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+    """The chain of ``stages``; the stage itself where only one is left."""
+    chain = Chain(stages)
+    return chain.stages[0] if len(chain.stages) == 1 else chain
+
+
+def call(p: Parametrization, method: str) -> str:
+    """How an error names the call it speaks of: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
+    text = " >> ".join(map(repr, _stages(p))) or repr(p)
+    return f"({text}).{method}" if len(_stages(p)) > 1 else f"{text}.{method}"
+
+
+def abstract_init(p: Parametrization, like: PyTree) -> PyTree:
+    """Shapes and dtypes of ``p.init(like)``; leaves that are no arrays, such as functions, are left out."""
+    leaves, treedef = jax.tree.flatten(like)
+
+    def init(arrays: list[Any]) -> PyTree:
+        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        raw = p.init(treedef.unflatten(filled))
+        return jax.tree.map(lambda x: x if _raw.is_array(x) else None, raw)
+
+    return jax.eval_shape(init, [leaf if _raw.is_array(leaf) else None for leaf in leaves])
+
+
+def from_json(text: str) -> Parametrization:
+    """The parametrization whose ``to_json`` wrote ``text``.
+
+    Raises:
+      ValueError: If the text is not of that form, or names a stage that is not defined.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
+      WeightNorm(axis=0) >> VarNoise(0.1)
+    """
+    return compose(tuple(_manifest.loads(text, _classes)))

@@ -1,0 +1,230 @@
+"""From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax import _keys, _raw, _where
+from reparax._core import Chain, Parametrization, Stage, call
+from reparax._raw import FIXED, PyTree
+
+
+class _Leafwise(Stage):
+    where: _where.Where = field(default=None, kw_only=True)
+
+    min_ndim: ClassVar[int] = 0
+    """The fewest dimensions of an array that the stage takes by default."""
+    dtypes: ClassVar[Any] = jnp.inexact
+    """The dtypes that the stage takes."""
+
+    def __post_init__(self) -> None:
+        _where.checked(self.where, type(self).__name__)
+
+    def default(self, w: Array) -> bool:
+        """Whether the stage acts on ``w`` where no ``where`` is given."""
+        return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        """Why the formula cannot take ``w`` (expected, got; what to do), or None where it can."""
+        del w
+        return None
+
+    def refuse(self, w: Array) -> str | None:
+        """Why the stage cannot act on ``w``, or None where it can."""
+        if jnp.issubdtype(w.dtype, self.dtypes):
+            return self.refuse_leaf(w)
+        wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
+        return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
+
+    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, _raw.Slot, bool]], Any]:
+        leaves, slots, treedef = _raw.flatten(tree)
+        chosen = _where.choose(call(self, method), self, tree, leaves, slots)
+        return list(zip(leaves, slots, chosen, strict=True)), treedef
+
+
+class Perturbation(_Leafwise):
+    """A stage that changes arrays in place and leaves the raw tree alone.
+
+    A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key. A chain with
+    perturbations and the chain without share one raw structure, one optimizer state and one checkpoint.
+
+    Args:
+      where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
+        ``(path, array) -> bool``. Default: every floating array that is a parameter.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class SignFlip(rpx.Perturbation):
+      ...     rate: float
+      ...     def apply_leaf(self, w, key):
+      ...         return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+      >>> SignFlip(0.5).apply({"w": jnp.ones(4)}, jax.random.key(0))["w"]
+      Array([-1., -1.,  1.,  1.], dtype=float32)
+    """
+
+    stochastic: ClassVar[bool] = True
+
+    @abstractmethod
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        """The effective array of ``w``, of the same shape and dtype."""
+
+    @property
+    def deterministic(self) -> Parametrization:
+        return Chain() if self.stochastic else self
+
+    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+        self._selection("init", tree)
+        return tree
+
+    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
+        found, treedef = self._selection("apply", tree)
+        paths = [slot.draw for _, slot, chosen in found if chosen]
+        keys = iter([None] * len(paths) if key is None else _keys.per_leaf(key, self.kind, paths))
+        return treedef.unflatten(
+            [self._changed(w, slot.path, next(keys)) if chosen else w for w, slot, chosen in found]
+        )
+
+    def _changed(self, w: Any, path: str, key: Array | None) -> Array:
+        before = jnp.asarray(w)
+        after = self.apply_leaf(before, key)
+        if not self.changes_type:
+            _require_type(after, before, f"{call(self, 'apply')} at {path!r}")
+        return after
+
+
+class Reparametrization(_Leafwise):
+    """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
+
+    A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
+    ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
+    under the parameter's own path (default: every free one), and ``fixed``, the values that no optimizer may move.
+
+    Args:
+      where: As for :class:`Perturbation`. Default: every floating or complex array that is a parameter and has at
+        least ``min_ndim`` dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> class LogScale(rpx.Reparametrization):
+      ...     def init_leaf(self, w):
+      ...         return {"log": jnp.log(w)}
+      ...     def apply_leaf(self, values):
+      ...         return jnp.exp(values["log"])
+      >>> LogScale().init({"w": jnp.ones(2)})
+      {'w': {'@log_scale': {'log': Array([0., 0.], dtype=float32)}}}
+    """
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        """The raw values whose effective array is ``w``, or the nearest one to it."""
+        raise NotImplementedError(f"{type(self).__name__} must define init_leaf(w) or draw_leaf(w, key).")
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        """``init_leaf`` for a stage whose start is drawn: such a stage overrides this instead."""
+        del key
+        return self.init_leaf(w)
+
+    @abstractmethod
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        """The effective array of the raw values, fixed ones included."""
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        """The fixed values that one training step changes, from the values as the earlier stages give them now."""
+        del values
+        return {}
+
+    @property
+    def advances(self) -> bool:
+        return type(self).update_leaf is not Reparametrization.update_leaf
+
+    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
+        found, treedef = self._selection("init", tree)
+        paths = [slot.draw for _, slot, chosen in found if chosen]
+        keys = iter(_keys.per_leaf(jax.random.key(0) if key is None else key, self.kind, paths))
+        mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
+        return treedef.unflatten(
+            [{mark: self._opened(w, slot.path, next(keys))} if chosen else w for w, slot, chosen in found]
+        )
+
+    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(_values(node)))
+
+    def _update(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+
+        def advanced(node: Mapping[str, Any]) -> dict[str, Any]:
+            return {**node, FIXED: {**node[FIXED], **self.update_leaf(_values(node))}}
+
+        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
+        return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
+
+    def _opened(self, w: Any, path: str, key: Array) -> dict[str, Any]:
+        who = f"{call(self, 'init')} at {path!r}"
+        array = jnp.asarray(w)
+        with _located(who):
+            values = self.draw_leaf(array, key)
+        if not self.changes_type:
+            _require_type(jax.eval_shape(self.apply_leaf, values), array, who)
+        free = {name: value for name, value in values.items() if name not in self.fixed}
+        fixed = {name: values[name] for name in self.fixed}
+        return {**free, FIXED: fixed} if fixed else free
+
+    def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
+        number = _raw.count(tree, self.kind)
+        if number == 0:
+            raise ValueError(
+                f"{call(self, method)} got a tree that never went through init: it holds no "
+                f"{_raw.marker(self.kind, 1)!r}. Call `raw = p.init(params)` once, with the whole chain, and pass "
+                f"`raw`."
+            )
+        mark = _raw.marker(self.kind, number)
+        is_node = _raw.is_node(mark)
+
+        def at(keypath: _raw.KeyPath, x: Any) -> Any:
+            if not is_node(x):
+                return x
+            with _located(f"{call(self, method)} at {_raw.parameter(_raw.names(keypath))!r}"):
+                return change(x[mark])
+
+        return jax.tree.map_with_path(at, tree, is_leaf=is_node)
+
+
+def _values(node: Mapping[str, Any]) -> dict[str, Array]:
+    """The values under a marker, of which the fixed ones pass no gradient."""
+    free = {name: value for name, value in node.items() if name != FIXED}
+    fixed = node.get(FIXED, {})
+    for name, value in {**free, **fixed}.items():
+        if not _raw.is_array(value):
+            raise ValueError(
+                f"the value {name!r} is no array but {type(value).__name__}: another chain made this raw tree. "
+                f"Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
+            )
+    return {name: jnp.asarray(value) for name, value in free.items()} | {
+        name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in fixed.items()
+    }
+
+
+@contextmanager
+def _located(who: str) -> Generator[None]:
+    """Adds who and where to what a formula on one array raises, which knows neither."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{who}: no value {error} under the marker. Restore the whole raw tree.") from error
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from error
+
+
+def _require_type(got: Any, expected: Any, who: str) -> None:
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{who}: apply_leaf must give {expected.dtype}{list(expected.shape)}, as the model has it, but gives "
+            f"{got.dtype}{list(got.shape)}. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+        )

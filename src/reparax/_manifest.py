@@ -1,0 +1,99 @@
+"""The configuration of a chain as JSON, to lie beside a checkpoint."""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+FORMAT = 1
+
+
+def class_name(cls: type) -> str:
+    """The name of a stage in a manifest: its package and its class, ``reparax.WeightNorm``."""
+    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+
+
+def arguments(stage: Any) -> dict[str, Any]:
+    """The constructor arguments of ``stage`` that are not at their default, keyword-only ones last."""
+    fields = sorted((f for f in dataclasses.fields(stage) if f.repr), key=lambda field: bool(field.kw_only))
+    values = {field: getattr(stage, field.name) for field in fields}
+    return {field.name: value for field, value in values.items() if not _same(value, field.default)}
+
+
+def required(stage: Any) -> set[str]:
+    """The names of the constructor arguments that have no default."""
+    return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (not hasattr(value, "dtype") and value == default)
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """The public name of a function of JAX, ``jax.numpy.transpose``; None for any other."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if module.partition(".")[0] != "jax":
+        return None
+    return f"{module}.{name}" if getattr(importlib.import_module(module), name, None) is function else None
+
+
+def _encode(stage: object, name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_encode(stage, name, item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"class": class_name(type(value)), **_fields(value)}
+    if callable(value) and (public := function_name(value)) is not None:
+        return {"function": public}
+    raise ValueError(
+        f"{stage!r}.to_json cannot write {name}={value!r}: only numbers, text, stages and functions of jax have a "
+        f"form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+    )
+
+
+def _fields(stage: Any) -> dict[str, Any]:
+    return {name: _encode(stage, name, value) for name, value in arguments(stage).items()}
+
+
+def dumps(stages: Sequence[Any]) -> str:
+    """JSON for a sequence of stages."""
+    return json.dumps({"reparax": FORMAT, "stages": [{"class": class_name(type(s)), **_fields(s)} for s in stages]})
+
+
+def _decode(value: Any, classes: Mapping[str, type]) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(item, classes) for item in value)
+    if isinstance(value, dict) and "class" in value:
+        return _build(value, classes)
+    if isinstance(value, dict):
+        module, _, name = value["function"].rpartition(".")
+        if module.partition(".")[0] != "jax":
+            raise ValueError(f"from_json takes functions of jax only, but got {value['function']!r}.")
+        return getattr(importlib.import_module(module), name)
+    return value
+
+
+def _build(entry: dict[str, Any], classes: Mapping[str, type]) -> Any:
+    name = entry["class"]
+    if name not in classes:
+        raise ValueError(
+            f"from_json found the stage {name!r}, but no class of that name is defined. "
+            f"Import the module that defines it; defined are {', '.join(sorted(classes))}."
+        )
+    arguments = {k: _decode(v, classes) for k, v in entry.items() if k != "class"}
+    try:
+        return classes[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {error}.") from error
+
+
+def loads(text: str, classes: Mapping[str, type]) -> list[Any]:
+    """The stages that :func:`dumps` wrote."""
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("reparax") != FORMAT:
+        raise ValueError(
+            f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {text[:60]!r}."
+        )
+    return [_build(entry, classes) for entry in data["stages"]]

@@ -1,0 +1,140 @@
+"""Noise on weights: drawn anew at each ``apply``, gone in ``p.deterministic``."""
+
+import math
+import numbers
+from dataclasses import field
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax import _draw, _raw
+from reparax._axes import Axes, checked, out_of_bounds, positive
+from reparax._core import Parametrization
+from reparax._leafwise import Perturbation
+from reparax._precision import scalar, widened
+
+
+class VarNoise(Perturbation):
+    r"""Variational noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
+
+    The raw tree is the model's own. Two in a row fuse into one of :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex
+    arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Half-precision arrays are added to in float32.
+
+    Args:
+      std: Standard deviation, a number or a traced scalar, not negative.
+      where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.075)
+      >>> p.apply({"w": jnp.ones(3)}, jax.random.key(0))["w"]
+      Array([0.8612348 , 1.0350653 , 0.96664524], dtype=float32)
+      >>> rpx.VarNoise(3) >> rpx.VarNoise(4)
+      VarNoise(5.0)
+
+    References:
+      Graves, *Practical Variational Inference for Neural Networks*, 2011.
+    """
+
+    std: Any
+    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        std = _hyperparameter(self.std, "VarNoise", "std")
+        if isinstance(std, float) and not 0 <= std < math.inf:
+            raise ValueError(f"VarNoise got std={std}, but a standard deviation is finite and not negative.")
+        object.__setattr__(self, "std", std)
+
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        assert key is not None
+        x = widened(w)
+        return (x + scalar(self.std, x) * _draw.normal(key, x)).astype(w.dtype)
+
+    def fuse(self, later: Parametrization) -> Parametrization | None:
+        if not (isinstance(later, VarNoise) and self.where == later.where):
+            return None
+        terms = _terms(self.terms, self.std) + _terms(later.terms, later.std)
+        known = all(isinstance(std, float) for std in (self.std, later.std))
+        # Taken over all terms at once, the sum does not depend on the order in which the stages were composed.
+        return VarNoise(math.hypot(*terms), where=self.where, terms=terms) if known else None
+
+
+class WeightDropout(Perturbation):
+    r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
+
+    The raw tree is the model's own. Two in a row with equal ``broadcast`` fuse: the keep probabilities multiply.
+
+    Args:
+      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar.
+      broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
+        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightDropout(0.5, broadcast=-1)
+      >>> p.apply({"w": jnp.ones((3, 2))}, jax.random.key(0))["w"]
+      Array([[2., 2.],
+             [2., 2.],
+             [0., 0.]], dtype=float32)
+      >>> rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5)
+      WeightDropout(0.75)
+
+    References:
+      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013.
+    """
+
+    rate: Any
+    broadcast: Axes = ()
+    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rate = _hyperparameter(self.rate, "WeightDropout", "rate")
+        if isinstance(rate, float) and not 0 <= rate < 1:
+            raise ValueError(
+                f"WeightDropout got rate={rate}, but a rate is at least 0 and less than 1. "
+                f"It is the share of weights that are dropped, not kept."
+            )
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(self, "broadcast", checked(self.broadcast, "WeightDropout", "broadcast"))
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return out_of_bounds(self.broadcast, w, "broadcast")
+
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        assert key is not None
+        x = widened(w)
+        keep = 1 - jnp.asarray(self.rate)
+        kept = _draw.mask(key, keep, w, positive(self.broadcast, w))
+        return jnp.where(kept, x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
+
+    def fuse(self, later: Parametrization) -> Parametrization | None:
+        if not (isinstance(later, WeightDropout) and (self.where, self.broadcast) == (later.where, later.broadcast)):
+            return None
+        terms = _terms(self.terms, self.rate) + _terms(later.terms, later.rate)
+        known = all(isinstance(rate, float) for rate in (self.rate, later.rate))
+        if not known:
+            return None
+        rate = 1 - math.prod(1 - term for term in terms)
+        return WeightDropout(rate, self.broadcast, where=self.where, terms=terms)
+
+
+def _terms(terms: tuple[float, ...], own: float) -> tuple[float, ...]:
+    """The hyperparameters that a stage was fused from, its own if it was not."""
+    return terms or (own,)
+
+
+def _hyperparameter(value: Any, who: str, name: str) -> Any:
+    """A float where the value is known, else the traced scalar."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if not _raw.is_array(value) or value.shape != () or not jnp.isrealobj(value):
+        got = f"an array of dtype {value.dtype} and shape {value.shape}" if _raw.is_array(value) else repr(value)
+        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
+    return value if isinstance(value, Tracer) else float(value)

@@ -1,0 +1,295 @@
+"""The raw tree: plain data whose key paths say everything.
+
+A parametrized array is a marker dict in the array's place, ``{"@weight_norm": {"g": ..., "v": ...}}``,
+nested for chains, with fixed values under ``"@fixed"``. What an array of the raw tree is (whose value,
+main or auxiliary, free or fixed, under which path a stage may select it) follows from its key path alone,
+so every question about a raw tree is a question about key paths, and no tree is ever walked by hand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
+
+PyTree = Any
+KeyPath = tuple[Any, ...]
+Names = tuple[str, ...]
+
+FIXED = "@fixed"
+
+
+class Kind(Protocol):
+    """What the raw tree must know of a stage: which of its values are main and which are fixed."""
+
+    main: tuple[str, ...] | None
+    fixed: tuple[str, ...]
+
+
+_kinds: dict[str, Kind] = {}
+
+
+def register(kind: str, stage: Kind) -> None:
+    """Lets the values under the marker of ``kind`` be told apart; a later definition replaces an earlier one."""
+    _kinds[kind] = stage
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of a raw tree.
+
+    Attributes:
+      path: The path under which stages select it: the parameter's own path for a main value,
+        the parameter's path and the value's name for an auxiliary one.
+      draw: A path that no other array of the tree shares, on which its random draws depend.
+      main: Whether it is a main value all the way, or no stage has replaced it.
+      fixed: Whether no optimizer may move it.
+      visible: Whether a stage nearer to the raw tree may select it.
+    """
+
+    path: str
+    draw: str
+    main: bool
+    fixed: bool
+    visible: bool
+
+
+def is_empty(x: object) -> bool:
+    """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
+    return isinstance(x, Mapping) and not x
+
+
+def is_node(mark: str) -> Callable[[object], bool]:
+    """A test for the marker dicts of ``mark``."""
+    return lambda x: isinstance(x, Mapping) and mark in x
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def names(keypath: KeyPath) -> Names:
+    """The names along ``keypath``, without the ``value`` of nnx variables and flax boxes."""
+    texts = [keystr((key,), simple=True) for key in keypath]
+    followers = [*texts[1:], "@"]
+    return tuple(
+        text
+        for key, text, follower in zip(keypath, texts, followers, strict=True)
+        if not (isinstance(key, GetAttrKey) and text == "value" and follower.startswith("@"))
+    )
+
+
+def parameter(path: Names) -> str:
+    """The path of the parameter that the names lead into: all that stands before the first marker."""
+    for i, name in enumerate(path):
+        if name.startswith("@"):
+            return "/".join(path[:i])
+    return "/".join(path)
+
+
+def marker(kind: str, n: int) -> str:
+    """The marker of the ``n``-th stage of a kind, counted from the effective tree: ``@kind``, ``@kind@2``."""
+    return f"@{kind}" if n == 1 else f"@{kind}@{n}"
+
+
+def _stage(path: Names, i: int) -> Kind:
+    kind = path[i].split("@")[1]
+    if kind not in _kinds:
+        raise ValueError(
+            f"The raw tree holds {path[i]!r} at {parameter(path)!r}, but no stage of that kind is defined. "
+            f"Import the module that defines it."
+        )
+    return _kinds[kind]
+
+
+def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool]]:
+    """For each marker along ``path``: the names up to it, the value taken there, whether main, whether fixed."""
+    for i, name in enumerate(path):
+        if name.startswith("@") and name != FIXED:
+            stage = _stage(path, i)
+            fixed = path[i + 1] == FIXED
+            value = path[i + 2] if fixed else path[i + 1]
+            main = value not in stage.fixed if stage.main is None else value in stage.main
+            yield path[: i + 1], value, main, fixed
+
+
+def _slots(paths: list[Names]) -> list[Slot]:
+    mains: dict[Names, set[str]] = {}
+    for path in paths:
+        for node, value, main, _ in _values(path):
+            mains.setdefault(node, set()).update([value] if main else [])
+
+    def slot(path: Names) -> Slot:
+        shown = draw = parameter(path)
+        all_main = visible = True
+        for node, value, main, fixed in _values(path):
+            if not main:
+                shown, draw = f"{shown}/{value}", f"{draw}/{node[-1]}/{value}"
+            elif len(mains[node]) > 1:
+                draw = f"{draw}/{value}"
+            all_main = all_main and main
+            visible = visible and (main or not fixed)
+        return Slot(shown, draw, all_main, FIXED in path, visible)
+
+    return [slot(path) for path in paths]
+
+
+def flatten(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[Any], list[Slot], Any]:
+    """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back."""
+    pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    slots = _slots([names(keypath) for keypath, _ in pairs])
+    seen: set[str] = set()
+    for slot in slots:
+        if slot.draw in seen:
+            raise ValueError(
+                f"Two leaves of the tree have the path {slot.draw!r}, so they cannot be told apart. "
+                f"Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
+            )
+        seen.add(slot.draw)
+    return [leaf for _, leaf in pairs], slots, treedef
+
+
+def nodes(tree: PyTree) -> list[Names]:
+    """The names that lead to each array and to each empty node."""
+    return [names(keypath) for keypath, _ in tree_flatten_with_path(tree, is_leaf=is_empty)[0]]
+
+
+def markers(tree: PyTree) -> dict[str, str]:
+    """Each parameter that holds markers, with the outermost one: what a plain tree has none of."""
+    found: dict[str, str] = {}
+    for path in nodes(tree):
+        first = next((name for name in path if name.startswith("@")), None)
+        if first is not None:
+            found.setdefault(parameter(path), first)
+    return found
+
+
+def count(tree: PyTree, kind: str) -> int:
+    """How many stages of ``kind`` the tree has been through.
+
+    Stages of one kind nest like a stack: ``init`` marks at least one place with the next number, ``apply`` takes
+    the places of the highest number away. So a stage finds its own values from the tree alone, and a chain is
+    the plain composition of its stages.
+    """
+    numbers = [0]
+    for path in nodes(tree):
+        for name in path:
+            head, _, number = name.removeprefix("@").partition("@")
+            if name.startswith("@") and head == kind:
+                numbers.append(int(number or 1))
+    return max(numbers)
+
+
+def graft(raw: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """``raw`` with each fixed value that ``after`` holds anew in comparison with ``before``."""
+    old = {names(keypath): leaf for keypath, leaf in tree_flatten_with_path(before)[0]}
+    new = {names(keypath): leaf for keypath, leaf in tree_flatten_with_path(after)[0]}
+    fresh = {path: leaf for path, leaf in new.items() if FIXED in path and leaf is not old.get(path)}
+    return jax.tree.map_with_path(lambda keypath, leaf: fresh.get(names(keypath), leaf), raw)
+
+
+def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits a raw tree into the values that train and those that no optimizer may move.
+
+    Both results have the structure of ``raw`` with None where a value belongs to the other one, so ``free`` goes
+    straight into ``jax.grad`` and ``optax``.
+
+    Args:
+      raw: A raw tree.
+
+    Returns:
+      The pair ``(free, fixed)``; :func:`combine` is the inverse.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.Freeze(where="b").init({"w": jnp.ones(2), "b": jnp.zeros(2)})
+      >>> free, fixed = rpx.partition(raw)
+      >>> free
+      {'b': {'@freeze': {'@fixed': {'w': None}}}, 'w': Array([1., 1.], dtype=float32)}
+      >>> fixed
+      {'b': {'@freeze': {'@fixed': {'w': Array([0., 0.], dtype=float32)}}}, 'w': None}
+    """
+    free = jax.tree.map_with_path(lambda path, x: None if FIXED in names(path) else x, raw)
+    fixed = jax.tree.map_with_path(lambda path, x: x if FIXED in names(path) else None, raw)
+    return free, fixed
+
+
+def combine(free: PyTree, fixed: PyTree) -> PyTree:
+    """The raw tree of which :func:`partition` made ``free`` and ``fixed``."""
+    return jax.tree.map(lambda a, b: b if a is None else a, free, fixed, is_leaf=lambda x: x is None)
+
+
+def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
+    """A label for each array of a raw tree, by its role: for optax's ``partition`` and for decay masks.
+
+    Args:
+      raw: A raw tree, or any tree of its structure.
+      main: Label of main values, and of arrays that no stage replaced.
+      aux: Label of auxiliary values, such as the ``g`` of weight norm.
+      fixed: Label of values that no optimizer may move.
+
+    Returns:
+      A tree of the structure of ``raw``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, reparax as rpx
+      >>> raw = (rpx.Freeze(where="b") >> rpx.WeightNorm()).init({"w": jnp.ones((2, 2)), "b": jnp.zeros(2)})
+      >>> rpx.labels(raw)
+      {'b': {'@freeze': {'@fixed': {'w': 'fixed'}}}, 'w': {'@weight_norm': {'g': 'free', 'v': 'free'}}}
+      >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # a mask for weight decay
+      {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
+    """
+    _, slots, treedef = flatten(raw)
+    return treedef.unflatten([fixed if slot.fixed else main if slot.main else aux for slot in slots])
+
+
+def _described(leaf: Any) -> str:
+    return "an empty node" if is_empty(leaf) else f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}{list(leaf.shape)}"
+
+
+def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
+    """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
+    found: dict[str, dict[str, str]] = {}
+    for keypath, leaf in tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
+        if is_array(leaf) or is_empty(leaf):
+            path = names(keypath)
+            base = parameter(path)
+            rest = "/".join(path).removeprefix(base).removeprefix("/")
+            found.setdefault(base, {})[rest] = _described(leaf)
+    return found
+
+
+def _outermost(content: dict[str, str]) -> str:
+    rest = next(iter(content))
+    return rest.split("/")[0] if rest else "a plain array"
+
+
+def differences(raw: PyTree, expected: PyTree) -> list[str]:
+    """A line for each path at which ``raw`` is not what ``expected`` says, none where they agree."""
+    got, want = _contents(raw), _contents(expected)
+    lines: list[str] = []
+    for base in sorted(got.keys() | want.keys()):
+        if base not in got:
+            lines.append(f"{base}: missing, expected {_outermost(want[base])}")
+        elif base not in want:
+            lines.append(f"{base}: unexpected, holds {_outermost(got[base])}")
+        elif _outermost(got[base]) != _outermost(want[base]):
+            lines.append(f"{base}: expected {_outermost(want[base])}, got {_outermost(got[base])}")
+        else:
+            lines += _leaf_differences(base, got[base], want[base])
+    return lines
+
+
+def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+    def line(rest: str) -> str:
+        path = f"{base}/{rest}" if rest else base
+        if rest not in got:
+            return f"{path}: missing, expected {want[rest]}"
+        if rest not in want:
+            return f"{path}: unexpected, holds {got[rest]}"
+        return f"{path}: expected {want[rest]}, got {got[rest]}"
+
+    return [line(rest) for rest in sorted(got.keys() | want.keys()) if got.get(rest) != want.get(rest)]
