@@ -13,7 +13,7 @@ demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
 
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest -q -n auto --dist worksteal
+	$(RUN) -m pytest -q -n auto --dist loadgroup
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q tests/test_peers.py

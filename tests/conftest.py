@@ -1,8 +1,17 @@
-"""The strict room in which all tests run: eight simulated devices, no silent promotion of dtypes or ranks."""
+"""The strict room in which all tests run: eight simulated devices, no silent promotion of dtypes or ranks.
+
+Most of the time goes to compiling small programs once, so the compiler is told not to try hard.
+"""
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 
 import jax
 import pytest

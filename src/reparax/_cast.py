@@ -7,6 +7,7 @@ from jax import Array
 
 from reparax._core import Parametrization
 from reparax._leafwise import Perturbation
+from reparax._precision import holds
 
 
 class Cast(Perturbation):
@@ -50,4 +51,4 @@ class Cast(Perturbation):
     def fuse(self, later: Parametrization) -> Parametrization | None:
         if not (isinstance(later, Cast) and self.where == later.where):
             return None
-        return later if jnp.promote_types(self.dtype, later.dtype) == self.dtype else None
+        return later if holds(self.dtype, later.dtype) else None

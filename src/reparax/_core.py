@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
-from jax.core import Tracer
 
 from reparax import _keys, _manifest, _raw
 from reparax._raw import PyTree
@@ -91,6 +90,10 @@ class Parametrization(ABC):
     @property
     def deterministic(self) -> "Parametrization":
         """The same chain with each random stage replaced by its mean: to evaluate, fold and export with."""
+        if self.stochastic:
+            raise TypeError(
+                f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`."
+            )
         return self
 
     def fold(self, raw: PyTree) -> PyTree:
@@ -109,7 +112,7 @@ class Parametrization(ABC):
 
     def __repr__(self) -> str:
         def text(name: str, value: object) -> str:
-            return _shown(value) if name in required else f"{name}={_shown(value)}"
+            return _manifest.code(value) if name in required else f"{name}={_manifest.code(value)}"
 
         required = _manifest.required(self)
         arguments = ", ".join(text(name, value) for name, value in _manifest.arguments(self).items())
@@ -136,13 +139,6 @@ class Parametrization(ABC):
                 + "\n  ".join(lines)
                 + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
             )
-
-
-def _shown(value: object) -> str:
-    """Code for a constructor argument; a traced value, which has none, by its type."""
-    if _raw.is_array(value):
-        return f"<traced {value}>" if isinstance(value, Tracer) else repr(value)
-    return repr(value)
 
 
 class Chain(Parametrization):
@@ -198,7 +194,7 @@ class Chain(Parametrization):
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        keys = self._keys(None if key is None else _keys.checked(key, call(self, "update")))
+        keys = self._stage_keys(None if key is None else _keys.checked(key, call(self, "update")))
         for i, stage in enumerate(self.stages):
             if stage.advances:
                 seen = compose(self.stages[:i]).deterministic._apply(raw, None)
@@ -216,16 +212,16 @@ class Chain(Parametrization):
             )
         return _keys.checked(key, who)
 
-    def _keys(self, key: jax.Array | None) -> list[jax.Array | None]:
+    def _stage_keys(self, key: jax.Array | None) -> list[jax.Array | None]:
         return _keys.per_stage(key, [stage.kind for stage in self.stages])
 
     def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        for stage, stage_key in reversed(list(zip(self.stages, self._keys(key), strict=True))):
+        for stage, stage_key in reversed(list(zip(self.stages, self._stage_keys(key), strict=True))):
             tree = stage._init(tree, stage_key)
         return tree
 
     def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        for stage, stage_key in zip(self.stages, self._keys(key), strict=True):
+        for stage, stage_key in zip(self.stages, self._stage_keys(key), strict=True):
             tree = stage._apply(tree, stage_key)
         return tree
 

@@ -36,26 +36,26 @@ def checked(key: Any, who: str) -> jax.Array:
     return jnp.asarray(key)
 
 
-def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """One key a text, a pure function of ``key`` and that text: 64 bits of its hash are folded in."""
+def _fold(key: jax.Array, texts: Sequence[str]) -> list[jax.Array]:
+    """One key a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    return jax.vmap(lambda pair: jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1]))(words)
-
-
-def per_leaf(key: jax.Array, kind: str, paths: Sequence[str]) -> list[jax.Array]:
-    """A key for each path, for a stage of that kind."""
-    keys = _fold(key, [f"{kind}|{path}" for path in paths])
-    return [keys[i] for i in range(len(paths))]
+    keys = jax.vmap(lambda pair: jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1]))(words)
+    return [keys[i] for i in range(len(texts))]
 
 
 def per_stage(key: jax.Array | None, kinds: Sequence[str]) -> list[jax.Array | None]:
-    """A key for each stage: ``key`` itself for the first of its kind, another one for each that follows."""
+    """A key for each stage, by its kind and its number among the stages of that kind."""
+    if key is None or not kinds:
+        return [None for _ in kinds]
     seen: Counter[str] = Counter()
-
-    def one(kind: str) -> jax.Array | None:
-        n = seen[kind]
+    texts: list[str] = []
+    for kind in kinds:
         seen[kind] += 1
-        return key if key is None or n == 0 else jax.random.fold_in(key, n)
+        texts.append(f"{kind}@{seen[kind]}")
+    return list(_fold(key, texts))
 
-    return [one(kind) for kind in kinds]
+
+def per_leaf(key: jax.Array, paths: Sequence[str]) -> list[jax.Array]:
+    """A key for each array, by its path."""
+    return _fold(key, paths)

@@ -1,7 +1,7 @@
 """From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from typing import Any, ClassVar
@@ -65,7 +65,7 @@ class Perturbation(_Leafwise):
       ...     def apply_leaf(self, w, key):
       ...         return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
       >>> SignFlip(0.5).apply({"w": jnp.ones(4)}, jax.random.key(0))["w"]
-      Array([-1., -1.,  1.,  1.], dtype=float32)
+      Array([ 1.,  1., -1.,  1.], dtype=float32)
     """
 
     stochastic: ClassVar[bool] = True
@@ -85,8 +85,7 @@ class Perturbation(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("apply", tree)
-        paths = [slot.draw for _, slot, chosen in found if chosen]
-        keys = iter([None] * len(paths) if key is None else _keys.per_leaf(key, self.kind, paths))
+        keys = _leaf_keys(key if self.stochastic else None, found)
         return treedef.unflatten(
             [self._changed(w, slot.path, next(keys)) if chosen else w for w, slot, chosen in found]
         )
@@ -123,10 +122,10 @@ class Reparametrization(_Leafwise):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it."""
-        raise NotImplementedError(f"{type(self).__name__} must define init_leaf(w) or draw_leaf(w, key).")
+        raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        """``init_leaf`` for a stage whose start is drawn: such a stage overrides this instead."""
+        """``init_leaf`` for a stage whose start is drawn: such a stage defines this instead."""
         del key
         return self.init_leaf(w)
 
@@ -145,8 +144,8 @@ class Reparametrization(_Leafwise):
 
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("init", tree)
-        paths = [slot.draw for _, slot, chosen in found if chosen]
-        keys = iter(_keys.per_leaf(jax.random.key(0) if key is None else key, self.kind, paths))
+        draws = type(self).draw_leaf is not Reparametrization.draw_leaf
+        keys = _leaf_keys((jax.random.key(0) if key is None else key) if draws else None, found)
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
         return treedef.unflatten(
             [{mark: self._opened(w, slot.path, next(keys))} if chosen else w for w, slot, chosen in found]
@@ -165,11 +164,12 @@ class Reparametrization(_Leafwise):
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
         return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
 
-    def _opened(self, w: Any, path: str, key: Array) -> dict[str, Any]:
+    def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
         who = f"{call(self, 'init')} at {path!r}"
         array = jnp.asarray(w)
         with _located(who):
-            values = self.draw_leaf(array, key)
+            values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
+        _require_names(values, self.fixed, who)
         if not self.changes_type:
             _require_type(jax.eval_shape(self.apply_leaf, values), array, who)
         free = {name: value for name, value in values.items() if name not in self.fixed}
@@ -220,6 +220,22 @@ def _located(who: str) -> Generator[None]:
         raise ValueError(f"{who}: no value {error} under the marker. Restore the whole raw tree.") from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
+
+
+def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) -> Iterator[Array | None]:
+    """A key for each selected array, in their order; None for each where there is no key."""
+    paths = [slot.draw for _, slot, chosen in found if chosen]
+    return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
+
+
+def _require_names(values: Mapping[str, Array], fixed: tuple[str, ...], who: str) -> None:
+    lacking = [name for name in fixed if name not in values]
+    odd = [name for name in values if not name or set(name) & set("@./")]
+    if not values or lacking or odd:
+        raise ValueError(
+            f"{who}: init_leaf must give at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"'/', but gives {tuple(values)}. Rename or add values in init_leaf."
+        )
 
 
 def _require_type(got: Any, expected: Any, who: str) -> None:

@@ -32,10 +32,18 @@ def _same(value: Any, default: Any) -> bool:
 
 def function_name(function: Callable[..., Any]) -> str | None:
     """The public name of a function of JAX, ``jax.numpy.transpose``; None for any other."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
     if module.partition(".")[0] != "jax":
         return None
     return f"{module}.{name}" if getattr(importlib.import_module(module), name, None) is function else None
+
+
+def code(value: Any) -> str:
+    """Code for a constructor argument; for a traced value and a nameless function, which have none, what they are."""
+    if hasattr(value, "dtype"):
+        return f"<traced {value.dtype}>"
+    name = getattr(value, "__qualname__", None)
+    return repr(value) if name is None else (function_name(value) or name).replace("jax.numpy.", "jnp.")
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:

@@ -163,8 +163,8 @@ class SpectralNorm(Reparametrization):
         return jnp.moveaxis(widened(w), self.axis, 0).reshape(w.shape[self.axis], rest)
 
     def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
-        u = jnp.zeros(matrix.shape[:1], matrix.dtype)
-        for _ in range(n_steps):
+        def step(v: Array) -> tuple[Array, Array]:
             u = _unit(jnp.matmul(matrix, v, precision="highest"), (0,))
-            v = _unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
-        return u, v
+            return u, _unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
+
+        return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

@@ -156,6 +156,12 @@ def nodes(tree: PyTree) -> list[Names]:
     return [names(keypath) for keypath, _ in tree_flatten_with_path(tree, is_leaf=is_empty)[0]]
 
 
+def empty_nodes(tree: PyTree) -> list[Names]:
+    """The names that lead to each empty node: the places that hold no value of their own."""
+    pairs = tree_flatten_with_path(tree, is_leaf=is_empty)[0]
+    return [names(keypath) for keypath, leaf in pairs if is_empty(leaf)]
+
+
 def markers(tree: PyTree) -> dict[str, str]:
     """Each parameter that holds markers, with the outermost one: what a plain tree has none of."""
     found: dict[str, str] = {}

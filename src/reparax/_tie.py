@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from reparax import _raw
 from reparax._core import Stage, call
-from reparax._manifest import function_name
+from reparax._manifest import code
 from reparax._raw import PyTree, Slot
 
 Transform = Callable[[Array], Array]
@@ -66,7 +66,7 @@ class Tie(Stage):
 
     def __repr__(self) -> str:
         def value(source: str, transform: Transform | None) -> str:
-            return repr(source) if transform is None else f"({source!r}, {_code(transform)})"
+            return repr(source) if transform is None else f"({source!r}, {code(transform)})"
 
         return f"Tie({{{', '.join(f'{target!r}: {value(source, f)}' for target, source, f in self.ties)}}})"
 
@@ -150,11 +150,6 @@ def _entry(target: Any, value: Any) -> Tied:
 
 def _same(x: Array) -> Array:
     return x
-
-
-def _code(transform: Transform) -> str:
-    name = function_name(transform) or getattr(transform, "__qualname__", repr(transform))
-    return name.replace("jax.numpy.", "jnp.")
 
 
 def _differ(target: Any, source: Any, transform: Transform) -> bool:

@@ -16,11 +16,14 @@ Where = str | Callable[[str, Any], bool] | None
 
 
 @register_static
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selected:
     """The predicate that :func:`selected` makes: true at, and everywhere below, the given paths."""
 
     paths: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"selected({dict.fromkeys(self.paths, True)})"
 
     def __call__(self, path: str, array: object) -> bool:
         del array
@@ -36,7 +39,7 @@ def selected(mask: PyTree) -> Selected:
     Example:
       >>> import reparax as rpx
       >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
-      VarNoise(0.1, where=Selected(paths=('dense/kernel',)))
+      VarNoise(0.1, where=selected({'dense/kernel': True}))
     """
     pairs = tree_flatten_with_path(mask)[0]
     for keypath, flag in pairs:

@@ -1,0 +1,142 @@
+"""What the laws are judged by: programs compiled once for all laws, comparisons, and the errors that say what broke."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax import _raw
+from reparax._core import Chain, Parametrization
+from reparax._precision import widened
+from reparax._raw import PyTree, combine, partition
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_init(p: Parametrization, params: PyTree, key: Array) -> PyTree:
+    return p.init(params, key)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree:
+    return p.apply(raw, key)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
+    return p.fold(raw)
+
+
+@partial(jax.jit, static_argnums=0)
+def objective(p: Parametrization, raw: PyTree, key: Array) -> Array:
+    """A generic linear function of the effective tree."""
+    rng = np.random.default_rng(0)
+    wide = [widened(w) for _, w in arrays(p.apply(raw, key)) if inexact(w)]
+    terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
+    return jnp.sum(jnp.stack([term.astype(jnp.result_type(float)) for term in terms]))
+
+
+@partial(jax.jit, static_argnums=0)
+def gradient(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    free, fixed = partition(raw)
+    return jax.grad(lambda x: objective(p, combine(x, fixed), key))(free)
+
+
+def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+
+
+def require_raises(p: Parametrization, law: str, call: Callable[[], object], otherwise: str) -> None:
+    try:
+        call()
+    except (ValueError, TypeError):
+        return
+    raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+
+
+def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
+    for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
+        x, y = (np.asarray(w).astype(complex) for w in (a, b))
+        size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
+        error = float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
+        require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+
+
+def arrays(tree: PyTree) -> list[tuple[str, Array]]:
+    return [("/".join(_raw.names(path)), w) for path, w in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def rounding(*trees: PyTree) -> float:
+    """64 units in the last place of the coarsest dtype in the trees."""
+    dtypes = [w.dtype for tree in trees for _, w in arrays(tree) if jnp.issubdtype(w.dtype, jnp.inexact)]
+    return 64 * max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+
+def equal(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees hold the same bits at the same paths."""
+    left, right = ([(path, np.asarray(w)) for path, w in arrays(tree)] for tree in (a, b))
+    return [path for path, _ in left] == [path for path, _ in right] and all(
+        (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        for (_, x), (_, y) in zip(left, right, strict=True)
+    )
+
+
+def paths(tree: PyTree) -> list[str]:
+    return [path for path, _ in arrays(tree)]
+
+
+def types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    return [(path, w.shape, w.dtype) for path, w in arrays(tree)]
+
+
+def twice(tree: PyTree) -> PyTree:
+    """A batch of two, both the same."""
+    return jax.tree.map(lambda w: jnp.stack([w, w]), tree)
+
+
+def moved(tree: PyTree, key: Array, by: float = 0.1) -> PyTree:
+    """The tree with normal noise on its arrays, one draw each."""
+    leaves, treedef = jax.tree.flatten(tree)
+    draws = jax.random.split(key, max(1, len(leaves)))
+
+    def move(w: Array, k: Array) -> Array:
+        x = widened(w)
+        return (x + by * jax.random.normal(k, x.shape, x.dtype)).astype(w.dtype)
+
+    return treedef.unflatten([move(w, k) for w, k in zip(leaves, draws[: len(leaves)], strict=True)])
+
+
+def zeros(params: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def without_row(w: Array) -> Array:
+    return w.at[0].set(0) if w.ndim > 0 and w.shape[0] > 0 else w
+
+
+def doubled(w: Array) -> Array:
+    """``w`` in double precision, integers as they are."""
+    return jnp.asarray(w).astype(complex if jnp.iscomplexobj(w) else float) if inexact(w) else w
+
+
+def inexact(w: Array) -> bool:
+    return jnp.issubdtype(w.dtype, jnp.inexact)
+
+
+def picklable(p: Parametrization) -> bool:
+    """Whether Python can find the classes and functions in ``p`` again by name."""
+    classes = [type(stage) for stage in stages(p)]
+    found = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
+    return not has_functions(p) and found == classes
+
+
+def has_functions(p: Parametrization) -> bool:
+    return "<function" in repr([vars(s) for s in stages(p)])
+
+
+def stages(p: Parametrization) -> tuple[Parametrization, ...]:
+    return p.stages if isinstance(p, Chain) else (p,)

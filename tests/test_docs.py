@@ -1,0 +1,31 @@
+"""Every Python block of the README runs, in order, in one namespace; networks and optax promote."""
+
+import doctest
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+def test_readme_runs(blocks):
+    globs: dict[str, object] = {}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for number, block in enumerate(blocks):
+        name = f"README block {number}"
+        examples = doctest.DocTestParser().get_doctest(block, globs, name, str(README), 0)
+        code = "" if examples.examples else block
+        examples.globs = globs
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            exec(compile(code, name, "exec"), globs)
+            runner.run(examples, clear_globs=False)
+        globs |= examples.globs
+    assert runner.summarize(verbose=False).failed == 0
+    assert len(blocks) >= 6
