@@ -1,4 +1,4 @@
-"""Axes as users write them: one number, or several."""
+"""Axes and sizes as users write them: one number, or several."""
 
 from typing import Any
 
@@ -13,6 +13,13 @@ def checked(axes: Any, who: str, name: str) -> Axes:
     if not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
     return several[0] if len(several) == 1 else several
+
+
+def whole(value: Any, who: str, name: str) -> int:
+    """``value``, which must be able to count."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
+    return value
 
 
 def _several(axes: Axes) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._axes import whole
 from reparax._leafwise import Reparametrization
 from reparax._precision import widened
 
@@ -35,6 +36,10 @@ class LowRank(Reparametrization):
     rank: int
 
     min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self.rank, "LowRank", "rank")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim < 2:

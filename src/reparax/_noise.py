@@ -110,7 +110,7 @@ class WeightDropout(Perturbation):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         assert key is not None
         x = widened(w)
-        keep = 1 - jnp.asarray(self.rate)
+        keep = jnp.asarray(1 - self.rate)  # a number is subtracted in double precision, so that keep is never 0
         kept = _draw.mask(key, keep, w, positive(self.broadcast, w))
         return jnp.where(kept, x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
@@ -121,7 +121,7 @@ class WeightDropout(Perturbation):
         known = all(isinstance(rate, float) for rate in (self.rate, later.rate))
         if not known:
             return None
-        rate = 1 - math.prod(1 - term for term in terms)
+        rate = min(1 - math.prod(1 - term for term in terms), math.nextafter(1, 0))
         return WeightDropout(rate, self.broadcast, where=self.where, terms=terms)
 
 

@@ -1,14 +1,13 @@
 """Norms of weights, in arithmetic that neither overflows nor dies at zero."""
 
 import math
-import operator
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import Axes, checked, out_of_bounds, positive
+from reparax._axes import Axes, checked, out_of_bounds, positive, whole
 from reparax._leafwise import Reparametrization
 from reparax._precision import widened
 
@@ -37,8 +36,8 @@ class WeightNorm(Reparametrization):
 
     Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, 1 along the normed axes, in float32 for
     half-precision weights and in the precision of ``w`` else. ``init`` gives ``v = w`` and
-    :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is finite, from 1e-25 to 1e30 in float32.
-    A slice of zeros gets ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
+    :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is a finite number, from 1e-25 to 1e30 in
+    float32. A slice of zeros gets ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
 
     Args:
       axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
@@ -134,9 +133,9 @@ class SpectralNorm(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if operator.index(self.n_steps) < 1:
-            raise ValueError(f"SpectralNorm got n_steps={self.n_steps}, but iterates at least once an update.")
-        object.__setattr__(self, "axis", operator.index(self.axis))
+        whole(self.axis, "SpectralNorm", "axis")
+        if whole(self.n_steps, "SpectralNorm", "n_steps") < 1:
+            raise ValueError(f"SpectralNorm got n_steps={self.n_steps}, but iterates at least once in each update.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         return out_of_bounds(self.axis, w, "axis")
@@ -149,9 +148,10 @@ class SpectralNorm(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, u, v = values["w"], values["u"], values["v"]
-        sigma = jnp.vdot(u, jnp.matmul(self._matrix(w), v, precision="highest")).real
-        x = widened(w)
-        return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
+        scale = _scale(widened(w), tuple(range(w.ndim)))
+        x = widened(w) / scale.astype(u.dtype)  # the gradient squares sigma, which must not overflow
+        sigma = jnp.vdot(u, jnp.matmul(self._matrix(x), v, precision="highest"), precision="highest").real
+        return (x / jnp.where(sigma == 0, 1 / scale.reshape(()), sigma).astype(x.dtype)).astype(w.dtype)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         u, v = self._iterated(self._matrix(values["w"]), values["v"], self.n_steps)
@@ -165,6 +165,7 @@ class SpectralNorm(Reparametrization):
     def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
         def step(v: Array) -> tuple[Array, Array]:
             u = _unit(jnp.matmul(matrix, v, precision="highest"), (0,))
-            return u, _unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
+            image = _unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
+            return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
 
         return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

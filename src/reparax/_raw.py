@@ -73,7 +73,7 @@ def is_array(x: object) -> bool:
 def names(keypath: KeyPath) -> Names:
     """The names along ``keypath``, without the ``value`` of nnx variables and flax boxes."""
     texts = [keystr((key,), simple=True) for key in keypath]
-    followers = [*texts[1:], "@"]
+    followers = [*texts, "@"][1:]
     return tuple(
         text
         for key, text, follower in zip(keypath, texts, followers, strict=True)

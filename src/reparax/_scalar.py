@@ -14,8 +14,9 @@ class Positive(Reparametrization):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus).
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`; it is exact for positive
-    ``w``. Numbers that are not positive start at twice the smallest normal number of their dtype, next to the
-    nearest point; there the map is flat, so they hardly train. Half-precision arithmetic is float32.
+    ``w`` up to the rounding of ``x``. Numbers that are not positive start at the smallest one that the dtype's
+    arithmetic can tell from zero, next to the nearest point; there the map is flat, so they hardly train.
+    Half-precision arithmetic is float32.
 
     Args:
       where: Which arrays to act on. Default: every floating parameter.
@@ -37,7 +38,9 @@ class Positive(Reparametrization):
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        x = jnp.maximum(widened(w), 2 * jnp.finfo(w.dtype).tiny)
+        x = widened(w)
+        least = 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(x.dtype).tiny))
+        x = jnp.maximum(x, least)
         return {"x": (x + jnp.log(-jnp.expm1(-x))).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

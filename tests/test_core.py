@@ -1,0 +1,235 @@
+"""The algebra: composition, fusing, means, updates, and stages that others write."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, model
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+
+class Shift(rpx.Perturbation):
+    by: float
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w + self.by
+
+
+class Double(rpx.Perturbation):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w * 2
+
+
+class Affine(rpx.Reparametrization):
+    scale: float = 3.0
+
+    def init_leaf(self, w):
+        return {"x": w / self.scale}
+
+    def apply_leaf(self, values):
+        return values["x"] * self.scale
+
+
+class Swap(rpx.Parametrization):
+    """A stage on whole trees: ``a`` and ``b`` change places."""
+
+    def init(self, params, key=None):
+        return {**params, "a": params["b"], "b": params["a"]}
+
+    def apply(self, raw, key=None):
+        return {**raw, "a": raw["b"], "b": raw["a"]}
+
+
+class Counter(rpx.Reparametrization):
+    """Fixed values that change only in ``update``: how often it ran, and the value it saw then."""
+
+    main = ("w",)
+    fixed = ("n", "seen")
+
+    def init_leaf(self, w):
+        return {"w": w, "n": jnp.zeros((), jnp.int32), "seen": w}
+
+    def apply_leaf(self, values):
+        return values["w"]
+
+    def update_leaf(self, values):
+        return {"n": values["n"] + 1, "seen": values["w"]}
+
+
+STAGES = [Shift(1.0), Double(), Affine(), rpx.Chain(), rpx.VarNoise(0.1), rpx.WeightNorm()]
+ONES = {"w": jnp.ones((2, 2))}
+
+
+@pytest.mark.parametrize("a", STAGES, ids=repr)
+@pytest.mark.parametrize("b", STAGES, ids=repr)
+@pytest.mark.parametrize("c", STAGES, ids=repr)
+def test_composition_is_associative(a, b, c):
+    assert (a >> b) >> c == a >> (b >> c)
+
+
+@pytest.mark.parametrize("p", STAGES, ids=repr)
+def test_the_empty_chain_is_the_identity(p):
+    assert rpx.Chain() >> p == p == p >> rpx.Chain()
+
+
+def test_the_left_stage_runs_first():
+    assert (Shift(1.0) >> Double()).apply(ONES)["w"][0, 0] == 4
+    assert (Double() >> Shift(1.0)).apply(ONES)["w"][0, 0] == 3
+
+
+def test_a_chain_is_the_composition_of_its_stages():
+    params = {"w": jnp.arange(6.0).reshape(2, 3) + 1}
+    a, b = Affine(2.0), Affine(5.0)
+    raw = (a >> b).init(params)
+    np.testing.assert_allclose(raw["w"]["@affine"]["x"]["@affine@2"]["x"], params["w"] / 10, rtol=1e-6)
+    np.testing.assert_allclose((a >> b).apply(raw)["w"], params["w"], rtol=1e-6)
+
+
+def test_stages_of_one_kind_are_told_apart_where_they_select_different_arrays():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    p = Affine(2.0, where="a") >> Affine(5.0, where="b")
+    raw = p.init(params)
+    np.testing.assert_allclose(raw["a"]["@affine@2"]["x"], [0.5, 0.5])
+    np.testing.assert_allclose(raw["b"]["@affine"]["x"], [0.2, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(p.apply(raw)["a"], [1, 1])
+    np.testing.assert_allclose(p.apply(raw)["b"], [1, 1])
+
+
+def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
+    params = model()
+    base = rpx.WeightNorm()
+    noisy = rpx.VarNoise(0.3, where=".*kernel") >> base >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5)
+    a, b = base.init(params), noisy.init(params)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+@pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
+def test_repr_is_the_code_that_builds_it(p):
+    assert eval(repr(p), {**vars(rpx), "jnp": jnp}) == p
+
+
+@pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
+def test_equal_builds_are_equal_and_hash_equal(p):
+    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), rpx.from_json(p.to_json())):
+        assert twin == p
+        assert hash(twin) == hash(p)
+
+
+def test_repr_of_stages():
+    p = rpx.WeightNorm(axis=(0, -1), where=".*kernel") >> rpx.WeightDropout(0.1, broadcast=-1) >> rpx.Cast(jnp.bfloat16)
+    text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast=-1) >> Cast('bfloat16')"
+    assert repr(p) == text
+
+
+def test_differing_hyperparameters_are_unequal():
+    assert rpx.VarNoise(0.1) != rpx.VarNoise(0.2)
+    assert rpx.VarNoise(0.1) != rpx.VarNoise(0.1, where=".*")
+    assert rpx.WeightNorm() != rpx.WeightNorm(axis=0)
+
+
+def test_deterministic_drops_what_is_random():
+    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
+    assert p.stochastic
+    assert p.deterministic == rpx.WeightNorm() >> rpx.Cast("bfloat16")
+    assert not p.deterministic.stochastic
+    assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
+
+
+def test_a_stage_on_whole_trees_stands_anywhere_in_a_chain(key):
+    params = {"a": jnp.ones((2, 2)), "b": 3 * jnp.ones((2, 2))}
+    p = rpx.VarNoise(0.1, where="a") >> Swap() >> rpx.WeightNorm()
+    np.testing.assert_allclose(p.fold(p.init(params))["b"], params["b"], rtol=1e-6)
+    effective = p.apply(p.init(params), key)
+    np.testing.assert_allclose(effective["a"], params["a"], rtol=1e-6)
+    assert float(jnp.abs(effective["b"] - params["b"]).max()) > 1e-3
+
+
+def test_a_random_stage_on_whole_trees_must_say_what_its_mean_is():
+    class Noisy(Swap):
+        stochastic = True
+
+    text = "Noisy() draws random numbers, but does not say what its mean is. Define `deterministic`."
+    with pytest.raises(TypeError) as error:
+        (Noisy() >> rpx.WeightNorm()).fold({})
+    assert str(error.value) == text
+
+
+def test_update_advances_fixed_values_and_nothing_else():
+    p = Double() >> Counter() >> rpx.VarNoise(0.1)
+    raw = p.init({"w": jnp.ones(3)})
+    again = p.update(p.update(raw))
+    held = again["w"]["@counter"]
+    np.testing.assert_array_equal(held["w"], raw["w"]["@counter"]["w"])
+    assert held["@fixed"]["n"] == 2
+    np.testing.assert_array_equal(held["@fixed"]["seen"], [2, 2, 2])
+    assert raw["w"]["@counter"]["@fixed"]["n"] == 0
+
+
+def test_update_sees_the_mean_of_earlier_noise():
+    p = rpx.VarNoise(10.0) >> Counter()
+    raw = p.update(p.init({"w": jnp.ones(3)}))
+    np.testing.assert_array_equal(raw["w"]["@counter"]["@fixed"]["seen"], [1, 1, 1])
+
+
+def test_update_reaches_each_of_two_stages_of_one_kind():
+    p = Counter() >> Affine() >> Counter()
+    raw = p.update(p.init({"w": jnp.ones(3)}))
+    outer = raw["w"]["@counter"]
+    assert outer["@fixed"]["n"] == 1
+    assert outer["w"]["@affine"]["x"]["@counter@2"]["@fixed"]["n"] == 1
+    np.testing.assert_allclose(outer["@fixed"]["seen"], [1, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(outer["w"]["@affine"]["x"]["@counter@2"]["@fixed"]["seen"], np.ones(3) / 3, rtol=1e-6)
+
+
+def test_a_stage_of_a_third_party_keeps_the_laws():
+    class Symmetrized(rpx.Reparametrization):
+        min_ndim = 2
+
+        def init_leaf(self, w):
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return (values["x"] + values["x"].T) / 2
+
+    square = jax.random.normal(jax.random.key(0), (4, 4))
+    check_laws(Symmetrized(), {"w": square})
+    check_laws(rpx.WeightNorm() >> Symmetrized() >> rpx.VarNoise(0.1), {"w": square})
+
+
+def test_a_noise_of_a_third_party_keeps_the_laws():
+    class SignFlip(rpx.Perturbation):
+        rate: float
+
+        def apply_leaf(self, w, key):
+            return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+
+    check_laws(SignFlip(0.3), model())
+
+
+def test_import_needs_jax_alone():
+    code = "import sys, reparax; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "reparax" in names
+    assert not {"flax", "optax", "orbax", "chex", "torch", "safetensors", "equinox"} & set(names)
+
+
+def test_hyperparameters_that_are_known_are_numbers():
+    assert rpx.VarNoise(jnp.float32(0.5)) == rpx.VarNoise(np.float64(0.5)) == rpx.VarNoise(0.5)
+    assert rpx.VarNoise(1) == rpx.VarNoise(1.0)
+
+
+def test_traced_hyperparameters_are_shown_by_type():
+    shown = []
+    jax.jit(lambda std: shown.append(repr(rpx.VarNoise(std))))(0.1)
+    assert shown == ["VarNoise(<traced float32>)"]

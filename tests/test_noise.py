@@ -1,0 +1,577 @@
+"""Noise judged by statistics: bounds follow from the sample size, at five standard errors of a fixed key."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import reparax as rpx
+
+SIZE = 100_000
+
+
+def within(got, expected, error, k=5):
+    """Whether ``got`` is within ``k`` standard errors."""
+    return abs(got - expected) <= k * error
+
+
+def applied(p, w, key):
+    """The effective array of the only parameter, ``w``."""
+    return np.asarray(p.apply(p.init({"w": jnp.asarray(w)}), key)["w"])
+
+
+def correlation(a, b):
+    return np.corrcoef(np.ravel(a).astype(np.float64), np.ravel(b).astype(np.float64))[0, 1]
+
+
+@pytest.fixture
+def w():
+    """A weight with no zero in it."""
+    return np.random.default_rng(0).uniform(0.5, 1.5, (16, 8)).astype(np.float32)
+
+
+@pytest.fixture
+def noise(key, w):
+    """The standard normal numbers that ``VarNoise`` draws for ``w`` under ``key``."""
+    return applied(rpx.VarNoise(1.0), np.zeros_like(w), key)
+
+
+# ---- the distribution of VarNoise
+
+
+@pytest.mark.parametrize("std", [0.075, 3.0])
+def test_var_noise_has_mean_zero(key, std):
+    noise = applied(rpx.VarNoise(std), np.zeros(SIZE, np.float32), key)
+    assert within(noise.mean(dtype=np.float64), 0, std / np.sqrt(SIZE))
+
+
+@pytest.mark.parametrize("std", [0.075, 3.0])
+def test_var_noise_has_the_standard_deviation_asked_for(key, std):
+    noise = applied(rpx.VarNoise(std), np.zeros(SIZE, np.float32), key)
+    assert within(noise.std(dtype=np.float64), std, std / np.sqrt(2 * SIZE))
+
+
+def test_var_noise_is_normal(key):
+    noise = applied(rpx.VarNoise(3.0), np.zeros(SIZE, np.float32), key)
+    assert stats.kstest(noise, stats.norm(0, 3).cdf).pvalue > 1e-3
+
+
+def test_var_noise_is_added_to_the_weight(key, w, noise):
+    np.testing.assert_allclose(applied(rpx.VarNoise(0.5), w, key), w + 0.5 * noise, rtol=1e-6)
+
+
+def test_var_noise_of_zero_leaves_the_weight_as_it_is(key, w):
+    np.testing.assert_array_equal(applied(rpx.VarNoise(0.0), w, key), w)
+
+
+def test_var_noise_of_complex_weights_has_mean_square_one(key):
+    power = np.abs(applied(rpx.VarNoise(1.0), np.zeros(SIZE, np.complex64), key).astype(complex)) ** 2
+    # The square is exponentially distributed: its standard deviation is its mean.
+    assert within(power.mean(), 1, 1 / np.sqrt(SIZE))
+
+
+@pytest.mark.parametrize("part", [np.real, np.imag], ids=["real", "imaginary"])
+def test_var_noise_of_complex_weights_is_normal_in_both_parts(key, part):
+    noise = applied(rpx.VarNoise(1.0), np.zeros(SIZE, np.complex64), key)
+    assert stats.kstest(part(noise), stats.norm(0, np.sqrt(0.5)).cdf).pvalue > 1e-3
+
+
+def test_var_noise_of_complex_weights_has_independent_parts(key):
+    noise = applied(rpx.VarNoise(1.0), np.zeros(SIZE, np.complex64), key)
+    assert within(correlation(noise.real, noise.imag), 0, 1 / np.sqrt(SIZE))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_var_noise_of_half_precision_is_the_rounded_sum_in_float32(key, w, noise, dtype):
+    half = w.astype(dtype)
+    got = applied(rpx.VarNoise(0.1), half, key)
+    expected = half.astype(np.float32) + np.float32(0.1) * noise
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(np.float32), expected, rtol=float(jnp.finfo(dtype).eps) / 2 * 1.001)
+
+
+def test_var_noise_of_float64_weights_has_float64_resolution(key):
+    with jax.enable_x64():
+        noise = applied(rpx.VarNoise(1.0), np.zeros(1000), key)
+    assert noise.dtype == np.float64
+    assert (noise != noise.astype(np.float32)).mean() > 0.99
+
+
+# ---- the distribution of WeightDropout
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_weight_dropout_keeps_the_share_asked_for(key, rate):
+    kept = applied(rpx.WeightDropout(rate), np.ones((SIZE // 100, 100), np.float32), key) != 0
+    assert within(kept.mean(), 1 - rate, np.sqrt(rate * (1 - rate) / SIZE))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_weight_dropout_gives_zero_or_the_weight_over_the_share_that_is_kept(key, w, rate):
+    got = applied(rpx.WeightDropout(rate), w, key)
+    assert {0} < set(np.unique(got))
+    np.testing.assert_allclose(got, np.where(got == 0, 0, w / (1 - rate)), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.75])
+def test_weight_dropout_is_exact_where_the_share_that_is_kept_is_a_power_of_two(key, w, rate):
+    got = applied(rpx.WeightDropout(rate), w, key)
+    np.testing.assert_array_equal(got, np.where(got == 0, 0, w / np.float32(1 - rate)))
+
+
+def test_weight_dropout_has_the_weight_as_its_mean(key):
+    got = applied(rpx.WeightDropout(0.9), np.full((SIZE // 100, 100), 2, np.float32), key)
+    assert within(got.mean(dtype=np.float64), 2, 2 * np.sqrt(0.9 / 0.1 / SIZE))
+
+
+def test_weight_dropout_of_zero_leaves_the_weight_as_it_is(key, w):
+    np.testing.assert_array_equal(applied(rpx.WeightDropout(0.0), w, key), w)
+
+
+def test_weight_dropout_of_a_half_precision_weight_is_that_of_float32_rounded(key, w):
+    half = w.astype(jnp.bfloat16)
+    got = applied(rpx.WeightDropout(0.3), half, key)
+    expected = applied(rpx.WeightDropout(0.3), half.astype(np.float32), key).astype(jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+def test_weight_dropout_keeps_real_and_imaginary_part_together(key, w):
+    z = w + 1j * w
+    got = applied(rpx.WeightDropout(0.5), z.astype(np.complex64), key)
+    np.testing.assert_array_equal(got, np.where(got == 0, 0, 2 * z))
+
+
+def test_weight_dropout_passes_gradient_where_it_keeps(key, w):
+    p = rpx.WeightDropout(0.5)
+    grad = jax.grad(lambda w: jnp.sum(p.apply({"w": w}, key)["w"]))(jnp.asarray(w))
+    np.testing.assert_array_equal(grad, np.where(applied(p, w, key) != 0, 2.0, 0.0))
+
+
+def test_weight_dropout_next_to_one_is_finite_with_finite_gradients(key, w):
+    p = rpx.WeightDropout(1 - 1e-9)
+    value, grad = jax.value_and_grad(lambda w: jnp.sum(p.apply({"w": w}, key)["w"]))(jnp.asarray(w))
+    assert np.isfinite(value)
+    assert np.isfinite(grad).all()
+
+
+# ---- axes that share one draw
+
+BROADCASTS = [
+    pytest.param((SIZE // 10, 3), -1, (SIZE // 10, 1), id="rows"),
+    pytest.param((3, SIZE // 10), 0, (1, SIZE // 10), id="columns"),
+    pytest.param((SIZE // 10, 2, 3), (1, 2), (SIZE // 10, 1, 1), id="heads"),
+    pytest.param((2, SIZE // 10, 3), (-1, 0), (1, SIZE // 10, 1), id="first and last"),
+]
+
+
+def kept(key, shape, broadcast):
+    return applied(rpx.WeightDropout(0.3, broadcast=broadcast), np.ones(shape, np.float32), key) != 0
+
+
+@pytest.mark.parametrize(("shape", "broadcast", "drawn"), BROADCASTS)
+def test_broadcast_axes_share_one_draw(key, shape, broadcast, drawn):
+    mask = kept(key, shape, broadcast)
+    first = mask[tuple(slice(size) for size in drawn)]
+    np.testing.assert_array_equal(mask, np.broadcast_to(first, shape))
+
+
+@pytest.mark.parametrize(("shape", "broadcast", "drawn"), BROADCASTS)
+def test_draws_that_are_shared_keep_the_share_asked_for(key, shape, broadcast, drawn):
+    first = kept(key, shape, broadcast)[tuple(slice(size) for size in drawn)]
+    assert within(first.mean(), 0.7, np.sqrt(0.3 * 0.7 / first.size))
+
+
+def test_neighbours_along_an_axis_that_is_not_shared_are_uncorrelated(key):
+    rows = kept(key, (SIZE, 2), -1)[:, 0]
+    assert within(correlation(rows[1:], rows[:-1]), 0, 1 / np.sqrt(SIZE))
+
+
+def test_sharing_all_axes_is_one_draw_for_the_whole_array():
+    p, keys = rpx.WeightDropout(0.3, broadcast=(0, 1)), jax.random.split(jax.random.key(0), 10_000)
+    masks = np.asarray(jax.vmap(p.apply, (None, 0))({"w": jnp.ones((2, 3))}, keys)["w"]) != 0
+    np.testing.assert_array_equal(masks, np.broadcast_to(masks[:, :1, :1], masks.shape))
+    assert within(masks[:, 0, 0].mean(), 0.7, np.sqrt(0.3 * 0.7 / 10_000))
+
+
+# ---- what the stages act on, and that draws do not repeat
+
+LAYER = {"kernel": np.ones((8, 4), np.float32), "bias": np.ones(4, np.float32), "gain": np.ones((), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("p", "touched"),
+    [
+        pytest.param(rpx.VarNoise(0.1), {"kernel": True, "bias": True, "gain": True}, id="var_noise"),
+        pytest.param(rpx.WeightDropout(0.5), {"kernel": True, "bias": False, "gain": False}, id="weight_dropout"),
+    ],
+)
+def test_noise_reaches_every_parameter_by_default_and_dropout_only_matrices(key, p, touched):
+    got = p.apply(LAYER, key)
+    assert {name: bool((got[name] != LAYER[name]).any()) for name in LAYER} == touched
+
+
+STOCHASTIC = [
+    pytest.param(rpx.VarNoise(1.0), id="var_noise"),
+    pytest.param(rpx.WeightDropout(0.5), id="weight_dropout"),
+]
+
+
+@pytest.mark.parametrize("p", STOCHASTIC)
+def test_arrays_of_equal_shape_get_uncorrelated_draws(key, p):
+    tree = {name: jnp.ones((SIZE // 100, 100)) for name in ("kernel", "kernel2", "bias")}
+    got = p.apply(tree, key)
+    pairs = [correlation(got[a], got[b]) for a, b in itertools.combinations(tree, 2)]
+    assert within(np.abs(pairs).max(), 0, 1 / np.sqrt(SIZE))
+
+
+@pytest.mark.parametrize("p", STOCHASTIC)
+def test_different_keys_give_uncorrelated_draws(p):
+    one, two = (applied(p, np.ones((SIZE // 100, 100), np.float32), jax.random.key(seed)) for seed in (0, 1))
+    assert within(correlation(one, two), 0, 1 / np.sqrt(SIZE))
+
+
+@pytest.mark.parametrize("p", STOCHASTIC)
+def test_the_same_key_gives_the_same_values(key, w, p):
+    np.testing.assert_array_equal(applied(p, w, key), applied(p, w, key))
+
+
+@pytest.mark.parametrize("p", STOCHASTIC)
+def test_typed_and_legacy_keys_give_the_same_values(w, p):
+    np.testing.assert_array_equal(applied(p, w, jax.random.key(7)), applied(p, w, jax.random.PRNGKey(7)))
+
+
+def test_two_stages_of_one_kind_draw_uncorrelated_noise(key):
+    first = rpx.VarNoise(1.0, where="w")
+    w = np.zeros(SIZE, np.float32)
+    one = applied(first, w, key)
+    both = applied(first >> rpx.VarNoise(1.0, where=".*"), w, key)
+    assert within(correlation(one, both - one), 0, 1 / np.sqrt(SIZE))
+
+
+def test_noise_and_dropout_under_one_key_are_uncorrelated(key):
+    w = np.ones((SIZE // 100, 100), np.float32)
+    noise, mask = applied(rpx.VarNoise(1.0), w, key), applied(rpx.WeightDropout(0.5), w, key)
+    assert within(correlation(np.abs(noise - 1), mask), 0, 1 / np.sqrt(SIZE))
+    assert within(correlation(noise, mask), 0, 1 / np.sqrt(SIZE))
+
+
+def test_no_key_is_used_twice(key, w):
+    p = rpx.VarNoise(1.0, where="w") >> rpx.WeightDropout(0.5) >> rpx.VarNoise(1.0)
+    with jax.debug_key_reuse():
+        assert np.isfinite(jax.jit(p.apply)({"w": w}, key)["w"]).all()
+
+
+# ---- fusing
+
+
+def test_var_noises_in_a_row_fuse_by_their_variances():
+    assert rpx.VarNoise(3) >> rpx.VarNoise(4) == rpx.VarNoise(5)
+
+
+def test_weight_dropouts_in_a_row_fuse_by_the_shares_that_they_keep():
+    assert rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5) == rpx.WeightDropout(0.75)
+
+
+def test_weight_dropouts_with_equal_broadcast_and_where_fuse():
+    p = rpx.WeightDropout(0.5, broadcast=-1, where="w")
+    assert p >> p == rpx.WeightDropout(0.75, broadcast=(-1,), where="w")
+
+
+MATHEMATICAL = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+@MATHEMATICAL
+@given(st.tuples(*[st.floats(0, 1e100)] * 3))
+def test_fusing_var_noises_is_exactly_associative(stds):
+    a, b, c = map(rpx.VarNoise, stds)
+    assert (a >> b) >> c == a >> (b >> c)
+
+
+@MATHEMATICAL
+@given(st.tuples(*[st.floats(0, 0.999)] * 3))
+def test_fusing_weight_dropouts_is_exactly_associative(rates):
+    a, b, c = map(rpx.WeightDropout, rates)
+    assert (a >> b) >> c == a >> (b >> c)
+
+
+@MATHEMATICAL
+@given(st.tuples(*[st.floats(0, 0.999)] * 4))
+def test_fusing_in_pairs_is_fusing_in_a_row(rates):
+    a, b, c, d = map(rpx.WeightDropout, rates)
+    assert (a >> b) >> (c >> d) == ((a >> b) >> c) >> d
+
+
+@MATHEMATICAL
+@given(st.floats(0, 1e100), st.floats(0, 1e100))
+def test_fused_var_noise_has_the_standard_deviation_of_the_sum(one, two):
+    fused = rpx.VarNoise(one) >> rpx.VarNoise(two)
+    assert fused.std == pytest.approx(np.hypot(one, two), rel=1e-15)
+
+
+def test_rates_next_to_one_compose():
+    p = rpx.WeightDropout(1 - 1e-9)
+    assert 0 < 1 - (p >> p).rate < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        pytest.param(rpx.VarNoise(3, where="w"), rpx.VarNoise(4), id="noise, where"),
+        pytest.param(rpx.WeightDropout(0.5, where="w"), rpx.WeightDropout(0.5), id="dropout, where"),
+        pytest.param(rpx.WeightDropout(0.5, broadcast=0), rpx.WeightDropout(0.5), id="dropout, broadcast"),
+        pytest.param(rpx.WeightDropout(0.5), rpx.VarNoise(3), id="two kinds"),
+    ],
+)
+def test_stages_that_differ_do_not_fuse(one, two):
+    assert (one >> two).stages == (one, two)
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        pytest.param(lambda value: rpx.VarNoise(value) >> rpx.VarNoise(0.5), id="noise, first"),
+        pytest.param(lambda value: rpx.VarNoise(0.5) >> rpx.VarNoise(value), id="noise, second"),
+        pytest.param(lambda value: rpx.WeightDropout(value) >> rpx.WeightDropout(0.5), id="dropout, first"),
+        pytest.param(lambda value: rpx.WeightDropout(0.5) >> rpx.WeightDropout(value), id="dropout, second"),
+    ],
+)
+def test_stages_with_a_traced_value_do_not_fuse(compose):
+    counts = []
+    jax.eval_shape(lambda value: counts.append(len(compose(value).stages)), 0.5)
+    assert counts == [2]
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        pytest.param(rpx.VarNoise(3) >> rpx.VarNoise(4), id="fused"),
+        pytest.param(rpx.VarNoise(3, where=".*") >> rpx.VarNoise(4), id="unfused"),
+    ],
+)
+def test_var_noises_in_a_row_have_one_distribution_fused_or_not(key, p):
+    noise = applied(p, np.zeros(SIZE, np.float32), key)
+    assert stats.kstest(noise, stats.norm(0, 5).cdf).pvalue > 1e-3
+    assert within(noise.std(dtype=np.float64), 5, 5 / np.sqrt(2 * SIZE))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), id="fused"),
+        pytest.param(rpx.WeightDropout(0.5, where=".*") >> rpx.WeightDropout(0.5), id="unfused"),
+    ],
+)
+def test_weight_dropouts_in_a_row_have_one_distribution_fused_or_not(key, p):
+    got = applied(p, np.ones((SIZE // 100, 100), np.float32), key)
+    assert np.unique(got).tolist() == [0, 4]
+    assert within((got != 0).mean(), 0.25, np.sqrt(0.25 * 0.75 / SIZE))
+
+
+# ---- fusing of Cast, the stage whose rule has an exception
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("float64", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "float8_e4m3fn"),
+    ],
+)
+def test_casts_fuse_where_the_second_holds_a_subset_of_the_first(first, second):
+    assert rpx.Cast(first) >> rpx.Cast(second) == rpx.Cast(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("bfloat16", "float32"),
+        ("bfloat16", "float16"),
+        ("float16", "bfloat16"),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ],
+)
+def test_casts_do_not_fuse_where_the_first_rounds_what_the_second_holds(first, second):
+    assert (rpx.Cast(first) >> rpx.Cast(second)).stages == (rpx.Cast(first), rpx.Cast(second))
+
+
+def test_a_cast_to_bfloat16_and_back_rounds():
+    got = (rpx.Cast("bfloat16") >> rpx.Cast("float32")).apply({"w": jnp.array([1 + 2**-7, 1 + 2**-10])})["w"]
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, [1 + 2**-7, 1])
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_fused_casts_of_float64_give_what_the_two_give_one_after_the_other(narrow):
+    values = 1 + 2.0 ** -np.arange(7, 13)[:, None] + 2.0 ** -np.arange(30, 50)
+    with jax.enable_x64():
+        tree = {"w": jnp.asarray(values)}
+        fused = (rpx.Cast("float32") >> rpx.Cast(narrow)).apply(tree)["w"]
+        apart = rpx.Cast(narrow).apply(rpx.Cast("float32").apply(tree))["w"]
+        np.testing.assert_array_equal(fused, apart)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"), [*itertools.product(["float32", "bfloat16", "float16"], repeat=3)]
+)
+def test_fusing_casts_is_associative(first, second, third):
+    a, b, c = rpx.Cast(first), rpx.Cast(second), rpx.Cast(third)
+    assert (a >> b) >> c == a >> (b >> c)
+
+
+# ---- draws depend on the key, the kind and the path, and on nothing else
+
+
+@pytest.mark.parametrize("p", STOCHASTIC)
+def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
+    more = p.apply({"a": jnp.ones((16, 8)), "w": jnp.asarray(w), "z": jnp.ones((16, 8))}, key)
+    np.testing.assert_array_equal(more["w"], applied(p, w, key))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(rpx.WeightNorm(), id="weight_norm"),
+        pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0"),
+        pytest.param(rpx.Freeze(), id="freeze"),
+        pytest.param(rpx.Positive(), id="positive"),
+        pytest.param(rpx.Cast("float32"), id="cast"),
+        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.Cast("float32"), id="three"),
+        pytest.param(rpx.WeightDropout(0.0), id="weight_dropout"),
+    ],
+)
+def test_draws_do_not_change_when_a_stage_is_added_before(key, w, noise, before):
+    np.testing.assert_allclose(applied(before >> rpx.VarNoise(1.0), w, key), w + noise, atol=2e-6)
+
+
+def weight_normed(w, noise):
+    """Noise on the direction, the length of the weight kept."""
+    v = w + noise
+    return np.linalg.norm(w, axis=0) * v / np.linalg.norm(v, axis=0)
+
+
+def positive(w, noise):
+    """Noise on the logarithmic side of softplus."""
+    return np.logaddexp(0, w + np.log(-np.expm1(-w)) + noise)
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        pytest.param(rpx.WeightNorm(), weight_normed, id="weight_norm"),
+        pytest.param(rpx.Positive(), positive, id="positive"),
+        pytest.param(rpx.Freeze(), np.add, id="freeze"),
+        pytest.param(rpx.Cast("float32"), np.add, id="cast"),
+        pytest.param(rpx.WeightDropout(0.0), np.add, id="weight_dropout"),
+    ],
+)
+def test_draws_do_not_change_when_a_stage_is_added_after(key, w, noise, after, expected):
+    got = applied(rpx.VarNoise(1.0) >> after, w, key)
+    np.testing.assert_allclose(got, expected(w.astype(np.float64), noise.astype(np.float64)), rtol=1e-5, atol=2e-6)
+
+
+def test_draws_do_not_change_when_the_weight_is_cast_to_half_precision_before(key, w, noise):
+    got = applied(rpx.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
+    expected = w.astype(jnp.bfloat16).astype(np.float32) + noise
+    np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-8)
+
+
+# ---- draws are the same under every transformation
+
+LOOPS = [
+    pytest.param(lambda f, keys: jax.vmap(f)(keys), id="vmap"),
+    pytest.param(lambda f, keys: jax.lax.map(f, keys), id="map"),
+    pytest.param(lambda f, keys: jax.lax.scan(lambda carry, key: (carry, f(key)), 0, keys)[1], id="scan"),
+    pytest.param(lambda f, keys: jnp.stack([jax.jit(f)(key) for key in keys]), id="jit"),
+    pytest.param(lambda f, keys: jnp.stack([jax.checkpoint(f)(key) for key in keys]), id="checkpoint"),
+]
+SHARED = pytest.param(rpx.WeightDropout(0.5, broadcast=-1), id="weight_dropout of rows")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
+def test_draws_are_the_same_under_transformations(w, p, loop):
+    keys = jax.random.split(jax.random.key(3), 4)
+    got = loop(lambda key: p.apply({"w": jnp.asarray(w)}, key)["w"], keys)
+    np.testing.assert_allclose(got, [applied(p, w, key) for key in keys], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("run", [pytest.param(lambda f: f, id="eager"), pytest.param(jax.jit, id="jit")])
+@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
+def test_draws_are_the_same_on_eight_devices(key, w, p, run):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P("a", "b"))
+    got = run(p.apply)({"w": jax.device_put(w, sharding)}, key)["w"]
+    assert got.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(got, applied(p, w, key), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
+def test_draws_are_the_same_on_eight_devices_with_shardings_in_types(key, w, p):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        got = jax.jit(p.apply)({"w": jax.device_put(w, jax.P("a", "b"))}, key)["w"]
+    assert got.sharding.spec == jax.P("a", "b")
+    np.testing.assert_allclose(got, applied(p, w, key), rtol=1e-6, atol=1e-6)
+
+
+# ---- traced hyperparameters
+
+
+def test_a_traced_standard_deviation_gives_the_noise_of_the_known_one(key, w):
+    got = jax.jit(lambda std: rpx.VarNoise(std).apply({"w": w}, key)["w"])(0.3)
+    np.testing.assert_allclose(got, applied(rpx.VarNoise(0.3), w, key), rtol=1e-6)
+
+
+def test_a_traced_rate_gives_the_dropout_of_the_known_one(key, w):
+    got = jax.jit(lambda rate: rpx.WeightDropout(rate).apply({"w": w}, key)["w"])(0.3)
+    np.testing.assert_allclose(got, applied(rpx.WeightDropout(0.3), w, key), rtol=1e-6)
+
+
+def test_the_derivative_by_the_standard_deviation_is_the_noise_drawn(key, w, noise):
+    _, slope = jax.jvp(lambda std: rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"], (0.3,), (1.0,))
+    np.testing.assert_allclose(slope, noise, rtol=1e-6)
+
+
+def test_a_standard_deviation_trains_by_gradient(key, w, noise):
+    grad = jax.grad(lambda std: jnp.sum(jnp.square(rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"])))(0.3)
+    expected = np.sum(2 * (w + 0.3 * noise.astype(np.float64)) * noise)
+    assert grad == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_schedule_inside_jit_switches_the_noise_on(key, w, noise):
+    @jax.jit
+    def at(step):
+        std = jnp.where(step >= 10, 0.1, 0.0)
+        return rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"]
+
+    np.testing.assert_array_equal(at(9), w)
+    np.testing.assert_allclose(at(10), w + 0.1 * noise, rtol=1e-6)
+
+
+def test_a_changing_standard_deviation_compiles_once(key, w):
+    traces = []
+
+    @jax.jit
+    def noisy(std):
+        traces.append(std)
+        return (rpx.WeightNorm() >> rpx.VarNoise(std)).apply(raw, key)["w"]
+
+    raw = rpx.WeightNorm().init({"w": jnp.asarray(w)})
+    results = {float(noisy(std)[0, 0]) for std in (0.1, 0.2, 0.3)}
+    assert len(traces) == 1
+    assert len(results) == 3
+
+
+def test_standard_deviations_are_mapped_over(key, w, noise):
+    stds = [0.1, 0.2, 0.3]
+    got = jax.vmap(lambda std: rpx.VarNoise(std).apply({"w": jnp.asarray(w)}, key)["w"])(jnp.array(stds))
+    np.testing.assert_allclose(got, [w + std * noise for std in stds], rtol=1e-6)

@@ -1,0 +1,411 @@
+"""Weight norm and spectral norm against the papers, numpy and flax, at every scale that a float has."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def rotated(*shape, scale=1.0):
+    """Complex numbers whose real and imaginary parts are independent."""
+    return (normal(*shape, scale=scale) + 1j * normal(*shape, seed=1, scale=scale)).astype(np.complex64)
+
+
+def zero_column(w, column=1):
+    return np.where(np.arange(w.shape[-1]) == column, np.zeros_like(w), w)
+
+
+@jax.jit
+def started(p, w):
+    """The raw tree of ``w``."""
+    return p.init({"w": w})
+
+
+@jax.jit
+def read(p, raw):
+    """What the model reads."""
+    return p.apply(raw)["w"]
+
+
+@jax.jit
+def pulled(p, raw, dw):
+    """The gradient of the raw values of ``w`` where ``dw`` is that of the effective array."""
+    return jax.vjp(p.apply, raw)[1]({"w": dw})[0]["w"]
+
+
+def reproduced(p, w):
+    """What the model reads straight after ``init``."""
+    return np.asarray(read(p, started(p, w)))
+
+
+# ---- weight norm: values
+
+
+@pytest.mark.parametrize(
+    ("w", "axis"),
+    [
+        pytest.param(normal(64, 8), -1, id="normal"),
+        pytest.param(normal(64, 8), 0, id="axis 0"),
+        pytest.param(normal(64, 8), None, id="one length"),
+        pytest.param(normal(64, 8), (0, 1), id="a length each"),
+        pytest.param(normal(5, 4, 3), (0, -1), id="two feature axes"),
+        pytest.param(normal(3, 3, 8, 16), -1, id="conv kernel, out"),
+        pytest.param(normal(3, 3, 8, 16), 2, id="conv kernel, in"),
+        pytest.param(zero_column(normal(64, 8)), -1, id="a column of zeros"),
+        pytest.param(np.zeros((64, 8), np.float32), -1, id="all zero"),
+        pytest.param(np.zeros((64, 8), np.float32), None, id="all zero, one length"),
+        pytest.param(normal(64, 8, scale=1e30), -1, id="1e30"),
+        pytest.param(normal(64, 8, scale=1e-25), -1, id="1e-25"),
+        pytest.param(rotated(8, 4), -1, id="complex"),
+        pytest.param(rotated(8, 4, scale=1e30), -1, id="complex 1e30"),
+        pytest.param(rotated(8, 4, scale=1e-25), -1, id="complex 1e-25"),
+        pytest.param(zero_column(rotated(8, 4)), -1, id="complex, a column of zeros"),
+        pytest.param(normal(0, 3), -1, id="no rows"),
+        pytest.param(normal(3, 0), -1, id="no columns"),
+        pytest.param(normal(7), -1, id="vector, a length each"),
+        pytest.param(normal(7), None, id="vector, one length"),
+    ],
+)
+def test_weight_norm_reproduces_the_weight_that_it_starts_from(w, axis):
+    got = reproduced(rpx.WeightNorm(axis=axis, where="w"), w)
+    assert got.dtype == w.dtype
+    np.testing.assert_allclose(got, w, rtol=4 * np.finfo(w.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        pytest.param(np.full((512, 8), 300, np.float16), id="float16 300"),
+        pytest.param(np.full((512, 8), 1e-7, np.float16), id="float16 1e-7"),
+        pytest.param(normal(512, 8, dtype=np.float16), id="float16"),
+        pytest.param(normal(512, 8, dtype=jnp.bfloat16), id="bfloat16"),
+        pytest.param(normal(512, 8, scale=1e30, dtype=jnp.bfloat16), id="bfloat16 1e30"),
+        pytest.param(normal(512, 8, scale=1e-25, dtype=jnp.bfloat16), id="bfloat16 1e-25"),
+    ],
+)
+def test_weight_norm_reproduces_half_precision_bit_for_bit(w):
+    got = reproduced(rpx.WeightNorm(), w)
+    assert got.dtype == w.dtype
+    np.testing.assert_array_equal(got.view(np.uint16), w.view(np.uint16))
+
+
+def test_weight_norm_reproduces_float64_to_float64_precision():
+    w = normal(64, 8, dtype=np.float64)
+    with jax.enable_x64():
+        got = reproduced(rpx.WeightNorm(), w)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, w, rtol=4 * np.finfo(np.float64).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("w", "axis", "normed"),
+    [
+        pytest.param(normal(6, 4), -1, 0, id="last"),
+        pytest.param(normal(6, 4), 0, 1, id="first"),
+        pytest.param(normal(6, 4), None, (0, 1), id="none"),
+        pytest.param(normal(5, 4, 3), (0, 2), 1, id="two"),
+        pytest.param(normal(3, 3, 8, 16), -1, (0, 1, 2), id="conv kernel"),
+        pytest.param(rotated(6, 4), -1, 0, id="complex"),
+    ],
+)
+def test_weight_norm_starts_with_the_lengths_along_all_but_the_feature_axes(w, axis, normed):
+    g = started(rpx.WeightNorm(axis=axis), w)["w"]["@weight_norm"]["g"]
+    expected = np.sqrt(np.sum(np.abs(w.astype(complex)) ** 2, axis=normed, keepdims=True))
+    assert g.shape == expected.shape
+    np.testing.assert_allclose(np.asarray(g), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("complex64", "float32")],
+)
+def test_weight_norm_keeps_lengths_real_and_in_float32_at_least(dtype, length):
+    raw = rpx.WeightNorm().init({"w": jnp.ones((3, 2), dtype)})["w"]["@weight_norm"]
+    assert {name: value.dtype.name for name, value in raw.items()} == {"g": length, "v": dtype}
+
+
+def test_weight_norm_has_the_length_g_whatever_the_length_of_v(key):
+    p = rpx.WeightNorm()
+    raw = {"w": {"@weight_norm": {"g": jnp.array([[2.0, -3.0]]), "v": 17 * jax.random.normal(key, (5, 2))}}}
+    w = np.asarray(p.apply(raw)["w"], np.float64)
+    np.testing.assert_allclose(np.linalg.norm(w, axis=0), [2.0, 3.0], rtol=1e-6)
+
+
+def test_weight_norm_lets_one_nan_poison_only_its_own_column():
+    w = normal(8, 4)
+    w[3, 1] = np.nan
+    got = reproduced(rpx.WeightNorm(), w)
+    assert np.isnan(got[:, 1]).all()
+    np.testing.assert_allclose(got[:, [0, 2, 3]], w[:, [0, 2, 3]], rtol=1e-6)
+
+
+def test_weight_norm_lets_one_nan_poison_gradients_only_of_its_own_column():
+    p, w = rpx.WeightNorm(), normal(8, 4)
+    w[3, 1] = np.nan
+    grad = pulled(p, started(p, w), np.ones_like(w))["@weight_norm"]
+    assert np.isfinite(grad["g"]).tolist() == [[True, False, True, True]]
+    assert np.isfinite(grad["v"]).all(axis=0).tolist() == [True, False, True, True]
+
+
+def test_weight_norm_takes_a_bare_array():
+    p, w = rpx.WeightNorm(), normal(3, 2)
+    np.testing.assert_allclose(p.apply(p.init(jnp.asarray(w))), w, rtol=1e-6)
+
+
+# ---- weight norm: gradients
+
+
+@pytest.mark.parametrize(
+    ("v", "axis", "normed"),
+    [
+        pytest.param(normal(6, 4), -1, 0, id="last"),
+        pytest.param(normal(6, 4), 0, 1, id="first"),
+        pytest.param(normal(6, 4), None, (0, 1), id="none"),
+        pytest.param(normal(3, 3, 4, 5), -1, (0, 1, 2), id="conv kernel"),
+        pytest.param(normal(6, 4, scale=1e-25), -1, 0, id="1e-25"),
+        pytest.param(normal(6, 4, scale=1e30), -1, 0, id="1e30"),
+    ],
+)
+def test_weight_norm_has_the_gradient_of_the_paper(v, axis, normed):
+    dw = normal(*v.shape, seed=1)
+    wide, d = v.astype(np.float64), dw.astype(np.float64)
+    length = np.sqrt(np.sum(wide**2, axis=normed, keepdims=True))
+    g = 1.0 + np.arange(length.size, dtype=np.float32).reshape(length.shape)
+    raw = {"w": {"@weight_norm": {"g": jnp.asarray(g), "v": jnp.asarray(v)}}}
+    got = pulled(rpx.WeightNorm(axis=axis), raw, dw)["@weight_norm"]
+    # Salimans and Kingma 2016, equation 3.
+    dg = np.sum(d * wide / length, axis=normed, keepdims=True)
+    dv = g / length * d - g * dg / length**2 * wide
+    np.testing.assert_allclose(got["g"], dg, rtol=1e-5, atol=1e-6 * np.abs(dg).max())
+    np.testing.assert_allclose(got["v"], dv, rtol=1e-5, atol=1e-6 * np.abs(dv).max())
+
+
+def test_weight_norm_at_zero_passes_gradient_to_the_length_and_none_that_is_infinite():
+    p = rpx.WeightNorm()
+    grad = pulled(p, started(p, np.zeros((8, 4), np.float32)), np.ones((8, 4), np.float32))["@weight_norm"]
+    # All directions are that of ones, so dg = sum(v / |v|) = sqrt(8), and dv = 0 as g = 0.
+    np.testing.assert_allclose(grad["g"], np.full((1, 4), np.sqrt(8)), rtol=1e-6)
+    np.testing.assert_array_equal(grad["v"], np.zeros((8, 4)))
+
+
+def test_weight_norm_trains_a_layer_that_starts_at_zero():
+    p = rpx.WeightNorm()
+    x = jnp.asarray(normal(64, 8))
+    y = x @ jnp.asarray(normal(8, 4, seed=1))
+
+    def loss(raw):
+        return jnp.mean(jnp.square(x @ p.apply(raw)["w"] - y))
+
+    def step(_, raw):
+        return jax.tree.map(lambda value, slope: value - 0.3 * slope, raw, jax.grad(loss)(raw))
+
+    raw = started(p, np.zeros((8, 4), np.float32))
+    trained = jax.jit(lambda raw: jax.lax.fori_loop(0, 200, step, raw))(raw)
+    assert loss(raw) > 1
+    assert loss(trained) < 0.05
+
+
+# ---- weight norm: flax
+
+
+@pytest.mark.parametrize("axis", [-1, 0, (0, 1), None], ids=str)
+def test_weight_norm_agrees_with_flax_linen_where_its_scale_is_our_length(axis):
+    p, v = rpx.WeightNorm(axis=axis), normal(6, 4)
+    raw = started(p, v)
+    raw = jax.tree.map(lambda x: 2 * x, raw)
+    g = raw["w"]["@weight_norm"]["g"]
+    peer = nn.WeightNorm(nn.Dense(4, use_bias=False), feature_axes=axis)
+    shapes = jax.eval_shape(peer.init, jax.random.key(0), jnp.eye(6))["params"]
+    params = {
+        "layer_instance": {"kernel": raw["w"]["@weight_norm"]["v"]},
+        "layer_instance/kernel/scale": g.reshape(shapes["layer_instance/kernel/scale"].shape),
+    }
+    np.testing.assert_allclose(read(p, raw), peer.apply({"params": params}, jnp.eye(6)), rtol=2e-6)
+
+
+@pytest.mark.parametrize("axis", [-1, 0], ids=str)
+def test_weight_norm_agrees_with_flax_nnx_where_its_scale_is_our_length(axis):
+    p = rpx.WeightNorm(axis=axis)
+    layer = nnx.Linear(6, 4, use_bias=False, rngs=nnx.Rngs(0))
+    raw = p.init({"w": layer.kernel[...]})
+    peer = nnx.WeightNorm(layer, feature_axes=axis, rngs=nnx.Rngs(0))
+    peer.scales = nnx.data({("kernel",): raw["w"]["@weight_norm"]["g"].reshape(-1)})
+    np.testing.assert_allclose(read(p, raw), peer(jnp.eye(6)), rtol=2e-6)
+
+
+# ---- spectral norm: values
+
+
+def matrix(w, axis=-1):
+    """The array as a matrix of features against the rest, in double precision."""
+    front = np.moveaxis(np.asarray(w).astype(complex), axis, 0)
+    return front.reshape(front.shape[0], -1)
+
+
+def top(w, axis=-1):
+    """The largest singular value."""
+    return np.linalg.svd(matrix(w, axis), compute_uv=False)[0]
+
+
+@jax.jit
+def updated(p, raw):
+    """The raw tree after many updates."""
+    return jax.lax.fori_loop(0, 300, lambda _, raw: p.update(raw), raw)
+
+
+def spectral(w, u, v):
+    """A raw tree by hand."""
+    return {"w": {"@spectral_norm": {"w": jnp.asarray(w), "@fixed": {"u": jnp.asarray(u), "v": jnp.asarray(v)}}}}
+
+
+def settled(p, w):
+    """The raw tree of ``w`` after many updates from vectors that have nothing to do with it."""
+    features, rest = matrix(w, p.axis).shape
+    accurate = np.result_type(w.dtype, np.float32)
+    return updated(p, spectral(w, unit(features).astype(accurate), unit(rest, seed=1).astype(accurate)))
+
+
+def unit(*shape, seed=0):
+    x = normal(*shape, seed=seed)
+    return x / np.linalg.norm(x)
+
+
+@pytest.mark.parametrize(
+    ("w", "axis"),
+    [
+        pytest.param(normal(6, 4), -1, id="tall"),
+        pytest.param(normal(4, 6), -1, id="wide"),
+        pytest.param(normal(6, 4), 0, id="axis 0"),
+        pytest.param(normal(3, 3, 4, 8), -1, id="conv kernel, out"),
+        pytest.param(normal(3, 3, 4, 8), 2, id="conv kernel, in"),
+        pytest.param(normal(6, 4, scale=1e-25), -1, id="1e-25"),
+        pytest.param(normal(6, 4, scale=1e30), -1, id="1e30"),
+        pytest.param(rotated(6, 4), -1, id="complex"),
+        pytest.param(normal(7), -1, id="vector"),
+    ],
+)
+def test_spectral_norm_brings_the_largest_singular_value_to_one(w, axis):
+    p = rpx.SpectralNorm(axis=axis, where="w")
+    assert top(read(p, settled(p, w)), axis) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_spectral_norm_of_half_precision_is_one_to_half_precision(dtype):
+    p = rpx.SpectralNorm()
+    got = read(p, settled(p, normal(6, 4, dtype=dtype)))
+    assert got.dtype == dtype
+    assert top(got) == pytest.approx(1, rel=2 * float(jnp.finfo(dtype).eps))
+
+
+def test_spectral_norm_keeps_the_direction_of_the_weight():
+    p, w = rpx.SpectralNorm(), normal(6, 4)
+    np.testing.assert_allclose(read(p, settled(p, w)), w / top(w), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 2, 4)], ids=str)
+def test_spectral_norm_starts_near_one_without_any_update(shape):
+    p, w = rpx.SpectralNorm(), normal(*shape)
+    assert top(p.apply(p.init({"w": jnp.asarray(w)}))["w"]) == pytest.approx(1, rel=0.05)
+
+
+def test_spectral_norm_under_vmap_brings_each_matrix_of_a_batch_to_one():
+    p = rpx.SpectralNorm()
+    raw = spectral(normal(5, 6, 4), normal(5, 4), normal(5, 6))
+    got = jax.vmap(lambda raw: p.apply(updated(p, raw))["w"])(raw)
+    np.testing.assert_allclose([top(w) for w in got], np.ones(5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 5])
+def test_spectral_norm_update_is_power_iteration_on_the_current_matrix(n_steps):
+    w, u, v = normal(6, 4), unit(4), unit(6, seed=1)
+    got = rpx.SpectralNorm(n_steps).update(spectral(w, u, v))["w"]["@spectral_norm"]["@fixed"]
+    rows = matrix(w).real
+    for _ in range(n_steps):
+        u = rows @ v / np.linalg.norm(rows @ v)
+        v = rows.T @ u / np.linalg.norm(rows.T @ u)
+    np.testing.assert_allclose(got["u"], u, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["v"], v, rtol=1e-5, atol=1e-6)
+
+
+def test_spectral_norm_update_moves_the_singular_vectors_and_nothing_else():
+    p = rpx.SpectralNorm(where="w")
+    raw = {**spectral(normal(6, 4), unit(4), unit(6, seed=1)), "b": jnp.ones(4)}
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), raw, p.update(raw))
+    assert moved == {"w": {"@spectral_norm": {"w": False, "@fixed": {"u": True, "v": True}}}, "b": False}
+
+
+def test_spectral_norm_apply_takes_the_singular_vectors_as_they_are():
+    w, u, v = normal(6, 4), unit(4), unit(6, seed=1)
+    got = rpx.SpectralNorm().apply(spectral(w, u, v))["w"]
+    np.testing.assert_allclose(got, w / (u @ matrix(w).real @ v), rtol=1e-5)
+
+
+def test_spectral_norm_of_a_zero_matrix_is_zero_before_and_after_an_update():
+    p = rpx.SpectralNorm()
+    raw = p.init({"w": jnp.zeros((6, 4))})
+    np.testing.assert_array_equal(p.apply(raw)["w"], np.zeros((6, 4)))
+    np.testing.assert_array_equal(p.apply(p.update(raw))["w"], np.zeros((6, 4)))
+
+
+def test_spectral_norm_of_a_zero_matrix_has_finite_gradients():
+    p = rpx.SpectralNorm()
+    grad = pulled(p, p.init({"w": jnp.zeros((6, 4))}), np.ones((6, 4), np.float32))
+    assert np.isfinite(grad["@spectral_norm"]["w"]).all()
+
+
+def test_spectral_norm_of_a_layer_that_started_at_zero_is_one_once_it_has_moved():
+    p = rpx.SpectralNorm()
+    raw = p.init({"w": jnp.zeros((6, 4))})
+    raw["w"]["@spectral_norm"]["w"] = jnp.asarray(normal(6, 4))
+    assert top(read(p, updated(p, raw))) == pytest.approx(1, rel=1e-5)
+
+
+def test_spectral_norm_of_a_layer_that_was_zero_for_one_update_is_one_afterwards():
+    p = rpx.SpectralNorm()
+    raw = p.init({"w": jnp.asarray(normal(6, 4))})
+    dead = p.update({"w": {"@spectral_norm": {**raw["w"]["@spectral_norm"], "w": jnp.zeros((6, 4))}}})
+    dead["w"]["@spectral_norm"]["w"] = jnp.asarray(normal(6, 4))
+    assert top(read(p, updated(p, dead))) == pytest.approx(1, rel=1e-5)
+
+
+# ---- spectral norm: gradients
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e30], ids=str)
+def test_spectral_norm_has_the_gradient_of_the_paper_at_every_scale(scale):
+    w, dw, u, v = normal(6, 4, scale=scale), normal(6, 4, seed=1), unit(4, seed=2), unit(6, seed=3)
+    got = pulled(rpx.SpectralNorm(), spectral(w, u, v), dw)["@spectral_norm"]["w"]
+    wide = w.astype(np.float64)
+    sigma = v @ wide @ u
+    expected = dw / sigma - np.sum(dw * wide) / sigma**2 * np.outer(v, u)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_spectral_norm_has_the_gradient_of_finite_differences_with_vectors_held():
+    w, dw = normal(5, 3, dtype=np.float64), normal(5, 3, seed=1, dtype=np.float64)
+    u, v = unit(3, seed=2).astype(np.float64), unit(5, seed=3).astype(np.float64)
+
+    def value(w):
+        return np.sum(dw * w / (v @ w @ u))
+
+    steps = 1e-6 * np.eye(w.size).reshape(w.size, *w.shape)
+    expected = [(value(w + step) - value(w - step)) / 2e-6 for step in steps]
+    with jax.enable_x64():
+        got = pulled(rpx.SpectralNorm(), spectral(w, u, v), dw)["@spectral_norm"]["w"]
+    np.testing.assert_allclose(np.ravel(got), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["u", "v"])
+def test_spectral_norm_passes_no_gradient_to_its_singular_vectors(name):
+    p = rpx.SpectralNorm()
+    raw = spectral(normal(6, 4), unit(4), unit(6, seed=1))
+    grad = pulled(p, raw, normal(6, 4, seed=1))
+    assert not np.any(grad["@spectral_norm"]["@fixed"][name])
