@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from jax import Array
 
 Axes = int | tuple[int, ...]
@@ -10,16 +11,21 @@ Axes = int | tuple[int, ...]
 def checked(axes: Any, who: str, name: str) -> Axes:
     """``axes``, a tuple of one as its number and a list as a tuple, so that equal axes are equal fields."""
     several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
+    if not all(map(_counts, several)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
-    return several[0] if len(several) == 1 else several
+    whole_ones = tuple(int(axis) for axis in several)
+    return whole_ones[0] if len(whole_ones) == 1 else whole_ones
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def whole(value: Any, who: str, name: str) -> int:
     """``value``, which must be able to count."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not _counts(value):
         raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
-    return value
+    return int(value)
 
 
 def _several(axes: Axes) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Cast(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            dtype = jnp.dtype(self.dtype)
+            dtype = jnp.dtype(self.dtype or "None")  # numpy reads None as float64
         except TypeError as error:
             raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
         if not jnp.issubdtype(dtype, jnp.floating):

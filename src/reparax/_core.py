@@ -8,10 +8,11 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
-from reparax import _keys, _manifest, _raw
-from reparax._raw import PyTree
+from reparax import _differences, _keys, _manifest, _raw
+from reparax._paths import PyTree
+from reparax._where import Selected
 
-_classes: dict[str, type] = {}
+_classes: dict[str, type] = {"reparax.Selected": Selected}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -30,7 +31,8 @@ class Parametrization(ABC):
     """
 
     kind: ClassVar[str]
-    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given."""
+    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given. Give
+    it where raw trees are to outlive a renaming of the class."""
     main: ClassVar[tuple[str, ...] | None] = None
     """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
     fixed: ClassVar[tuple[str, ...]] = ()
@@ -44,14 +46,18 @@ class Parametrization(ABC):
         super().__init_subclass__(**kwargs)
         dataclass(frozen=True, repr=False)(cls)
         jax.tree_util.register_static(cls)
-        if "kind" not in cls.__dict__:
-            cls.kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
+        if "kind" in cls.__dict__:
+            _check_kind(cls)
+        else:
+            cls.kind = _derived_kind(cls)
         _raw.register(cls.kind, cls)
         _classes[_manifest.class_name(cls)] = cls
 
     @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
+
+        Arrays that no stage replaces are those of ``params`` itself: copy them before donating the raw tree.
 
         Args:
           params: The model's parameters.
@@ -132,13 +138,36 @@ class Parametrization(ABC):
         Raises:
           ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
         """
-        lines = _raw.differences(raw, abstract_init(self, like))
+        lines = _differences.differences(raw, _differences.abstract(self.init, like))
         if lines:
             raise ValueError(
                 f"{call(self, 'check')} found a raw tree that is not what `init` makes of `like`:\n  "
                 + "\n  ".join(lines)
                 + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
             )
+
+
+def _derived_kind(cls: type[Parametrization]) -> str:
+    """The class name in the style of names; with the package in front where a stage of ours has that one."""
+    kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
+    ours, package = __name__.partition(".")[0], cls.__module__.partition(".")[0]
+    other = _raw.registered(kind)
+    taken = other is not None and other.__module__.partition(".")[0] == ours != package
+    return f"{package.strip('_')}_{kind}" if taken else kind
+
+
+def _check_kind(cls: type[Parametrization]) -> None:
+    """Refuses a kind that could not be told apart in a raw tree; the same class may be defined anew."""
+    if not cls.kind or set(cls.kind) & set("@./") or cls.kind == "fixed":
+        raise ValueError(
+            f"{cls.__name__} got kind={cls.kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
+        )
+    other = _raw.registered(cls.kind)
+    if other is not None and _manifest.class_name(other) != _manifest.class_name(cls):
+        raise ValueError(
+            f"{cls.__name__} got kind={cls.kind!r}, which is the kind of {_manifest.class_name(other)}. "
+            f"Give it another `kind`."
+        )
 
 
 class Chain(Parametrization):
@@ -158,6 +187,9 @@ class Chain(Parametrization):
     stages: tuple[Parametrization, ...] = ()
 
     def __post_init__(self) -> None:
+        got: Any = self.stages
+        if not isinstance(got, tuple):
+            raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
         flat = [stage for part in self.stages for stage in _stages(part)]
         object.__setattr__(self, "stages", functools.reduce(_appended, flat, ()))
         object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
@@ -182,7 +214,7 @@ class Chain(Parametrization):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        return self._init(params, None if key is None else _keys.checked(key, call(self, "init")))
+        return self._init(params, _checked_key(self, "init", key))
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         effective = self._apply(raw, self._checked(key))
@@ -194,7 +226,7 @@ class Chain(Parametrization):
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        keys = self._stage_keys(None if key is None else _keys.checked(key, call(self, "update")))
+        keys = self._stage_keys(_checked_key(self, "update", key))
         for i, stage in enumerate(self.stages):
             if stage.advances:
                 seen = compose(self.stages[:i]).deterministic._apply(raw, None)
@@ -204,13 +236,12 @@ class Chain(Parametrization):
     def _checked(self, key: jax.Array | None) -> jax.Array | None:
         if not self.stochastic:
             return None
-        who = call(self, "apply")
         if key is None:
             raise ValueError(
-                f"{who} draws random numbers, so it needs a key, but got key=None. "
+                f"{call(self, 'apply')} draws random numbers, so it needs a key, but got key=None. "
                 f"Pass a key, or evaluate with `p.deterministic`."
             )
-        return _keys.checked(key, who)
+        return _checked_key(self, "apply", key)
 
     def _stage_keys(self, key: jax.Array | None) -> list[jax.Array | None]:
         return _keys.per_stage(key, [stage.kind for stage in self.stages])
@@ -272,16 +303,11 @@ def call(p: Parametrization, method: str) -> str:
     return f"({text}).{method}" if len(_stages(p)) > 1 else f"{text}.{method}"
 
 
-def abstract_init(p: Parametrization, like: PyTree) -> PyTree:
-    """Shapes and dtypes of ``p.init(like)``; leaves that are no arrays, such as functions, are left out."""
-    leaves, treedef = jax.tree.flatten(like)
-
-    def init(arrays: list[Any]) -> PyTree:
-        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-        raw = p.init(treedef.unflatten(filled))
-        return jax.tree.map(lambda x: x if _raw.is_array(x) else None, raw)
-
-    return jax.eval_shape(init, [leaf if _raw.is_array(leaf) else None for leaf in leaves])
+def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.Array | None:
+    """``key`` as a typed scalar key, None as None."""
+    tree = "params" if method == "init" else "raw"
+    in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
+    return None if key is None else _keys.checked(key, call(p, method), in_batches)
 
 
 def from_json(text: str) -> Parametrization:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax import _raw
+from reparax import _paths
 from reparax._core import Chain, Parametrization
+from reparax._paths import PyTree
 from reparax._precision import widened
-from reparax._raw import PyTree, combine, partition
+from reparax._raw import combine, partition
 
 
 @partial(jax.jit, static_argnums=0)
@@ -67,7 +68,8 @@ def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound
 
 
 def arrays(tree: PyTree) -> list[tuple[str, Array]]:
-    return [("/".join(_raw.names(path)), w) for path, w in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    paths, leaves, _ = _paths.named(tree)
+    return [(_paths.text(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def rounding(*trees: PyTree) -> float:

@@ -14,33 +14,39 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def checked(key: Any, who: str) -> jax.Array:
-    """``key`` as a typed scalar key, or an error that says what was passed instead."""
-    if not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{who} needs a PRNG key, but got {key!r} of type {type(key).__name__}. "
-            f"Make one with `jax.random.key(seed)`."
-        )
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != jnp.uint32 or key.ndim == 0:
-            raise TypeError(
-                f"{who} needs a PRNG key, but got an array of dtype {key.dtype} and shape {key.shape}. "
-                f"Make one with `jax.random.key(seed)`."
-            )
-        return checked(jax.random.wrap_key_data(jnp.asarray(key)), who)
-    if key.ndim > 0:
+def checked(key: Any, who: str, in_batches: str) -> jax.Array:
+    """``key`` as a typed scalar key, or an error that says what was passed instead, and how to map over several."""
+    typed = key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
+        size = jax.random.key_data(jax.random.key(0)).shape[-1]
+        typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
+    if not isinstance(typed, jax.Array) or not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{who} needs a PRNG key, but got {_shown(key)}. Make one with `jax.random.key(seed)`.")
+    if typed.ndim > 0:
         raise ValueError(
-            f"{who} takes one key, but got a batch of keys of shape {key.shape}. "
-            f"Map over them: `jax.vmap(p.apply, in_axes=(None, 0))(raw, keys)`."
+            f"{who} takes one key, but got a batch of keys of shape {typed.shape}. Map over them: `{in_batches}`."
         )
-    return jnp.asarray(key)
+    return typed
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    number = isinstance(value, int | float | str | np.generic)
+    return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
 
 
 def _fold(key: jax.Array, texts: Sequence[str]) -> list[jax.Array]:
     """One key a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
-    keys = jax.vmap(lambda pair: jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1]))(words)
+
+    def one(pair: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
+
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        return [one(pair) for pair in words]  # under vmap, unsafe_rbg would let a key depend on its neighbours
+    keys = jax.vmap(one)(words)
     return [keys[i] for i in range(len(texts))]
 
 

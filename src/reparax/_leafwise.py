@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax import _keys, _raw, _where
+from reparax import _keys, _paths, _raw, _where
 from reparax._core import Chain, Parametrization, Stage, call
-from reparax._raw import FIXED, PyTree
+from reparax._paths import PyTree
+from reparax._raw import FIXED
 
 
 class _Leafwise(Stage):
@@ -92,9 +93,10 @@ class Perturbation(_Leafwise):
 
     def _changed(self, w: Any, path: str, key: Array | None) -> Array:
         before = jnp.asarray(w)
-        after = self.apply_leaf(before, key)
-        if not self.changes_type:
-            _require_type(after, before, f"{call(self, 'apply')} at {path!r}")
+        with _located(f"{call(self, 'apply')} at {path!r}"):
+            after = self.apply_leaf(before, key)
+            if not self.changes_type:
+                _require_type(after, before)
         return after
 
 
@@ -165,47 +167,74 @@ class Reparametrization(_Leafwise):
         return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
 
     def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
-        who = f"{call(self, 'init')} at {path!r}"
         array = jnp.asarray(w)
-        with _located(who):
+        with _located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
-        _require_names(values, self.fixed, who)
-        if not self.changes_type:
-            _require_type(jax.eval_shape(self.apply_leaf, values), array, who)
+            _require_values_of("init_leaf", values, self.main, self.fixed)
+            effective = self._abstract(values)
+            if not self.changes_type:
+                _require_type(effective, array)
         free = {name: value for name, value in values.items() if name not in self.fixed}
         fixed = {name: values[name] for name in self.fixed}
         return {**free, FIXED: fixed} if fixed else free
 
+    def _abstract(self, values: Mapping[str, Array]) -> Any:
+        """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
+        try:
+            return jax.eval_shape(self.apply_leaf, dict(values))
+        except KeyError as error:
+            given = ", ".join(map(repr, values))
+            raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
+
     def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
         number = _raw.count(tree, self.kind)
         if number == 0:
-            raise ValueError(
-                f"{call(self, method)} got a tree that never went through init: it holds no "
-                f"{_raw.marker(self.kind, 1)!r}. Call `raw = p.init(params)` once, with the whole chain, and pass "
-                f"`raw`."
-            )
+            raise ValueError(_absent(call(self, method), self.kind, tree))
         mark = _raw.marker(self.kind, number)
         is_node = _raw.is_node(mark)
+        paths, leaves, treedef = _paths.named(tree, is_node)
 
-        def at(keypath: _raw.KeyPath, x: Any) -> Any:
+        def at(path: _paths.Names, x: Any) -> Any:
             if not is_node(x):
                 return x
-            with _located(f"{call(self, method)} at {_raw.parameter(_raw.names(keypath))!r}"):
+            with _located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
+                _require_values(x[mark], mark)
                 return change(x[mark])
 
-        return jax.tree.map_with_path(at, tree, is_leaf=is_node)
+        return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+OTHER_CHAIN = (
+    "another chain made this raw tree. "
+    "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
+)
+
+
+def _absent(who: str, kind: str, tree: PyTree) -> str:
+    """What to say of a tree without the stage's marker: it is plain, or another chain made it."""
+    mark = _raw.marker(kind, 1)
+    for path, other in _raw.markers(tree).items():
+        return f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {OTHER_CHAIN}"
+    return (
+        f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
+        f"the whole chain, and pass `raw`."
+    )
+
+
+def _require_values(node: Any, mark: str) -> None:
+    """Refuses what is not named arrays under a marker."""
+    for name, held in ((mark, node), (FIXED, node.get(FIXED, {}) if isinstance(node, Mapping) else {})):
+        if not isinstance(held, Mapping):
+            raise ValueError(f"{name!r} holds no values but {_paths.described(held)}: {OTHER_CHAIN}")
+    for name, value in {**node, **node.get(FIXED, {})}.items():
+        if name != FIXED and not _paths.is_array(value):
+            raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {OTHER_CHAIN}")
 
 
 def _values(node: Mapping[str, Any]) -> dict[str, Array]:
     """The values under a marker, of which the fixed ones pass no gradient."""
     free = {name: value for name, value in node.items() if name != FIXED}
     fixed = node.get(FIXED, {})
-    for name, value in {**free, **fixed}.items():
-        if not _raw.is_array(value):
-            raise ValueError(
-                f"the value {name!r} is no array but {type(value).__name__}: another chain made this raw tree. "
-                f"Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
-            )
     return {name: jnp.asarray(value) for name, value in free.items()} | {
         name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in fixed.items()
     }
@@ -220,6 +249,9 @@ def _located(who: str) -> Generator[None]:
         raise ValueError(f"{who}: no value {error} under the marker. Restore the whole raw tree.") from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
+    except Exception as error:
+        error.add_note(f"This happened in {who}.")
+        raise
 
 
 def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) -> Iterator[Array | None]:
@@ -228,19 +260,29 @@ def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) 
     return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
 
 
-def _require_names(values: Mapping[str, Array], fixed: tuple[str, ...], who: str) -> None:
+def _require_values_of(init: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+    """Refuses what an ``init_leaf`` must not give."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{init} must give a dict of named arrays, but gives {_paths.described(values)}.")
+    for name, value in values.items():
+        if not _paths.is_array(value):
+            raise ValueError(f"{init} must give a dict of named arrays, but gives {type(value).__name__} for {name!r}.")
     lacking = [name for name in fixed if name not in values]
     odd = [name for name in values if not name or set(name) & set("@./")]
     if not values or lacking or odd:
         raise ValueError(
-            f"{who}: init_leaf must give at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"{init} must give at least one value, each fixed one {fixed} and names without '@', '.' and "
             f"'/', but gives {tuple(values)}. Rename or add values in init_leaf."
+        )
+    if any(name not in values for name in main or ()):
+        raise ValueError(
+            f"{init} must give each main value {main}, but gives {tuple(values)}. Rename or add values in init_leaf."
         )
 
 
-def _require_type(got: Any, expected: Any, who: str) -> None:
-    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+def _require_type(got: Any, expected: Array) -> None:
+    if _paths.described(got) != _paths.described(expected):
         raise ValueError(
-            f"{who}: apply_leaf must give {expected.dtype}{list(expected.shape)}, as the model has it, but gives "
-            f"{got.dtype}{list(got.shape)}. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+            f"apply_leaf must give {_paths.described(expected)}, as the model has it, but gives "
+            f"{_paths.described(got)}. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
         )

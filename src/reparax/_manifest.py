@@ -56,7 +56,7 @@ def _encode(stage: object, name: str, value: Any) -> Any:
     if callable(value) and (public := function_name(value)) is not None:
         return {"function": public}
     raise ValueError(
-        f"{stage!r}.to_json cannot write {name}={value!r}: only numbers, text, stages and functions of jax have a "
+        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, text, stages and functions of jax have a "
         f"form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
     )
 
@@ -71,24 +71,33 @@ def dumps(stages: Sequence[Any]) -> str:
 
 
 def _decode(value: Any, classes: Mapping[str, type]) -> Any:
-    if isinstance(value, list):
-        return tuple(_decode(item, classes) for item in value)
-    if isinstance(value, dict) and "class" in value:
-        return _build(value, classes)
-    if isinstance(value, dict):
-        module, _, name = value["function"].rpartition(".")
-        if module.partition(".")[0] != "jax":
-            raise ValueError(f"from_json takes functions of jax only, but got {value['function']!r}.")
-        return getattr(importlib.import_module(module), name)
-    return value
+    match value:
+        case list():
+            return tuple(_decode(item, classes) for item in value)
+        case {"class": str()}:
+            return _build(value, classes)
+        case {"function": str() as name}:
+            return _function(name)
+        case _:
+            return value
 
 
-def _build(entry: dict[str, Any], classes: Mapping[str, type]) -> Any:
+def _function(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    if module.partition(".")[0] != "jax":
+        raise ValueError(f"from_json takes functions of jax only, but got {name!r}.")
+    function = getattr(importlib.import_module(module), attribute, None)
+    if function is None:
+        raise ValueError(f"from_json found the function {name!r}, but jax has no such function.")
+    return function
+
+
+def _build(entry: Mapping[str, Any], classes: Mapping[str, type]) -> Any:
     name = entry["class"]
     if name not in classes:
         raise ValueError(
             f"from_json found the stage {name!r}, but no class of that name is defined. "
-            f"Import the module that defines it; defined are {', '.join(sorted(classes))}."
+            f"Import the module that defines it."
         )
     arguments = {k: _decode(v, classes) for k, v in entry.items() if k != "class"}
     try:
@@ -99,9 +108,17 @@ def _build(entry: dict[str, Any], classes: Mapping[str, type]) -> Any:
 
 def loads(text: str, classes: Mapping[str, type]) -> list[Any]:
     """The stages that :func:`dumps` wrote."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.get("reparax") != FORMAT:
-        raise ValueError(
-            f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {text[:60]!r}."
-        )
-    return [_build(entry, classes) for entry in data["stages"]]
+    match _parsed(text):
+        case {"reparax": 1, "stages": [*entries]} if all("class" in entry for entry in entries):
+            return [_build(entry, classes) for entry in entries]
+        case _:
+            raise ValueError(
+                f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {text[:60]!r}."
+            )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None

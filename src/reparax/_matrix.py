@@ -39,7 +39,7 @@ class LowRank(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self.rank, "LowRank", "rank")
+        object.__setattr__(self, "rank", whole(self.rank, "LowRank", "rank"))
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim < 2:

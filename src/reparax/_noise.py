@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax import _draw, _raw
+from reparax import _draw, _paths
 from reparax._axes import Axes, checked, out_of_bounds, positive
 from reparax._core import Parametrization
 from reparax._leafwise import Perturbation
@@ -23,7 +23,7 @@ class VarNoise(Perturbation):
     arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Half-precision arrays are added to in float32.
 
     Args:
-      std: Standard deviation, a number or a traced scalar, not negative.
+      std: Standard deviation, a number or a traced scalar, not negative (of a traced one, nobody checks it).
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
 
     Example:
@@ -68,7 +68,8 @@ class WeightDropout(Perturbation):
     The raw tree is the model's own. Two in a row with equal ``broadcast`` fuse: the keep probabilities multiply.
 
     Args:
-      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar.
+      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
+        range nobody checks).
       broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
         columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
@@ -134,7 +135,7 @@ def _hyperparameter(value: Any, who: str, name: str) -> Any:
     """A float where the value is known, else the traced scalar."""
     if isinstance(value, numbers.Real):
         return float(value)
-    if not _raw.is_array(value) or value.shape != () or not jnp.isrealobj(value):
-        got = f"an array of dtype {value.dtype} and shape {value.shape}" if _raw.is_array(value) else repr(value)
+    if not _paths.is_array(value) or value.shape != () or not jnp.isrealobj(value):
+        got = f"an array of dtype {value.dtype} and shape {value.shape}" if _paths.is_array(value) else repr(value)
         raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
     return value if isinstance(value, Tracer) else float(value)

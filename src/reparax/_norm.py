@@ -133,8 +133,9 @@ class SpectralNorm(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self.axis, "SpectralNorm", "axis")
-        if whole(self.n_steps, "SpectralNorm", "n_steps") < 1:
+        object.__setattr__(self, "axis", whole(self.axis, "SpectralNorm", "axis"))
+        object.__setattr__(self, "n_steps", whole(self.n_steps, "SpectralNorm", "n_steps"))
+        if self.n_steps < 1:
             raise ValueError(f"SpectralNorm got n_steps={self.n_steps}, but iterates at least once in each update.")
 
     def refuse_leaf(self, w: Array) -> str | None:

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
-PyTree = Any
-KeyPath = tuple[Any, ...]
-Names = tuple[str, ...]
+from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text
 
 FIXED = "@fixed"
 
@@ -33,6 +30,11 @@ _kinds: dict[str, Kind] = {}
 def register(kind: str, stage: Kind) -> None:
     """Lets the values under the marker of ``kind`` be told apart; a later definition replaces an earlier one."""
     _kinds[kind] = stage
+
+
+def registered(kind: str) -> Any:
+    """The class that was registered last for ``kind``, None where there is none."""
+    return _kinds.get(kind)
 
 
 @dataclass(frozen=True)
@@ -55,38 +57,17 @@ class Slot:
     visible: bool
 
 
-def is_empty(x: object) -> bool:
-    """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
-    return isinstance(x, Mapping) and not x
-
-
 def is_node(mark: str) -> Callable[[object], bool]:
     """A test for the marker dicts of ``mark``."""
     return lambda x: isinstance(x, Mapping) and mark in x
-
-
-def is_array(x: object) -> bool:
-    """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def names(keypath: KeyPath) -> Names:
-    """The names along ``keypath``, without the ``value`` of nnx variables and flax boxes."""
-    texts = [keystr((key,), simple=True) for key in keypath]
-    followers = [*texts, "@"][1:]
-    return tuple(
-        text
-        for key, text, follower in zip(keypath, texts, followers, strict=True)
-        if not (isinstance(key, GetAttrKey) and text == "value" and follower.startswith("@"))
-    )
 
 
 def parameter(path: Names) -> str:
     """The path of the parameter that the names lead into: all that stands before the first marker."""
     for i, name in enumerate(path):
         if name.startswith("@"):
-            return "/".join(path[:i])
-    return "/".join(path)
+            return text(path[:i])
+    return text(path)
 
 
 def marker(kind: str, n: int) -> str:
@@ -136,10 +117,10 @@ def _slots(paths: list[Names]) -> list[Slot]:
     return [slot(path) for path in paths]
 
 
-def flatten(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[Any], list[Slot], Any]:
+def flatten(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], list[Slot], Any]:
     """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back."""
-    pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
-    slots = _slots([names(keypath) for keypath, _ in pairs])
+    paths, leaves, treedef = named(tree, is_leaf)
+    slots = _slots(paths)
     seen: set[str] = set()
     for slot in slots:
         if slot.draw in seen:
@@ -148,18 +129,18 @@ def flatten(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tu
                 f"Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
             )
         seen.add(slot.draw)
-    return [leaf for _, leaf in pairs], slots, treedef
+    return leaves, slots, treedef
 
 
 def nodes(tree: PyTree) -> list[Names]:
     """The names that lead to each array and to each empty node."""
-    return [names(keypath) for keypath, _ in tree_flatten_with_path(tree, is_leaf=is_empty)[0]]
+    return named(tree, is_empty)[0]
 
 
 def empty_nodes(tree: PyTree) -> list[Names]:
     """The names that lead to each empty node: the places that hold no value of their own."""
-    pairs = tree_flatten_with_path(tree, is_leaf=is_empty)[0]
-    return [names(keypath) for keypath, leaf in pairs if is_empty(leaf)]
+    paths, leaves, _ = named(tree, is_empty)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if is_empty(leaf)]
 
 
 def markers(tree: PyTree) -> dict[str, str]:
@@ -190,10 +171,11 @@ def count(tree: PyTree, kind: str) -> int:
 
 def graft(raw: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """``raw`` with each fixed value that ``after`` holds anew in comparison with ``before``."""
-    old = {names(keypath): leaf for keypath, leaf in tree_flatten_with_path(before)[0]}
-    new = {names(keypath): leaf for keypath, leaf in tree_flatten_with_path(after)[0]}
+    old = dict(zip(*named(before)[:2], strict=True))
+    new = dict(zip(*named(after)[:2], strict=True))
     fresh = {path: leaf for path, leaf in new.items() if FIXED in path and leaf is not old.get(path)}
-    return jax.tree.map_with_path(lambda keypath, leaf: fresh.get(names(keypath), leaf), raw)
+    paths, leaves, treedef = named(raw)
+    return treedef.unflatten([fresh.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
 
 
 def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
@@ -217,9 +199,11 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
       >>> fixed
       {'b': {'@freeze': {'@fixed': {'w': Array([0., 0.], dtype=float32)}}}, 'w': None}
     """
-    free = jax.tree.map_with_path(lambda path, x: None if FIXED in names(path) else x, raw)
-    fixed = jax.tree.map_with_path(lambda path, x: x if FIXED in names(path) else None, raw)
-    return free, fixed
+    paths, leaves, treedef = named(raw)
+    held = [FIXED in path for path in paths]
+    free = [None if fixed else leaf for fixed, leaf in zip(held, leaves, strict=True)]
+    fixed = [leaf if fixed else None for fixed, leaf in zip(held, leaves, strict=True)]
+    return treedef.unflatten(free), treedef.unflatten(fixed)
 
 
 def combine(free: PyTree, fixed: PyTree) -> PyTree:
@@ -250,52 +234,3 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
     """
     _, slots, treedef = flatten(raw)
     return treedef.unflatten([fixed if slot.fixed else main if slot.main else aux for slot in slots])
-
-
-def _described(leaf: Any) -> str:
-    return "an empty node" if is_empty(leaf) else f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}{list(leaf.shape)}"
-
-
-def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
-    """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
-    found: dict[str, dict[str, str]] = {}
-    for keypath, leaf in tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
-        if is_array(leaf) or is_empty(leaf):
-            path = names(keypath)
-            base = parameter(path)
-            rest = "/".join(path).removeprefix(base).removeprefix("/")
-            found.setdefault(base, {})[rest] = _described(leaf)
-    return found
-
-
-def _outermost(content: dict[str, str]) -> str:
-    rest = next(iter(content))
-    return rest.split("/")[0] if rest else "a plain array"
-
-
-def differences(raw: PyTree, expected: PyTree) -> list[str]:
-    """A line for each path at which ``raw`` is not what ``expected`` says, none where they agree."""
-    got, want = _contents(raw), _contents(expected)
-    lines: list[str] = []
-    for base in sorted(got.keys() | want.keys()):
-        if base not in got:
-            lines.append(f"{base}: missing, expected {_outermost(want[base])}")
-        elif base not in want:
-            lines.append(f"{base}: unexpected, holds {_outermost(got[base])}")
-        elif _outermost(got[base]) != _outermost(want[base]):
-            lines.append(f"{base}: expected {_outermost(want[base])}, got {_outermost(got[base])}")
-        else:
-            lines += _leaf_differences(base, got[base], want[base])
-    return lines
-
-
-def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
-    def line(rest: str) -> str:
-        path = f"{base}/{rest}" if rest else base
-        if rest not in got:
-            return f"{path}: missing, expected {want[rest]}"
-        if rest not in want:
-            return f"{path}: unexpected, holds {got[rest]}"
-        return f"{path}: expected {want[rest]}, got {got[rest]}"
-
-    return [line(rest) for rest in sorted(got.keys() | want.keys()) if got.get(rest) != want.get(rest)]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax import _raw
-from reparax._raw import PyTree
+from reparax import _paths
+from reparax._paths import PyTree
 
 Way = Callable[[PyTree], PyTree]
 
@@ -52,10 +52,9 @@ def by_safetensors(raw: PyTree) -> PyTree:
     """Safetensors, flat, under the paths of the raw tree."""
     from safetensors import numpy
 
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(raw)
-    names = ["/".join(_raw.names(path)) or "." for path, _ in pairs]
-    data = numpy.save({name: np.asarray(w) for name, (_, w) in zip(names, pairs, strict=True)})
-    loaded = numpy.load(data)
+    paths, leaves, treedef = _paths.named(raw)
+    names = [_paths.text(path) or "." for path in paths]
+    loaded = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
     return treedef.unflatten([loaded[name] for name in names])
 
 

@@ -13,7 +13,8 @@ from jax.core import Tracer
 from reparax import _raw
 from reparax._core import Stage, call
 from reparax._manifest import code
-from reparax._raw import PyTree, Slot
+from reparax._paths import PyTree, described, is_array
+from reparax._raw import Slot
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
@@ -50,18 +51,8 @@ class Tie(Stage):
     ties: Any
 
     def __post_init__(self) -> None:
-        items = self.ties.items() if isinstance(self.ties, Mapping) else [(t[0], t[1:]) for t in self.ties]
-        ties = tuple(_entry(target, value) for target, value in items)
-        if not ties:
-            raise ValueError("Tie got no ties. Name at least one target and its source.")
-        sources = {target: source for target, source, _ in ties}
-        for target in sources:
-            loop = [target]
-            while (source := sources.get(loop[-1])) is not None:
-                if source in loop:
-                    circle = " -> ".join([*loop[loop.index(source) :], source])
-                    raise ValueError(f"Tie got a loop: {circle}. Leave one of them untied; it owns the parameter.")
-                loop.append(source)
+        ties = _entries(self.ties)
+        _require_no_loop({target: source for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
 
     def __repr__(self) -> str:
@@ -74,13 +65,14 @@ class Tie(Stage):
         del key
         leaves, slots, treedef = _raw.flatten(tree)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        places = self._places("init", slots)
+        arrays = [slot for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
+        places = self._places("init", arrays)
         for target, (source, transform) in places.items():
             got, want = values[target], jax.eval_shape(lambda x, f=transform: f(x), values[source])
             if (got.shape, got.dtype) != (want.shape, want.dtype):
                 raise ValueError(
-                    f"{call(self, 'init')}: {target!r} is {got.dtype}{list(got.shape)}, but its source {source!r} "
-                    f"gives {want.dtype}{list(want.shape)}. Add the transform that takes the one to the other."
+                    f"{call(self, 'init')}: {target!r} is {described(got)}, but its source {source!r} gives "
+                    f"{described(want)}. Add the transform that takes the one to the other."
                 )
             if _differ(got, values[source], transform):
                 raise ValueError(
@@ -96,9 +88,15 @@ class Tie(Stage):
         del key
         leaves, slots, treedef = _raw.flatten(tree, _raw.is_node(_raw.marker(self.kind, _raw.count(tree, self.kind))))
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
+        for target, _, _ in self.ties:
+            if all(slot.path != target for slot in slots):
+                raise ValueError(
+                    f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node, which "
+                    f"flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+                )
         places = self._places("apply", slots)
         for target in places:
-            if _raw.is_array(values[target]):
+            if is_array(values[target]):
                 raise ValueError(
                     f"{call(self, 'apply')} got a tree that never went through init: {target!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
@@ -133,6 +131,35 @@ class Tie(Stage):
         return places
 
 
+def _entries(ties: Any) -> tuple[Tied, ...]:
+    if not isinstance(ties, Mapping | tuple | list):
+        raise TypeError(
+            f"Tie takes a dict of target paths and their sources, but got {ties!r} of type {type(ties).__name__}."
+        )
+    items = ties.items() if isinstance(ties, Mapping) else [(t[0], t[1] if len(t) == 2 else t[1:]) for t in ties]
+    entries = tuple(_entry(target, value) for target, value in items)
+    if not entries:
+        raise ValueError("Tie got no ties. Name at least one target and its source.")
+    sources: dict[str, str] = {}
+    for target, source, _ in entries:
+        if target in sources:
+            raise ValueError(
+                f"Tie got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
+            )
+        sources[target] = source
+    return entries
+
+
+def _require_no_loop(sources: Mapping[str, str]) -> None:
+    for target in sources:
+        loop = [target]
+        while (source := sources.get(loop[-1])) is not None:
+            if source in loop:
+                circle = " -> ".join([*loop[loop.index(source) :], source])
+                raise ValueError(f"Tie got a loop: {circle}. Leave one of them untied; it owns the parameter.")
+            loop.append(source)
+
+
 def _entry(target: Any, value: Any) -> Tied:
     match target, value:
         case str(), str():
@@ -152,11 +179,15 @@ def _same(x: Array) -> Array:
     return x
 
 
+def _numbers(x: Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
 def _differ(target: Any, source: Any, transform: Transform) -> bool:
     """Whether values are known and further apart than rounding."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
-    got, want = np.asarray(target), np.asarray(transform(jnp.asarray(source)))
+    got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
     eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64
     return not np.allclose(got.astype(wide), want.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.tree_util import register_static, tree_flatten_with_path
+from jax.tree_util import register_static
 
-from reparax import _raw
-from reparax._raw import PyTree, Slot
+from reparax._paths import PyTree, described, has_ancestor, is_array, named, text
+from reparax._raw import Slot
 
 Where = str | Callable[[str, Any], bool] | None
 
@@ -41,12 +41,12 @@ def selected(mask: PyTree) -> Selected:
       >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
       VarNoise(0.1, where=selected({'dense/kernel': True}))
     """
-    pairs = tree_flatten_with_path(mask)[0]
-    for keypath, flag in pairs:
+    paths, flags, _ = named(mask)
+    for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
-            path = "/".join(_raw.names(keypath))
-            raise TypeError(f"selected takes a tree of booleans, but got {flag!r} at {path!r}. Write True or False.")
-    return Selected(tuple("/".join(_raw.names(keypath)) for keypath, flag in pairs if flag))
+            got = described(flag) if is_array(flag) else repr(flag)
+            raise TypeError(f"selected takes a tree of booleans, but got {got} at {text(path)!r}. Write True or False.")
+    return Selected(tuple(text(path) for path, flag in zip(paths, flags, strict=True) if flag))
 
 
 def checked(where: Where, owner: str) -> None:
@@ -57,22 +57,22 @@ def checked(where: Where, owner: str) -> None:
         except re.error as error:
             raise ValueError(f"{owner} got where={where!r}, which is not a regular expression: {error}.") from error
     elif where is not None and not callable(where):
+        got = "where" if any(map(is_array, jax.tree.leaves(where))) else f"where={where!r}"
         raise TypeError(
-            f"{owner} got where={where!r} of type {type(where).__name__}, but takes a regular expression for the whole "
+            f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
             f"path or a predicate (path, array) -> bool. Wrap a tree of booleans in `rpx.selected`."
         )
 
 
 def is_state(tree: PyTree) -> list[bool]:
-    """For each leaf, whether it is model state and no parameter: batch statistics, or an nnx variable but Param."""
-
-    def is_variable(x: object) -> bool:
-        return any(c.__name__ == "Variable" and c.__module__.startswith("flax.nnx") for c in type(x).__mro__)
-
+    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``."""
+    paths, nodes, _ = named(tree, lambda x: has_ancestor(x, "Variable"))
+    collections = {path[0] for path in paths if path}
     flags: list[bool] = []
-    for keypath, node in tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
-        other = is_variable(node) and all(c.__name__ != "Param" for c in type(node).__mro__)
-        flags += [other or "batch_stats" in _raw.names(keypath)] * len(jax.tree.leaves(node))
+    for path, node in zip(paths, nodes, strict=True):
+        other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
+        other_collection = "batch_stats" in path or ("params" in collections and path[0] != "params")
+        flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags
 
 
@@ -91,13 +91,13 @@ def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slot
     Raises:
       ValueError: If nothing is selected, or an array that the stage cannot take.
     """
-    visible = [slot.visible and _raw.is_array(w) for slot, w in zip(slots, leaves, strict=True)]
+    visible = [slot.visible and is_array(w) for slot, w in zip(slots, leaves, strict=True)]
     if (where := stage.where) is None:
         state = is_state(tree)
         eligible = [visible[i] and slot.main and not state[i] for i, slot in enumerate(slots)]
         flags = [eligible[i] and stage.default(w) for i, w in enumerate(leaves)]
     else:
-        flags = [visible[i] and _matches(where, slots[i].path, w) for i, w in enumerate(leaves)]
+        flags = [visible[i] and _matches(where, slots[i], w) for i, w in enumerate(leaves)]
     if not any(flags):
         paths = [slot.path for slot, seen in zip(slots, visible, strict=True) if seen]
         raise ValueError(f"{who} selects nothing: {_nothing(where, paths)}")
@@ -107,8 +107,12 @@ def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slot
     return flags
 
 
-def _matches(where: str | Callable[[str, Any], bool], path: str, w: Any) -> bool:
-    return re.fullmatch(where, path) is not None if isinstance(where, str) else bool(where(path, w))
+def _matches(where: str | Callable[[str, Any], bool], slot: Slot, w: Any) -> bool:
+    if isinstance(where, str):
+        return re.fullmatch(where, slot.path) is not None
+    if isinstance(where, Selected) and not slot.main:
+        return slot.path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
+    return bool(where(slot.path, w))
 
 
 def _nothing(where: Where, paths: Sequence[str]) -> str:

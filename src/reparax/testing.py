@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reparax import _raw, _roundtrip
+from reparax import _paths, _raw, _roundtrip
 from reparax._core import Chain, Parametrization, from_json
 from reparax._evidence import (
     arrays,
@@ -40,7 +40,8 @@ from reparax._evidence import (
     without_row,
     zeros,
 )
-from reparax._raw import PyTree, combine, partition
+from reparax._paths import PyTree
+from reparax._raw import combine, partition
 
 Law = Callable[[Parametrization, PyTree, Array], None]
 
@@ -286,7 +287,7 @@ def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
     folded = p.fold(compiled_init(p, params, key))
     same = jax.tree.structure(folded) == jax.tree.structure(params)
     require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
-    require(p, "plain trees", all(_raw.is_array(w) for _, w in arrays(folded)), "fold gives what is no array")
+    require(p, "plain trees", all(_paths.is_array(w) for _, w in arrays(folded)), "fold gives what is no array")
 
 
 LAWS: tuple[Law, ...] = (

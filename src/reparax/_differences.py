@@ -1,0 +1,70 @@
+"""How a raw tree differs from the one that was expected: what ``p.check`` says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax._paths import PyTree, described, is_array, is_empty, named, text
+from reparax._raw import parameter
+
+
+def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
+    """Shapes and dtypes of ``init(like)``; leaves that are no arrays, such as functions, are left out."""
+    leaves, treedef = jax.tree.flatten(like)
+
+    def of_arrays(arrays: list[Any]) -> PyTree:
+        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
+
+    return jax.eval_shape(of_arrays, [leaf if is_array(leaf) else None for leaf in leaves])
+
+
+def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
+    """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
+    found: dict[str, dict[str, str]] = {}
+    for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
+        if (names and (is_array(leaf) or is_empty(leaf))) or is_array(leaf):
+            base = parameter(names)
+            rest = text(names).removeprefix(base).removeprefix("/")
+            found.setdefault(base, {})[rest] = described(leaf)
+    return found
+
+
+def _stage(content: dict[str, str]) -> str:
+    """The outermost marker of a parameter."""
+    rest = next(iter(content))
+    return rest.split("/")[0] if rest else "a plain array"
+
+
+def _whole(content: dict[str, str]) -> str:
+    """A parameter in one word: its outermost marker, or the type of the plain array."""
+    return content.get("") or _stage(content)
+
+
+def differences(raw: PyTree, expected: PyTree) -> list[str]:
+    """A line for each path at which ``raw`` is not what ``expected`` says, none where they agree."""
+    got, want = _contents(raw), _contents(expected)
+    lines: list[str] = []
+    for base in sorted(got.keys() | want.keys()):
+        if base not in got:
+            lines.append(f"{base}: missing, expected {_whole(want[base])}")
+        elif base not in want:
+            lines.append(f"{base}: unexpected, holds {_whole(got[base])}")
+        elif _stage(got[base]) != _stage(want[base]):
+            lines.append(f"{base}: expected {_stage(want[base])}, got {_stage(got[base])}")
+        else:
+            lines += _leaf_differences(base, got[base], want[base])
+    return lines
+
+
+def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+    def line(rest: str) -> str:
+        path = f"{base}/{rest}" if rest else base
+        if rest not in got:
+            return f"{path}: missing, expected {want[rest]}"
+        if rest not in want:
+            return f"{path}: unexpected, holds {got[rest]}"
+        return f"{path}: expected {want[rest]}, got {got[rest]}"
+
+    return [line(rest) for rest in sorted(got.keys() | want.keys()) if got.get(rest) != want.get(rest)]

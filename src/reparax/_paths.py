@@ -1,0 +1,67 @@
+"""Trees as named leaves: the same path for a parameter, whichever library made the tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
+
+PyTree = Any
+Names = tuple[str, ...]
+IsLeaf = Callable[[object], bool]
+
+_VALUE = GetAttrKey("value")
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_empty(x: object) -> bool:
+    """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
+    return isinstance(x, Mapping) and not x
+
+
+def has_ancestor(x: object, *names: str) -> bool:
+    """Whether ``x`` is an instance of a class of flax of one of these names, told without importing flax."""
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
+
+
+def _is_box(x: object) -> bool:
+    return has_ancestor(x, "Variable", "AxisMetadata")
+
+
+def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
+    """The names that lead to each leaf, the leaves, and the structure to put leaves back.
+
+    The ``value`` of nnx variables and of flax boxes is no name; a field called ``value`` of any other node is one.
+    """
+    pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    boxes: set[Any] = set()
+    if any(_VALUE in keypath for keypath, _ in pairs):
+        nodes = tree_flatten_with_path(tree, is_leaf=_is_box)[0]
+        boxes = {keypath for keypath, node in nodes if _is_box(node)}
+
+    def names(keypath: tuple[Any, ...]) -> Names:
+        return tuple(
+            keystr((key,), simple=True) for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes)
+        )
+
+    return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def text(names: Names) -> str:
+    """The path as users write it."""
+    return "/".join(names)
+
+
+def described(x: Any) -> str:
+    """What an error says of a value: its dtype and shape or its type, never its numbers."""
+    if is_empty(x):
+        return "an empty node"
+    if not is_array(x):
+        return type(x).__name__
+    extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return f"{x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}"

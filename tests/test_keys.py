@@ -1,0 +1,50 @@
+"""What a draw depends on: the key, the stage and the path, whatever the implementation of keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+
+W = jnp.zeros((3, 2))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_new_parameter_changes_no_other_draw(impl):
+    key = jax.random.key(0, impl=impl)
+    p = rpx.VarNoise(1.0)
+    alone, beside = p.apply({"b": W}, key), p.apply({"a": W, "b": W, "c": W}, key)
+    np.testing.assert_array_equal(alone["b"], beside["b"])
+    assert not np.array_equal(beside["a"], beside["b"])
+
+
+def test_a_path_and_its_parts_are_drawn_apart(key):
+    params = {"a": {"b": W}, "ab": W, "b": {"a": W}}
+    noise = [np.asarray(w) for w in jax.tree.leaves(rpx.VarNoise(1.0).apply(params, key))]
+    assert len({w.tobytes() for w in noise}) == 3
+
+
+def test_a_stage_of_another_kind_draws_other_numbers(key):
+    class OtherNoise(rpx.Perturbation):
+        def apply_leaf(self, w, key):
+            return w + jax.random.normal(key, w.shape)
+
+    assert not np.array_equal(rpx.VarNoise(1.0).apply({"w": W}, key)["w"], OtherNoise().apply({"w": W}, key)["w"])
+
+
+def test_the_key_of_the_caller_is_not_used_up(key):
+    mine = jax.random.normal(key, W.shape)
+    assert not np.array_equal(rpx.VarNoise(1.0).apply({"w": W}, key)["w"], mine)
+
+
+def test_a_class_that_has_the_name_of_a_stage_of_ours_gets_a_kind_of_its_own():
+    ours = rpx.WeightNorm()
+    raw = ours.init({"w": jnp.ones((2, 2))})
+
+    class WeightNorm(rpx.Reparametrization):
+        def apply_leaf(self, values):
+            return values["v"]
+
+    assert WeightNorm.kind == "test_keys_weight_norm"
+    assert rpx.labels(raw, main=1, aux=2) == {"w": {"@weight_norm": {"g": 2, "v": 1}}}

@@ -1,0 +1,470 @@
+"""Training with optax and flax's TrainState: what a raw tree meets outside of this library."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+from jax import Array
+
+import reparax as rpx
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
+NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+DECAYED = functools.partial(rpx.labels, main=True, aux=False, fixed=False)
+
+
+def _relaxed(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``tx`` with the promotion of dtypes that adam's bias correction needs; all else stays strict."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update(updates, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _params() -> dict[str, Any]:
+    kernel = jnp.array([[0.5, -1.0], [1.5, 0.25], [-0.75, 2.0]])
+    return {"dense": {"kernel": kernel, "bias": jnp.array([0.1, -0.2])}}
+
+
+def _loss(p: rpx.Parametrization, raw: Any, key: Array | None = None) -> Array:
+    dense = p.apply(raw, key)["dense"]
+    return jnp.mean((X @ dense["kernel"] + dense["bias"][None] - Y) ** 2)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _assert_identical(got: Any, want: Any) -> None:
+    """Same structure, and bit for bit the same arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def _trained(
+    p: rpx.Parametrization, tx: optax.GradientTransformation, raw: Any, state: Any, key: Array, steps: int
+) -> tuple[Any, Any]:
+    """``raw`` and the optimizer's state after some jitted steps."""
+
+    @jax.jit
+    def step(raw: Any, state: Any, key: Array) -> tuple[Any, Any]:
+        gradient = jax.grad(functools.partial(_loss, p))(raw, key)
+        updates, state = tx.update(gradient, state, raw)
+        return optax.apply_updates(raw, updates), state
+
+    for i in range(steps):
+        raw, state = step(raw, state, jax.random.fold_in(key, i))
+    return raw, state
+
+
+# Optimizers on a raw tree. ----------------------------------------------------------------------------------------
+
+
+def test_adamw_trains_a_raw_tree_in_a_jitted_step(key: Array) -> None:
+    tx = _relaxed(optax.adamw(0.03))
+    raw = NOISY.init(_params())
+    trained, _ = _trained(NOISY, tx, raw, tx.init(raw), key, 100)
+    assert jax.tree.structure(trained) == jax.tree.structure(raw)
+    assert _loss(NOISY.deterministic, trained) < 0.5 * _loss(NOISY.deterministic, raw)
+    for before, after in zip(jax.tree.leaves(raw), jax.tree.leaves(trained), strict=True):
+        assert bool(jnp.all(before != after))
+
+
+def test_a_mask_made_of_labels_leaves_lengths_undecayed() -> None:
+    params = _params()
+    raw = rpx.WeightNorm().init(params)
+    tx = optax.masked(optax.add_decayed_weights(0.5), DECAYED)
+    updates, _ = tx.update(_zeros(raw), tx.init(raw), raw)
+    node = updates["dense"]["kernel"]["@weight_norm"]
+    np.testing.assert_array_equal(node["g"], np.zeros((1, 2), np.float32))
+    np.testing.assert_array_equal(node["v"], 0.5 * np.asarray(params["dense"]["kernel"]))
+    np.testing.assert_array_equal(updates["dense"]["bias"], 0.5 * np.asarray(params["dense"]["bias"]))
+
+
+def test_adamw_with_a_mask_made_of_labels_decays_by_rate_times_decay() -> None:
+    params = _params()
+    raw = (rpx.Freeze(where="dense/bias") >> rpx.WeightNorm()).init(params)
+    tx = _relaxed(optax.adamw(0.1, weight_decay=0.5, mask=DECAYED))
+    updates, _ = tx.update(_zeros(raw), tx.init(raw), raw)
+    new = optax.apply_updates(raw, updates)
+    node = new["dense"]["kernel"]["@weight_norm"]
+    np.testing.assert_array_equal(node["g"], raw["dense"]["kernel"]["@weight_norm"]["g"])
+    np.testing.assert_allclose(node["v"], 0.95 * np.asarray(params["dense"]["kernel"]), rtol=1e-6)
+    np.testing.assert_array_equal(new["dense"]["bias"]["@freeze"]["@fixed"]["w"], params["dense"]["bias"])
+
+
+PARTLY_FIXED = [
+    rpx.Freeze(where="dense/bias"),
+    rpx.Freeze(where="dense/kernel") >> rpx.WeightNorm(),
+    rpx.WeightNorm() >> rpx.Freeze(where="dense/kernel"),
+    rpx.SpectralNorm(),
+    rpx.SpectralNorm() >> rpx.WeightNorm() >> rpx.Freeze(where="dense/bias"),
+]
+
+
+@pytest.mark.parametrize("p", PARTLY_FIXED, ids=repr)
+def test_optax_partition_by_labels_never_moves_a_fixed_value(p: rpx.Parametrization, key: Array) -> None:
+    transforms = {"free": _relaxed(optax.adamw(0.1, weight_decay=0.5)), "fixed": optax.set_to_zero()}
+    tx = optax.partition(transforms, rpx.labels)
+    raw = p.init(_params())
+    trained, _ = _trained(p, tx, raw, tx.init(raw), key, 3)
+    _assert_identical(rpx.partition(trained)[1], rpx.partition(raw)[1])
+    for before, after in zip(
+        jax.tree.leaves(rpx.partition(raw)[0]), jax.tree.leaves(rpx.partition(trained)[0]), strict=True
+    ):
+        assert bool(jnp.all(before != after))
+
+
+@pytest.mark.parametrize("p", PARTLY_FIXED, ids=repr)
+def test_partition_and_combine_train_the_free_part_alone(p: rpx.Parametrization) -> None:
+    tx = _relaxed(optax.adamw(0.1, weight_decay=0.5))
+    raw = p.init(_params())
+    free, fixed = rpx.partition(raw)
+
+    @jax.jit
+    def step(free: Any, state: Any) -> tuple[Any, Any]:
+        gradient = jax.grad(lambda free: _loss(p, rpx.combine(free, fixed)))(free)
+        updates, state = tx.update(gradient, state, free)
+        return optax.apply_updates(free, updates), state
+
+    state = tx.init(free)
+    for _ in range(3):
+        free, state = step(free, state)
+    trained = rpx.combine(free, fixed)
+    assert jax.tree.structure(trained) == jax.tree.structure(raw)
+    _assert_identical(rpx.partition(trained)[1], fixed)
+    assert len(jax.tree.leaves(state[0].mu)) == len(jax.tree.leaves(free))
+    for before, after in zip(jax.tree.leaves(rpx.partition(raw)[0]), jax.tree.leaves(free), strict=True):
+        assert bool(jnp.all(before != after))
+
+
+def test_gradients_of_fixed_values_are_zero() -> None:
+    p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
+    gradient = jax.grad(functools.partial(_loss, p))(p.init(_params()))
+    _, fixed = rpx.partition(gradient)
+    _assert_identical(fixed, _zeros(fixed))
+
+
+def test_multi_steps_of_two_equals_one_step_with_the_mean_gradient() -> None:
+    p = rpx.WeightNorm()
+    raw = p.init(_params())
+    tx = _relaxed(optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2))
+    first = jax.grad(functools.partial(_loss, p))(raw)
+    second = jax.tree.map(lambda g: 3 * g, first)
+    updates, state = tx.update(first, tx.init(raw), raw)
+    _assert_identical(optax.apply_updates(raw, updates), raw)
+    updates, _ = tx.update(second, state, raw)
+    got = optax.apply_updates(raw, updates)
+    want = jax.tree.map(lambda w, g: w - 0.1 * 2 * g, raw, first)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_moving_average_of_raw_trees_is_a_raw_tree() -> None:
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = p.init(_params())
+    doubled = p.init(jax.tree.map(lambda w: 2 * w, _params()))
+    average = optax.incremental_update(doubled, raw, 0.25)
+    assert jax.tree.structure(average) == jax.tree.structure(raw)
+    folded = p.fold(average)["dense"]
+    np.testing.assert_allclose(folded["kernel"], 1.25 * np.asarray(_params()["dense"]["kernel"]), rtol=1e-5)
+    np.testing.assert_allclose(folded["bias"], 1.25 * np.asarray(_params()["dense"]["bias"]), rtol=1e-5)
+
+
+def test_ties_train_one_copy_whose_gradients_add_up() -> None:
+    p = rpx.Tie({"out/kernel": ("in/kernel", jnp.transpose)})
+    kernel = _params()["dense"]["kernel"]
+    raw = p.init({"in": {"kernel": kernel}, "out": {"kernel": kernel.T}})
+
+    def loss(raw: Any) -> Array:
+        effective = p.apply(raw)
+        return jnp.sum(2 * effective["in"]["kernel"]) + jnp.sum(3 * effective["out"]["kernel"])
+
+    tx = optax.sgd(1.0)
+    updates, _ = tx.update(jax.grad(loss)(raw), tx.init(raw), raw)
+    trained = optax.apply_updates(raw, updates)
+    assert trained["out"] == {"kernel": {"@tie": {}}}
+    np.testing.assert_allclose(trained["in"]["kernel"], np.asarray(kernel) - 5, rtol=1e-6)
+    np.testing.assert_allclose(p.apply(trained)["out"]["kernel"], np.asarray(kernel).T - 5, rtol=1e-6)
+
+
+# Hyperparameters that change while training. ----------------------------------------------------------------------
+
+
+def _counted(traces: Counter[Any]) -> Callable[..., Array]:
+    """A jitted step whose parametrization is static, and which counts its own compilations."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(p: rpx.Parametrization, raw: Any, key: Array) -> Any:
+        traces[p] += 1
+        return p.apply(raw, key)
+
+    return step
+
+
+def test_a_schedule_inside_the_step_compiles_once_and_scales_the_noise(key: Array) -> None:
+    traces: Counter[str] = Counter()
+    schedule = optax.linear_schedule(0.0, 0.8, 8)
+    raw = rpx.WeightNorm().init(_params())
+
+    @jax.jit
+    def step(raw: Any, key: Array, count: Array) -> Any:
+        traces["step"] += 1
+        return (rpx.WeightNorm() >> rpx.VarNoise(schedule(count))).apply(raw, key)
+
+    quiet = rpx.WeightNorm().apply(raw)
+    noise = [jax.tree.map(jnp.subtract, step(raw, key, jnp.int32(i)), quiet)["dense"]["bias"] for i in range(9)]
+    assert traces["step"] == 1
+    np.testing.assert_allclose(noise[0], np.zeros(2), atol=1e-7)
+    for i in range(1, 9):
+        np.testing.assert_allclose(noise[i], i / 8 * np.asarray(noise[8]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_traced_hyperparameter_gives_what_the_same_number_gives(key: Array) -> None:
+    raw = _params()
+    traced = jax.jit(lambda std: rpx.VarNoise(std).apply(raw, key))(jnp.float32(0.25))
+    known = jax.jit(lambda: rpx.VarNoise(0.25).apply(raw, key))()
+    _assert_identical(traced, known)
+
+
+def test_a_learned_std_gets_the_gradient_of_the_formula_and_moves(key: Array) -> None:
+    raw = _params()
+    trainable = {"raw": raw, "log_std": jnp.log(jnp.float32(0.1))}
+
+    @jax.jit
+    def gradient_of(trainable: Any) -> Any:
+        return jax.grad(lambda t: _loss(rpx.VarNoise(jnp.exp(t["log_std"])), t["raw"], key))(trainable)
+
+    gradient = gradient_of(trainable)
+    # d loss / d log(std) = <d loss / d w, std * eps>, and std * eps is what apply added to w.
+    noise = jax.tree.map(jnp.subtract, rpx.VarNoise(0.1).apply(raw, key), raw)
+    want = sum(jnp.vdot(g, n) for g, n in zip(*map(jax.tree.leaves, (gradient["raw"], noise)), strict=True))
+    assert abs(want) > 1e-3
+    np.testing.assert_allclose(gradient["log_std"], want, rtol=1e-4)
+    tx = _relaxed(optax.adam(0.1))
+    updates, _ = tx.update(gradient, tx.init(trainable), trainable)
+    moved = optax.apply_updates(trainable, updates)["log_std"] - trainable["log_std"]
+    np.testing.assert_allclose(moved, -0.1 * np.sign(want), rtol=1e-3)
+
+
+def test_a_learned_rate_gets_a_finite_gradient(key: Array) -> None:
+    rate = jnp.float32(0.3)
+    gradient = jax.jit(jax.grad(lambda r: _loss(rpx.WeightDropout(r), _params(), key)))(rate)
+    assert bool(jnp.isfinite(gradient))
+    assert gradient != 0
+
+
+def test_optimizer_state_and_raw_tree_continue_when_noise_is_added(key: Array) -> None:
+    tx = _relaxed(optax.adamw(0.03))
+    quiet, noisy = rpx.WeightNorm(), rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = quiet.init(_params())
+    _assert_identical(noisy.init(_params()), raw)
+    raw, state = _trained(quiet, tx, raw, tx.init(raw), key, 2)
+    assert jax.tree.structure(tx.init(noisy.init(_params()))) == jax.tree.structure(state)
+    trained, later = _trained(noisy, tx, raw, state, key, 2)
+    assert later[0].count == 4
+    assert jax.tree.structure(trained) == jax.tree.structure(raw)
+    assert jax.tree.structure(later) == jax.tree.structure(state)
+
+
+def test_a_std_of_zero_continues_a_quiet_run(key: Array) -> None:
+    tx = _relaxed(optax.adamw(0.03))
+    raw = rpx.WeightNorm().init(_params())
+    quiet = _trained(rpx.WeightNorm(), tx, raw, tx.init(raw), key, 3)
+    silent = _trained(rpx.WeightNorm() >> rpx.VarNoise(0.0), tx, raw, tx.init(raw), key, 3)
+    for x, y in zip(jax.tree.leaves(silent), jax.tree.leaves(quiet), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_another_std_invalidates_neither_raw_tree_nor_optimizer_state(key: Array) -> None:
+    tx = _relaxed(optax.adamw(0.03))
+    first, second = rpx.WeightNorm() >> rpx.VarNoise(0.1), rpx.WeightNorm() >> rpx.VarNoise(0.2)
+    _assert_identical(first.init(_params()), second.init(_params()))
+    raw, state = _trained(first, tx, first.init(_params()), tx.init(first.init(_params())), key, 2)
+    second.check(raw, like=_params())
+    _, later = _trained(second, tx, raw, state, key, 2)
+    assert later[0].count == 4
+
+
+# Compilation. -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_builds_compile_once(key: Array) -> None:
+    traces: Counter[Any] = Counter()
+    step = _counted(traces)
+    raw = rpx.WeightNorm().init(_params())
+    for _ in range(3):
+        step(rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075), raw, key)
+    step(rpx.Chain((rpx.WeightNorm(), rpx.VarNoise(0.075))), raw, key)
+    step(rpx.from_json(NOISY.to_json()), raw, key)
+    assert traces == {NOISY: 1}
+
+
+def test_a_parametrization_is_an_argument_of_jit_that_holds_no_arrays(key: Array) -> None:
+    traces: Counter[Any] = Counter()
+
+    @jax.jit
+    def step(p: rpx.Parametrization, raw: Any, key: Array) -> Any:
+        traces[p] += 1
+        return p.apply(raw, key)
+
+    for std in [0.1, 0.2, 0.1, 0.2]:
+        _assert_identical(
+            step(rpx.VarNoise(std), _params(), key), _counted(Counter())(rpx.VarNoise(std), _params(), key)
+        )
+    assert traces == {rpx.VarNoise(0.1): 1, rpx.VarNoise(0.2): 1}
+    assert jax.tree.leaves(rpx.VarNoise(0.1)) == []
+
+
+def test_another_static_std_compiles_anew_and_gives_its_own_values(key: Array) -> None:
+    traces: Counter[Any] = Counter()
+    step = _counted(traces)
+    raw = _params()
+    first, second = step(rpx.VarNoise(0.1), raw, key), step(rpx.VarNoise(0.2), raw, key)
+    again = step(rpx.VarNoise(0.1), raw, key)
+    assert traces == {rpx.VarNoise(0.1): 1, rpx.VarNoise(0.2): 1}
+    _assert_identical(again, first)
+    for w, one, two in zip(*map(jax.tree.leaves, (raw, first, second)), strict=True):
+        np.testing.assert_allclose(two - w, 2 * (one - w), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=0)),
+        (rpx.SpectralNorm(1), rpx.SpectralNorm(2)),
+        (rpx.VarNoise(0.1), rpx.VarNoise(0.1, where="dense/.*")),
+        (rpx.WeightDropout(0.1), rpx.WeightDropout(0.1, broadcast=-1)),
+        (rpx.WeightNorm() >> rpx.Freeze(), rpx.Freeze() >> rpx.WeightNorm()),
+    ],
+    ids=repr,
+)
+def test_chains_that_differ_never_share_a_compiled_function(
+    one: rpx.Parametrization, other: rpx.Parametrization
+) -> None:
+    traces: Counter[Any] = Counter()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def init(p: rpx.Parametrization, params: Any) -> Any:
+        traces[p] += 1
+        return p.init(params)
+
+    for p in [one, other, one]:
+        init(p, _params())
+    assert one != other
+    assert traces == {one: 1, other: 1}
+
+
+def test_raw_trees_can_be_donated(key: Array) -> None:
+    raw = NOISY.init(_params())
+    expected = jax.tree.map(lambda w: np.asarray(w) - 1, raw)
+    before = raw["dense"]["bias"]
+    step = jax.jit(lambda raw: jax.tree.map(lambda w: w - 1, raw), donate_argnums=0)
+    _assert_identical(step(jax.tree.map(jnp.copy, raw)), expected)
+    assert not before.is_deleted()
+    _assert_identical(step(raw), expected)
+    assert before.is_deleted()
+
+
+def test_a_raw_tree_made_of_aliased_parameters_can_be_donated_once_they_are_tied() -> None:
+    kernel = jnp.copy(_params()["dense"]["kernel"])
+    raw = rpx.Tie({"out": "in"}).init({"in": kernel, "out": kernel})
+    step = jax.jit(lambda raw: jax.tree.map(lambda w: w - 1, raw), donate_argnums=0)
+    np.testing.assert_array_equal(step(raw)["in"], np.asarray(_params()["dense"]["kernel"]) - 1)
+
+
+def test_an_optimizer_state_made_before_the_parametrization_is_refused() -> None:
+    tx = _relaxed(optax.adam(0.1))
+    raw = rpx.WeightNorm().init(_params())
+    with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\]"):
+        tx.update(_zeros(raw), tx.init(_params()), raw)
+
+
+def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> None:
+    tx = _relaxed(optax.adam(0.1))
+
+    def step(raw: Any, state: Any, key: Array) -> tuple[Any, Any]:
+        updates, state = tx.update(jax.grad(functools.partial(_loss, NOISY))(raw, key), state, raw)
+        return optax.apply_updates(raw, updates), state
+
+    raw = NOISY.init(_params())
+    plain = jax.jit(step)(raw, tx.init(raw), key)
+    donated = jax.jit(step, donate_argnums=(0, 1))(raw, tx.init(raw), key)
+    for x, y in zip(jax.tree.leaves(donated), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(raw))
+
+
+# Fixed values that advance. ---------------------------------------------------------------------------------------
+
+
+def test_spectral_norm_advances_inside_the_jitted_step() -> None:
+    p = rpx.SpectralNorm()
+    tx = optax.partition({"free": optax.sgd(0.1), "fixed": optax.set_to_zero()}, rpx.labels)
+
+    @jax.jit
+    def step(raw: Any, state: Any) -> tuple[Any, Any]:
+        raw = p.update(raw)
+        updates, state = tx.update(jax.grad(functools.partial(_loss, p))(raw), state, raw)
+        return optax.apply_updates(raw, updates), state
+
+    raw = p.init(_params())
+    start, state = raw, tx.init(raw)
+    for _ in range(20):
+        raw, state = step(raw, state)
+    assert jax.tree.structure(raw) == jax.tree.structure(start)
+    node, before = raw["dense"]["kernel"]["@spectral_norm"], start["dense"]["kernel"]["@spectral_norm"]
+    left, singular, right = np.linalg.svd(np.asarray(node["w"]))
+    # The vectors have followed the matrix: they are its leading pair, up to one common sign.
+    np.testing.assert_allclose(np.abs(node["@fixed"]["u"] @ right[0]), 1, rtol=1e-2)
+    np.testing.assert_allclose(np.abs(node["@fixed"]["v"] @ left[:, 0]), 1, rtol=1e-2)
+    assert not np.array_equal(node["@fixed"]["u"], before["@fixed"]["u"])
+    np.testing.assert_allclose(np.linalg.norm(p.apply(raw)["dense"]["kernel"], 2), 1, rtol=1e-2)
+    assert singular[0] > 0
+
+
+def test_update_changes_fixed_values_alone() -> None:
+    p = rpx.SpectralNorm() >> rpx.WeightNorm(where="dense/kernel") >> rpx.VarNoise(0.1)
+    raw = jax.tree.map(lambda w: w + 0.5, p.init(_params()))
+    advanced = jax.jit(p.update)(raw)
+    _assert_identical(rpx.partition(advanced)[0], rpx.partition(raw)[0])
+    for x, y in zip(*(jax.tree.leaves(rpx.partition(tree)[1]) for tree in (advanced, raw)), strict=True):
+        assert not np.array_equal(x, y)
+
+
+# flax's TrainState. -----------------------------------------------------------------------------------------------
+
+
+def test_train_state_applies_gradients_to_a_raw_tree(key: Array) -> None:
+    raw = NOISY.init(_params())
+    state = TrainState.create(apply_fn=NOISY.apply, params=raw, tx=optax.sgd(0.5))
+    gradient = jax.grad(functools.partial(_loss, NOISY))(raw, key)
+    new = jax.jit(lambda state, gradient: state.apply_gradients(grads=gradient))(state, gradient)
+    assert new.step == 1
+    for w, g, after in zip(*map(jax.tree.leaves, (raw, gradient, new.params)), strict=True):
+        np.testing.assert_allclose(after, np.asarray(w) - 0.5 * np.asarray(g), rtol=1e-5, atol=1e-6)
+
+
+def test_train_state_goes_through_bytes(key: Array) -> None:
+    p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
+    tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.labels)
+    state = TrainState.create(apply_fn=p.apply, params=p.init(_params()), tx=tx)
+    state = state.apply_gradients(grads=jax.grad(functools.partial(_loss, p))(state.params))
+    fresh = TrainState.create(apply_fn=p.apply, params=_zeros(state.params), tx=tx)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    _assert_identical(restored.params, state.params)
+    _assert_identical(jax.tree.leaves(restored.opt_state), jax.tree.leaves(state.opt_state))
+    _assert_identical(p.apply(restored.params), p.apply(state.params))
