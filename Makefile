@@ -42,7 +42,7 @@ $(VENV)/%.stamp: pyproject.toml | $(RUN)
 
 # Type checking reads what the demo and the tests import.
 $(VENV)/lint.stamp: pyproject.toml | $(RUN)
-	$(INSTALL) -e '.[lint,demo,test]'
+	$(INSTALL) -e '.[lint,test]'
 	@touch $@
 
 # torch comes by pip alone, the other tools of the test suite as above.

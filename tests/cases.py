@@ -7,12 +7,12 @@ import reparax as rpx
 
 
 def model() -> dict[str, dict[str, jax.Array]]:
-    """A small network: leaves of equal shape, a convolution kernel, vectors and a scalar."""
-    k = jax.random.split(jax.random.key(7), 5)
+    """A small network: leaves of equal shape, a convolution kernel and a vector."""
+    k = jax.random.split(jax.random.key(7), 4)
     return {
         "dense": {"kernel": jax.random.normal(k[0], (8, 4)), "bias": jax.random.normal(k[1], (4,))},
         "out": {"kernel": jax.random.normal(k[2], (8, 4))},
-        "conv": {"kernel": jax.random.normal(k[3], (2, 2, 3, 4)), "scale": jax.random.normal(k[4], ())},
+        "conv": {"kernel": jax.random.normal(k[3], (2, 2, 3, 4))},
     }
 
 

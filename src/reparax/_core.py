@@ -257,29 +257,6 @@ class Chain(Parametrization):
         return tree
 
 
-class Stage(Parametrization):
-    """A stage of our own making: its public methods are those of a chain of one, with a chain's checks."""
-
-    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
-        return Chain((self,)).init(params, key)
-
-    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        return Chain((self,)).apply(raw, key)
-
-    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        return Chain((self,)).update(raw, key)
-
-    @property
-    def advances(self) -> bool:
-        return False
-
-    @abstractmethod
-    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
-
-    @abstractmethod
-    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
-
-
 def _stages(part: object) -> tuple[Parametrization, ...]:
     if not isinstance(part, Parametrization):
         raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")

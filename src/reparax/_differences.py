@@ -24,7 +24,7 @@ def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
     """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
     found: dict[str, dict[str, str]] = {}
     for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
-        if (names and (is_array(leaf) or is_empty(leaf))) or is_array(leaf):
+        if is_array(leaf) or (names and is_empty(leaf)):
             base = parameter(names)
             rest = text(names).removeprefix(base).removeprefix("/")
             found.setdefault(base, {})[rest] = described(leaf)

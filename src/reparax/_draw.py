@@ -21,4 +21,5 @@ def normal(key: Array, w: Array) -> Array:
 def mask(key: Array, keep: Array, w: Array, shared: tuple[int, ...]) -> Array:
     """Booleans that are True with probability ``keep``, to within 2^-23; one draw along each axis of ``shared``."""
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
-    return jax.random.bernoulli(key, keep.astype(jnp.float32), shape, out_sharding=_sharding(w, shared))
+    uniform = jax.random.uniform(key, shape, jnp.float32, out_sharding=_sharding(w, shared))
+    return uniform < keep.astype(jnp.float32)

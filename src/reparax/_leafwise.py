@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax import _keys, _paths, _raw, _where
-from reparax._core import Chain, Parametrization, Stage, call
+from reparax._core import Chain, Parametrization, call
 from reparax._paths import PyTree
 from reparax._raw import FIXED
+from reparax._stage import Stage
 
 
 class _Leafwise(Stage):

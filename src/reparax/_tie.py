@@ -11,10 +11,11 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax import _raw
-from reparax._core import Stage, call
+from reparax._core import call
 from reparax._manifest import code
 from reparax._paths import PyTree, described, is_array
 from reparax._raw import Slot
+from reparax._stage import Stage
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]

@@ -1,0 +1,31 @@
+"""What our own stages share: a public method is that of a chain of one, with all of a chain's checks."""
+
+from abc import abstractmethod
+
+import jax
+
+from reparax._core import Chain, Parametrization
+from reparax._paths import PyTree
+
+
+class Stage(Parametrization):
+    """A stage that a chain calls by ``_init``, ``_apply`` and ``_update``, on trees with markers of other stages."""
+
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).init(params, key)
+
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).apply(raw, key)
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        return Chain((self,)).update(raw, key)
+
+    @property
+    def advances(self) -> bool:
+        return False
+
+    @abstractmethod
+    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
+
+    @abstractmethod
+    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
