@@ -53,12 +53,14 @@ class _Leafwise(Stage):
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
-    A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key. A chain with
-    perturbations and the chain without share one raw structure, one optimizer state and one checkpoint.
+    A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key, ``min_ndim = 2``
+    that it leaves vectors alone where ``where`` does not name them. A chain with perturbations and the chain without
+    share one raw structure, one optimizer state and one checkpoint.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
-        ``(path, array) -> bool``. Default: every floating array that is a parameter.
+        ``(path, array) -> bool``. Default: every floating or complex array that is a parameter and has at least
+        ``min_ndim`` dimensions, which is 0 unless the stage says otherwise.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -109,8 +111,7 @@ class Reparametrization(_Leafwise):
     under the parameter's own path (default: every free one), and ``fixed``, the values that no optimizer may move.
 
     Args:
-      where: As for :class:`Perturbation`. Default: every floating or complex array that is a parameter and has at
-        least ``min_ndim`` dimensions.
+      where: As for :class:`Perturbation`, with the same default.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -1,0 +1,300 @@
+"""Weight noise on handwritten digits: ``python -m reparax.demo`` trains, prints a table and draws a plot.
+
+A small network learns scikit-learn's digits from 300 images, once for each of five parametrizations. Its weights are
+then perturbed, by noise and by rounding them to eight values, to see how well it still reads the other 1497 images.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import reparax as rpx
+
+try:
+    import flax.linen as nn
+    import optax
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"The demo needs {error.name}; install all that it needs: pip install 'reparax[demo]'") from error
+
+PyTree = Any
+Track = Callable[[Sequence[int]], Iterable[int]]
+
+CHAINS = (rpx.WeightNorm(), rpx.VarNoise(0.075), rpx.WeightDropout(0.3), rpx.WeightNorm() >> rpx.VarNoise(0.075))
+CONFIGURATIONS: Mapping[str, rpx.Parametrization] = {"plain": rpx.Chain()} | {repr(p): p for p in CHAINS}
+
+MODEL = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(128), nn.relu, nn.Dense(10)])
+OPTIMIZER = optax.adam(3e-3)
+BATCH = 64
+CHUNK = 50  # steps between two movements of the progress bar
+
+STDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
+TABLE_STD = 0.2
+DRAWS = 8
+BITS = 3
+
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+STYLES = (("#000000", "o-"), ("#56B4E9", "s--"), ("#D55E00", "^-"), ("#009E73", "D-."), ("#CC79A7", "v--"))
+
+
+class Digits(NamedTuple):
+    """Images, in rows of 64 numbers between 0 and 1, and the digits that they show."""
+
+    images: Array
+    labels: Array
+
+
+class State(NamedTuple):
+    """What a training step changes."""
+
+    raw: PyTree
+    moments: PyTree
+
+
+class Scores(NamedTuple):
+    """Accuracy in percent for each seed, ``perturbed`` with a column for each of ``STDS``."""
+
+    perturbed: Array
+    quantized: Array
+
+
+class Quantize(rpx.Perturbation):
+    """Matrices rounded to ``2**bits`` evenly spaced values from ``-m`` to ``m``, their largest magnitude."""
+
+    bits: int
+    stochastic = False
+    min_ndim = 2
+
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        """The rounded matrix."""
+        del key
+        m, gaps = jnp.max(jnp.abs(w)), 2**self.bits - 1
+        return m * (2 / gaps * jnp.round((w / m + 1) / 2 * gaps) - 1)
+
+
+def load(n: int = 300) -> tuple[Digits, Digits]:
+    """The digits in a fixed random order, divided into ``n`` training images and the others."""
+    bunch: Any = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    images = jnp.asarray(bunch.data[order] / 16, jnp.float32)
+    labels = jnp.asarray(bunch.target[order], jnp.int32)
+    return Digits(images[:n], labels[:n]), Digits(images[n:], labels[n:])
+
+
+def loss(raw: PyTree, p: rpx.Parametrization, key: Array, batch: Digits) -> Array:
+    """Cross-entropy of the model that reads the effective weights."""
+    effective = p.apply(raw, key)
+    logits: Any = MODEL.apply(effective, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+def step(p: rpx.Parametrization, data: Digits, state: State, key: Array) -> State:
+    """One step of the optimizer, with a new minibatch and new random numbers for the weights."""
+    batch_key, weight_key = jax.random.split(key)
+    rows = jax.random.randint(batch_key, (BATCH,), 0, len(data.labels))
+    gradients = jax.grad(loss)(state.raw, p, weight_key, Digits(data.images[rows], data.labels[rows]))
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam raises a float to an integer power
+        updates, moments = OPTIMIZER.update(gradients, state.moments)
+    return State(optax.apply_updates(state.raw, updates), moments)
+
+
+@jax.jit
+def start(p: rpx.Parametrization, params: PyTree) -> State:
+    """The states before training, from parameters with a leading axis for the seeds."""
+
+    def one(params: PyTree) -> State:
+        raw = p.init(params)
+        return State(raw, OPTIMIZER.init(raw))
+
+    return jax.vmap(one)(params)
+
+
+@jax.jit
+def advance(p: rpx.Parametrization, data: Digits, states: State, keys: Array) -> State:
+    """A training step for each column of ``keys``, in each state with its own row."""
+
+    def one(state: State, keys: Array) -> State:
+        return jax.lax.scan(lambda state, key: (step(p, data, state, key), None), state, keys)[0]
+
+    return jax.vmap(one)(states, keys)
+
+
+def train(p: rpx.Parametrization, params: PyTree, data: Digits, keys: Array, track: Track = iter) -> PyTree:
+    """Trains one model for each seed, side by side.
+
+    Args:
+      p: The parametrization of the models' weights.
+      params: The initial parameters, with a leading axis for the seeds.
+      data: The training images.
+      keys: A row for each seed and a column for each step.
+      track: What to wrap the loop over chunks of steps in, such as a progress bar.
+
+    Returns:
+      The trained parameters as the plain model reads them, in the form of ``params``.
+    """
+    states = start(p, params)
+    for first in track(range(0, keys.shape[1], CHUNK)):
+        states = jax.block_until_ready(advance(p, data, states, keys[:, first : first + CHUNK]))
+    return jax.jit(jax.vmap(p.fold))(states.raw)
+
+
+def accuracy(logits: Array, labels: Array) -> Array:
+    """The share of rows, in percent, in which the label has the largest logit."""
+    return 100 * jnp.mean(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.float32)
+
+
+def perturbed_accuracy(params: PyTree, std: float | Array, key: Array, data: Digits) -> Array:
+    """Accuracy with noise on every weight and bias, averaged over ``DRAWS`` draws of it."""
+
+    def one(key: Array) -> Array:
+        logits: Any = MODEL.apply(rpx.VarNoise(std).apply(params, key), data.images)
+        return accuracy(logits, data.labels)
+
+    return jnp.mean(jax.lax.map(one, jax.random.split(key, DRAWS)))
+
+
+def quantized_accuracy(params: PyTree, data: Digits) -> Array:
+    """Accuracy with quantized kernels; the biases stay as they are."""
+    logits: Any = MODEL.apply(Quantize(BITS).apply(params), data.images)
+    return accuracy(logits, data.labels)
+
+
+@jax.jit
+def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
+    """The scores of models stacked along a leading axis, each with a key of its own for the noise."""
+
+    def one(params: PyTree, key: Array) -> Scores:
+        perturbed = jax.lax.map(lambda std: perturbed_accuracy(params, std, key, data), jnp.array(STDS))
+        return Scores(perturbed, quantized_accuracy(params, data))
+
+    return jax.lax.map(lambda pair: one(*pair), (params, keys))
+
+
+def columns(scores: Mapping[str, Scores]) -> dict[str, dict[str, Array]]:
+    """What the table shows: for each heading and each configuration, an accuracy for each seed."""
+    clean, noisy = STDS.index(0.0), STDS.index(TABLE_STD)
+    return {
+        "clean": {name: score.perturbed[:, clean] for name, score in scores.items()},
+        "noisy": {name: score.perturbed[:, noisy] for name, score in scores.items()},
+        f"{BITS}-bit": {name: score.quantized for name, score in scores.items()},
+    }
+
+
+def spread(values: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation over the seeds."""
+    return jnp.mean(values, axis=0), jnp.std(values, axis=0, ddof=1)
+
+
+def cell(values: Array) -> str:
+    """Mean and standard deviation over the seeds as text."""
+    mean, std = spread(values)
+    return f"{mean:.1f} ± {std:.1f}"
+
+
+def apart(a: Array, b: Array) -> bool:
+    """Whether the intervals of mean ± standard deviation do not overlap."""
+    (mean_a, std_a), (mean_b, std_b) = spread(a), spread(b)
+    return bool(jnp.abs(mean_a - mean_b) > std_a + std_b)
+
+
+def verdict(heading: str, column: Mapping[str, Array]) -> str:
+    """What one column of the table shows, if it shows anything."""
+    plain = column["plain"]
+    others = [f"{name} ({cell(values)})" for name, values in column.items() if apart(values, plain)]
+    difference = f"difference from plain ({cell(plain)}) beyond the spread over seeds"
+    if not others:
+        return f"{heading.capitalize()} accuracy shows no {difference}."
+    return f"{heading.capitalize()} accuracy shows a {difference}: {', '.join(others)}."
+
+
+def caption() -> str:
+    """How the columns were measured."""
+    return (
+        f"noisy: N(0, {TABLE_STD}²) added to every weight and bias, mean of {DRAWS} draws. {BITS}-bit: each kernel "
+        f"rounded to {2**BITS} evenly spaced values from -m to m, m its largest magnitude."
+    )
+
+
+def table(shown: Mapping[str, Mapping[str, Array]]) -> Table:
+    """A row for each configuration."""
+    title = "Test accuracy in percent, mean ± standard deviation over the seeds"
+    grid = Table("trained with", title=title, caption=caption(), caption_justify="left")
+    for heading in shown:
+        grid.add_column(heading, justify="right")
+    for name in CONFIGURATIONS:
+        grid.add_row(name, *(cell(column[name]) for column in shown.values()))
+    return grid
+
+
+def plot(scores: Mapping[str, Scores]) -> Figure:
+    """Accuracy against the size of the noise, with a band of one standard deviation over the seeds."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, row), (colour, style) in zip(scores.items(), STYLES, strict=True):
+        mean, std = map(np.asarray, spread(row.perturbed))
+        axes.plot(STDS, mean, style, color=colour, label=name, markersize=5)
+        axes.fill_between(STDS, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
+    axes.set(xlabel="standard deviation of the noise on every weight and bias", ylabel="test accuracy in percent")
+    axes.set_ylim(0, 100)
+    axes.legend(title="trained with", alignment="left", frameon=False)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked before any time is spent on training."""
+    parser = argparse.ArgumentParser(prog="python -m reparax.demo", description="Weight noise on handwritten digits.")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of each model (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=8, help="models of each configuration (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, default=Path("demo.png"), help="PNG to write (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    if chosen.steps < 1:
+        parser.error(f"--steps is at least 1, not {chosen.steps}.")
+    if chosen.seeds < 2:
+        parser.error(f"--seeds is at least 2, for a standard deviation, not {chosen.seeds}.")
+    if not chosen.plot.parent.is_dir():
+        parser.error(f"--plot: there is no directory {str(chosen.plot.parent)!r}.")
+    return chosen
+
+
+def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[str, PyTree]:
+    """Trains every configuration, each from the same parameters and on the same minibatches."""
+    init_keys, step_keys = jax.random.split(jax.random.key(0), (2, seeds))
+    params = jax.lax.map(lambda key: MODEL.init(key, data.images), init_keys)
+    keys = jax.vmap(partial(jax.random.split, num=steps))(step_keys)
+    bars = {name: partial(progress.track, description=f"{name:31}") for name in CONFIGURATIONS}
+    return {name: train(p, params, data, keys, bars[name]) for name, p in CONFIGURATIONS.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains every configuration, prints the table and what it shows, and writes the plot."""
+    chosen, console = options(arguments), Console(highlight=False)
+    training, test = load()
+    began = time.perf_counter()
+    with Progress(console=console) as progress:
+        models = train_all(training, chosen.seeds, chosen.steps, progress)
+    seconds = time.perf_counter() - began
+    keys = jax.random.split(jax.random.key(1), chosen.seeds)
+    scores = {name: evaluate(params, keys, test) for name, params in models.items()}
+    shown = columns(scores)
+    console.print(table(shown), *(verdict(heading, column) for heading, column in shown.items()), sep="\n")
+    console.print(f"{chosen.seeds} seeds, {chosen.steps} steps each, {seconds:.0f} seconds of training.")
+    console.print("One small data set and nothing tuned: this is no ranking of the methods.")
+    plot(scores).savefig(chosen.plot, format="png", dpi=150)
+    console.print(f"Plot: {chosen.plot}")
+
+
+if __name__ == "__main__":
+    main()

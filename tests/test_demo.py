@@ -1,0 +1,146 @@
+"""The demo: its pieces against hand-computed values, its command line, and its claim on a short training."""
+
+import importlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+
+for extra in ("flax", "matplotlib", "optax", "rich", "sklearn"):
+    pytest.importorskip(extra)
+
+demo = importlib.import_module("reparax.demo")
+linen = importlib.import_module("flax.linen")
+
+
+def scores(perturbed, quantized):
+    return demo.Scores(jnp.array(perturbed), jnp.array(quantized))
+
+
+def test_quantize_rounds_matrices_to_evenly_spaced_values():
+    # Two bits between -3 and 3 are -3, -1, 1 and 3.
+    params = {"kernel": jnp.array([[-3.0, -2.1, -1.9], [0.5, 1.9, 2.1]]), "bias": jnp.array([0.3, 5.0])}
+    rounded = demo.Quantize(2).apply(params)
+    np.testing.assert_allclose(rounded["kernel"], [[-3, -3, -1], [1, 1, 3]], rtol=1e-6)
+    np.testing.assert_array_equal(rounded["bias"], params["bias"])
+
+
+def test_quantize_uses_every_value_of_its_bits(key):
+    rounded = demo.Quantize(3).apply({"kernel": jax.random.normal(key, (100, 100))})["kernel"]
+    values = np.unique(np.round(rounded, 5))
+    assert len(values) == 8
+    np.testing.assert_allclose(np.diff(values), 2 * values.max() / 7, rtol=1e-4)
+
+
+def test_accuracy_is_the_share_of_rows_whose_largest_logit_is_the_label():
+    logits = jnp.array([[1.0, 3.0, 2.0], [9.0, 0.0, 1.0], [0.0, 1.0, 2.0], [5.0, 4.0, 0.0]])
+    assert demo.accuracy(logits, jnp.array([1, 0, 2, 1])) == 75
+    assert demo.accuracy(logits, jnp.array([0, 1, 0, 2])) == 0
+
+
+def test_every_image_is_either_for_training_or_for_the_test():
+    bunch = importlib.import_module("sklearn.datasets").load_digits()
+    training, test = demo.load()
+    assert (len(training.images), len(test.images)) == (300, 1497)
+    rows = [row for part in (training, test) for row in np.column_stack([part.images * 16, part.labels]).tolist()]
+    assert sorted(rows) == sorted(np.column_stack([bunch.data, bunch.target]).tolist())
+
+
+def test_noise_of_size_zero_leaves_accuracy_and_large_noise_does_not(key):
+    images = demo.load()[1].images
+    params = demo.MODEL.init(key, images)
+    read = demo.Digits(images, jnp.argmax(demo.MODEL.apply(params, images), axis=-1))
+    assert demo.perturbed_accuracy(params, 0.0, key, read) == 100
+    assert demo.perturbed_accuracy(params, 0.4, key, read) < 60
+
+
+def test_all_configurations_start_from_the_same_model(key):
+    params = jax.vmap(demo.MODEL.init, in_axes=(0, None))(jax.random.split(key, 2), jnp.zeros((1, 64)))
+    for p in demo.CONFIGURATIONS.values():
+        effective = jax.vmap(p.fold)(demo.start(p, params).raw)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), effective, params)
+
+
+def test_a_cell_is_mean_and_sample_standard_deviation():
+    assert demo.cell(jnp.array([90.0, 92.0])) == "91.0 ± 1.4"
+
+
+def test_a_verdict_names_the_configurations_whose_intervals_are_clear_of_plain():
+    plain, near, far = jnp.array([90.0, 92.0]), jnp.array([92.0, 94.0]), jnp.array([86.0, 88.0])
+    assert demo.verdict("clean", {"plain": plain, "near": near}) == (
+        "Clean accuracy shows no difference from plain (91.0 ± 1.4) beyond the spread over seeds."
+    )
+    assert demo.verdict("noisy", {"plain": plain, "near": near, "far": far}) == (
+        "Noisy accuracy shows a difference from plain (91.0 ± 1.4) beyond the spread over seeds: far (87.0 ± 1.4)."
+    )
+
+
+def test_the_columns_are_taken_at_their_perturbation():
+    row = scores([np.arange(9.0), np.arange(9.0) + 10], [50.0, 60.0])
+    shown = demo.columns({"plain": row})
+    np.testing.assert_array_equal(shown["clean"]["plain"], [0, 10])
+    np.testing.assert_array_equal(shown["noisy"]["plain"], [4, 14])
+    np.testing.assert_array_equal(shown["3-bit"]["plain"], [50, 60])
+
+
+def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
+    rows = {name: scores(np.full((2, 9), [[i], [i + 2.0]]), [0.0, 0.0]) for i, name in enumerate(demo.CONFIGURATIONS)}
+    (axes,) = demo.plot(rows).axes
+    assert [line.get_label() for line in axes.lines] == list(demo.CONFIGURATIONS)
+    for i, line in enumerate(axes.lines):
+        np.testing.assert_array_equal(line.get_xdata(), demo.STDS)
+        np.testing.assert_allclose(line.get_ydata(), i + 1.0)
+    assert "standard deviation" in axes.get_xlabel()
+    assert "accuracy" in axes.get_ylabel()
+    assert axes.get_legend() is not None
+
+
+def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(demo, "MODEL", linen.Sequential([linen.Dense(10)]))
+    path = tmp_path / "plot.png"
+    demo.main(["--steps", "60", "--seeds", "2", "--plot", str(path)])
+    printed = capsys.readouterr().out
+    for name in demo.CONFIGURATIONS:
+        assert re.search(rf"│ {re.escape(name)} +│( +\d+\.\d ± \d+\.\d │){{3}}", printed)
+    assert "2 seeds, 60 steps each" in printed
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps is at least 1, not 0."),
+        (["--seeds", "1"], "--seeds is at least 2, for a standard deviation, not 1."),
+        (["--plot", "nowhere/demo.png"], "--plot: there is no directory 'nowhere'."),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_training(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_extra_ends_in_one_sentence(monkeypatch):
+    monkeypatch.delitem(sys.modules, "reparax.demo")
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(SystemExit, match=r"^The demo needs optax; .* pip install 'reparax\[demo\]'$"):
+        importlib.import_module("reparax.demo")
+
+
+def test_weights_trained_under_noise_stand_noise_better(key):
+    training, test = demo.load()
+    init_keys, step_keys, test_keys = jax.random.split(key, (3, 2))
+    params = jax.vmap(demo.MODEL.init, in_axes=(0, None))(init_keys, training.images)
+    keys = jax.vmap(lambda key: jax.random.split(key, 500))(step_keys)
+
+    def noisy(p):
+        trained = demo.train(p, params, training, keys)
+        return jax.vmap(demo.perturbed_accuracy, (0, None, 0, None))(trained, 0.2, test_keys, test).mean()
+
+    assert noisy(rpx.VarNoise(0.075)) > noisy(rpx.Chain()) + 8
