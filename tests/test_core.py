@@ -1,6 +1,7 @@
 """The algebra: composition, fusing, means, updates, and stages that others write."""
 
 import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -233,3 +234,94 @@ def test_traced_hyperparameters_are_shown_by_type():
     shown = []
     jax.jit(lambda std: shown.append(repr(rpx.VarNoise(std))))(0.1)
     assert shown == ["VarNoise(<traced float32>)"]
+
+
+def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too():
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(rpx.Reparametrization):
+        factor: float = 2.0
+
+        def init_leaf(self, w):
+            return {"x": w / self.factor}
+
+        def apply_leaf(self, values):
+            return values["x"] * self.factor
+
+    assert repr(Scaled(3.0, where="w")) == "Scaled(factor=3.0, where='w')"
+    assert Scaled(3.0) == Scaled(3.0) != Scaled(2.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Scaled().factor = 1.0
+    check_laws(Scaled(), {"w": jax.random.normal(jax.random.key(0), (4, 3))})
+
+
+def test_a_stage_may_have_slots():
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Slotted(Affine):
+        pass
+
+    np.testing.assert_allclose(Slotted(2.0).fold(Slotted(2.0).init(ONES))["w"], ONES["w"])
+
+
+def test_a_stage_cannot_be_changed():
+    p = rpx.VarNoise(0.1)
+    with pytest.raises(dataclasses.FrozenInstanceError) as error:
+        p.std = 0.2
+    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' is set where it is built. Build another one."
+    with pytest.raises(dataclasses.FrozenInstanceError) as error:
+        del p.std
+    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' stays. Build another one."
+    assert p == rpx.VarNoise(0.1)
+
+
+class Packed(rpx.Parametrization):
+    def init(self, params, key=None):
+        return {"packed": params}
+
+    def apply(self, raw, key=None):
+        return raw["packed"]
+
+
+def test_update_finds_fixed_values_behind_a_stage_that_moves_them():
+    p = Packed() >> Counter()
+    raw = p.update(p.init({"w": jnp.ones(3)}))
+    assert raw["packed"]["w"]["@counter"]["@fixed"]["n"] == 1
+
+
+def test_update_says_so_where_a_fixed_value_has_no_place():
+    class Rebuilt(Packed):
+        def apply(self, raw, key=None):
+            return jax.tree.map(lambda x: x + 0, raw["packed"])
+
+    p = Rebuilt() >> Counter()
+    with pytest.raises(ValueError, match=r"^update advanced 'w/@counter/@fixed/") as error:
+        p.update(p.init({"w": jnp.ones(3)}))
+    assert str(error.value).endswith(
+        "but found no place for it in the raw tree: an earlier stage makes that value anew. "
+        "Let that stage pass fixed values through as they are."
+    )
+
+
+def test_functions_of_jax_are_named_as_users_import_them():
+    p = rpx.Tie({"a": ("b", jax.nn.relu)})
+    assert repr(p) == "Tie({'a': ('b', jax.nn.relu)})"
+    assert rpx.from_json(p.to_json()) == p
+    with pytest.raises(ValueError, match=r"^from_json takes functions of jax only, but got 'jax\._src\.x\.relu'\.$"):
+        rpx.from_json(p.to_json().replace("jax.nn.relu", "jax._src.x.relu"))
+
+
+def test_a_tie_takes_numpy_arrays_of_double_precision():
+    w = np.linspace(0, 1, 6).reshape(2, 3)
+    p = rpx.Tie({"b": "a"})
+    np.testing.assert_allclose(p.apply(p.init({"a": w, "b": w.copy()}))["b"], w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("entries", ["[3]", '[{"class": []}]', "[[]]"])
+def test_entries_of_a_manifest_that_are_no_stages_are_refused(entries):
+    with pytest.raises(ValueError, match=r"^from_json needs the text that `p.to_json\(\)` of format 1 wrote"):
+        rpx.from_json(f'{{"reparax": 1, "stages": {entries}}}')
+
+
+def test_a_flag_is_no_hyperparameter():
+    with pytest.raises(TypeError) as error:
+        rpx.VarNoise(std=True)
+    assert str(error.value) == "VarNoise takes a real number or a real scalar array as std, but got True."

@@ -1,14 +1,13 @@
 """The algebra: what a parametrization is, and how two of them compose."""
 
 import functools
-import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
-from reparax import _differences, _keys, _manifest, _raw
+from reparax import _differences, _keys, _kinds, _manifest, _raw
 from reparax._paths import PyTree
 from reparax._where import Selected
 
@@ -44,14 +43,21 @@ class Parametrization(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, repr=False)(cls)
+        if "__dataclass_fields__" not in cls.__dict__:  # else it is this class again, made anew with slots
+            cls.kind = _kinds.checked(cls, cls.kind) if "kind" in cls.__dict__ else _kinds.derived(cls)
+            dataclass(frozen=True, repr=False)(cls)
+            # Whoever decorates the class as a frozen dataclass as well finds room for it, and the methods stay these.
+            del cls.__setattr__, cls.__delattr__
+            cls.__repr__ = cls.__repr__
         jax.tree_util.register_static(cls)
-        if "kind" in cls.__dict__:
-            _check_kind(cls)
-        else:
-            cls.kind = _derived_kind(cls)
         _raw.register(cls.kind, cls)
         _classes[_manifest.class_name(cls)] = cls
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} stays. Build another one.")
 
     @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -147,29 +153,6 @@ class Parametrization(ABC):
             )
 
 
-def _derived_kind(cls: type[Parametrization]) -> str:
-    """The class name in the style of names; with the package in front where a stage of ours has that one."""
-    kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
-    ours, package = __name__.partition(".")[0], cls.__module__.partition(".")[0]
-    other = _raw.registered(kind)
-    taken = other is not None and other.__module__.partition(".")[0] == ours != package
-    return f"{package.strip('_')}_{kind}" if taken else kind
-
-
-def _check_kind(cls: type[Parametrization]) -> None:
-    """Refuses a kind that could not be told apart in a raw tree; the same class may be defined anew."""
-    if not cls.kind or set(cls.kind) & set("@./") or cls.kind == "fixed":
-        raise ValueError(
-            f"{cls.__name__} got kind={cls.kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
-        )
-    other = _raw.registered(cls.kind)
-    if other is not None and _manifest.class_name(other) != _manifest.class_name(cls):
-        raise ValueError(
-            f"{cls.__name__} got kind={cls.kind!r}, which is the kind of {_manifest.class_name(other)}. "
-            f"Give it another `kind`."
-        )
-
-
 class Chain(Parametrization):
     """Stages in a row, the one nearest to the raw tree first; what ``>>`` builds. ``Chain()`` is the identity.
 
@@ -219,10 +202,7 @@ class Chain(Parametrization):
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         effective = self._apply(raw, self._checked(key))
         for path, mark in _raw.markers(effective).items():
-            raise ValueError(
-                f"{call(self, 'apply')} does not know {mark!r} at {path!r}: another chain made this raw tree. Apply "
-                f"the chain that made it; `p.check(raw, like=params)` lists every difference."
-            )
+            raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:

@@ -206,17 +206,11 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-OTHER_CHAIN = (
-    "another chain made this raw tree. "
-    "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
-)
-
-
 def _absent(who: str, kind: str, tree: PyTree) -> str:
     """What to say of a tree without the stage's marker: it is plain, or another chain made it."""
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
-        return f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {OTHER_CHAIN}"
+        return f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}"
     return (
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
         f"the whole chain, and pass `raw`."
@@ -227,10 +221,10 @@ def _require_values(node: Any, mark: str) -> None:
     """Refuses what is not named arrays under a marker."""
     for name, held in ((mark, node), (FIXED, node.get(FIXED, {}) if isinstance(node, Mapping) else {})):
         if not isinstance(held, Mapping):
-            raise ValueError(f"{name!r} holds no values but {_paths.described(held)}: {OTHER_CHAIN}")
+            raise ValueError(f"{name!r} holds no values but {_paths.described(held)}: {_raw.OTHER_CHAIN}")
     for name, value in {**node, **node.get(FIXED, {})}.items():
         if name != FIXED and not _paths.is_array(value):
-            raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {OTHER_CHAIN}")
+            raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {_raw.OTHER_CHAIN}")
 
 
 def _values(node: Mapping[str, Any]) -> dict[str, Array]:

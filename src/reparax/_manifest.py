@@ -32,10 +32,11 @@ def _same(value: Any, default: Any) -> bool:
 
 def function_name(function: Callable[..., Any]) -> str | None:
     """The public name of a function of JAX, ``jax.numpy.transpose``; None for any other."""
-    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
-    if module.partition(".")[0] != "jax":
-        return None
-    return f"{module}.{name}" if getattr(importlib.import_module(module), name, None) is function else None
+    name = getattr(function, "__name__", "")
+    for module in ("jax.numpy", "jax.nn", "jax.lax", "jax.numpy.linalg", "jax"):
+        if name and getattr(importlib.import_module(module), name, None) is function:
+            return f"{module}.{name}"
+    return None
 
 
 def code(value: Any) -> str:
@@ -84,7 +85,7 @@ def _decode(value: Any, classes: Mapping[str, type]) -> Any:
 
 def _function(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
-    if module.partition(".")[0] != "jax":
+    if module.partition(".")[0] != "jax" or "_src" in module:
         raise ValueError(f"from_json takes functions of jax only, but got {name!r}.")
     function = getattr(importlib.import_module(module), attribute, None)
     if function is None:
@@ -109,16 +110,20 @@ def _build(entry: Mapping[str, Any], classes: Mapping[str, type]) -> Any:
 def loads(text: str, classes: Mapping[str, type]) -> list[Any]:
     """The stages that :func:`dumps` wrote."""
     match _parsed(text):
-        case {"reparax": 1, "stages": [*entries]} if all("class" in entry for entry in entries):
+        case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
             return [_build(entry, classes) for entry in entries]
         case _:
             raise ValueError(
-                f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {text[:60]!r}."
+                f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
             )
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
 
 
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, TypeError):
         return None

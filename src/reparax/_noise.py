@@ -1,11 +1,11 @@
 """Noise on weights: drawn anew at each ``apply``, gone in ``p.deterministic``."""
 
 import math
-import numbers
 from dataclasses import field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
@@ -133,7 +133,7 @@ def _terms(terms: tuple[float, ...], own: float) -> tuple[float, ...]:
 
 def _hyperparameter(value: Any, who: str, name: str) -> Any:
     """A float where the value is known, else the traced scalar."""
-    if isinstance(value, numbers.Real):
+    if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
         return float(value)
     if not _paths.is_array(value) or value.shape != () or not jnp.isrealobj(value):
         got = f"an array of dtype {value.dtype} and shape {value.shape}" if _paths.is_array(value) else repr(value)

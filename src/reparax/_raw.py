@@ -15,6 +15,10 @@ import jax
 from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text
 
 FIXED = "@fixed"
+OTHER_CHAIN = (
+    "another chain made this raw tree. "
+    "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
+)
 
 
 class Kind(Protocol):
@@ -170,12 +174,22 @@ def count(tree: PyTree, kind: str) -> int:
 
 
 def graft(raw: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """``raw`` with each fixed value that ``after`` holds anew in comparison with ``before``."""
+    """``raw`` with each fixed value that ``after`` holds anew in comparison with ``before``.
+
+    A value is found in ``raw`` by its path; behind a stage that moves values about, by being the same object.
+    """
     old = dict(zip(*named(before)[:2], strict=True))
     new = dict(zip(*named(after)[:2], strict=True))
     fresh = {path: leaf for path, leaf in new.items() if FIXED in path and leaf is not old.get(path)}
     paths, leaves, treedef = named(raw)
-    return treedef.unflatten([fresh.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+    moved = {id(old.get(path)): path for path in fresh if path not in set(paths)}
+    places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
+    for path in fresh.keys() - set(places):
+        raise ValueError(
+            f"update advanced {text(path)!r}, but found no place for it in the raw tree: an earlier stage makes that "
+            f"value anew. Let that stage pass fixed values through as they are."
+        )
+    return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])
 
 
 def partition(raw: PyTree) -> tuple[PyTree, PyTree]:

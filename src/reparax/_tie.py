@@ -69,13 +69,16 @@ class Tie(Stage):
         arrays = [slot for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
         places = self._places("init", arrays)
         for target, (source, transform) in places.items():
-            got, want = values[target], jax.eval_shape(lambda x, f=transform: f(x), values[source])
+            got, want = (
+                jax.eval_shape(jnp.asarray, values[target]),
+                jax.eval_shape(lambda x, f=transform: f(x), values[source]),
+            )
             if (got.shape, got.dtype) != (want.shape, want.dtype):
                 raise ValueError(
                     f"{call(self, 'init')}: {target!r} is {described(got)}, but its source {source!r} gives "
                     f"{described(want)}. Add the transform that takes the one to the other."
                 )
-            if _differ(got, values[source], transform):
+            if _differ(values[target], values[source], transform):
                 raise ValueError(
                     f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
                     f"change the model. Set the target to that first, or drop the tie."

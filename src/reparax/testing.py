@@ -35,6 +35,7 @@ from reparax._evidence import (
     require_close,
     require_raises,
     rounding,
+    stages,
     twice,
     types,
     without_row,
@@ -42,6 +43,7 @@ from reparax._evidence import (
 )
 from reparax._paths import PyTree
 from reparax._raw import combine, partition
+from reparax._stage import Stage
 
 Law = Callable[[Parametrization, PyTree, Array], None]
 
@@ -276,7 +278,7 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
         for wrong in (None, np.asarray(leaf)[None], np.zeros(leaf.shape, np.int8)):
             spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
             require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
-    if paths(raw) != paths(params):
+    if paths(raw) != paths(params) and all(isinstance(stage, Stage) for stage in stages(p)):
         require_raises(p, name, lambda: p.apply(params, key), "apply takes a tree that never went through init")
         require_raises(p, name, lambda: p.init(raw, key), "init takes a raw tree")
         require_raises(p, name, lambda: Chain().apply(raw), "another chain takes its raw tree")
