@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import pulled, read
 from flax import nnx
 
 import reparax as rpx
@@ -27,18 +28,6 @@ def zero_column(w, column=1):
 def started(p, w):
     """The raw tree of ``w``."""
     return p.init({"w": w})
-
-
-@jax.jit
-def read(p, raw):
-    """What the model reads."""
-    return p.apply(raw)["w"]
-
-
-@jax.jit
-def pulled(p, raw, dw):
-    """The gradient of the raw values of ``w`` where ``dw`` is that of the effective array."""
-    return jax.vjp(p.apply, raw)[1]({"w": dw})[0]["w"]
 
 
 def reproduced(p, w):

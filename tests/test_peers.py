@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import pulled, read
 
 import reparax as rpx
 
@@ -30,18 +31,6 @@ def module(w):
 def seen(tensor):
     """What torch computed, as a numpy array."""
     return tensor.detach().numpy()
-
-
-@jax.jit
-def read(p, raw):
-    """What the model reads."""
-    return p.apply(raw)["w"]
-
-
-@jax.jit
-def pulled(p, raw, dw):
-    """The gradient of the raw values of ``w`` where ``dw`` is that of the effective array."""
-    return jax.vjp(p.apply, raw)[1]({"w": dw})[0]["w"]
 
 
 PRECISIONS = [

@@ -172,7 +172,7 @@ class Reparametrization(_Leafwise):
         array = jnp.asarray(w)
         with _located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
-            _require_values_of("init_leaf", values, self.main, self.fixed)
+            _require_named_arrays(values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
                 _require_type(effective, array)
@@ -256,23 +256,25 @@ def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) 
     return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
 
 
-def _require_values_of(init: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+def _require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
     """Refuses what an ``init_leaf`` must not give."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{init} must give a dict of named arrays, but gives {_paths.described(values)}.")
+        raise ValueError(f"init_leaf must give a dict of named arrays, but gives {_paths.described(values)}.")
     for name, value in values.items():
         if not _paths.is_array(value):
-            raise ValueError(f"{init} must give a dict of named arrays, but gives {type(value).__name__} for {name!r}.")
+            raise ValueError(
+                f"init_leaf must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
+            )
     lacking = [name for name in fixed if name not in values]
     odd = [name for name in values if not name or set(name) & set("@./")]
     if not values or lacking or odd:
         raise ValueError(
-            f"{init} must give at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"init_leaf must give at least one value, each fixed one {fixed} and names without '@', '.' and "
             f"'/', but gives {tuple(values)}. Rename or add values in init_leaf."
         )
     if any(name not in values for name in main or ()):
         raise ValueError(
-            f"{init} must give each main value {main}, but gives {tuple(values)}. Rename or add values in init_leaf."
+            f"init_leaf must give each main value {main}, but gives {tuple(values)}. Rename or add values in init_leaf."
         )
 
 

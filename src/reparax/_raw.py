@@ -182,7 +182,7 @@ def graft(raw: PyTree, before: PyTree, after: PyTree) -> PyTree:
     new = dict(zip(*named(after)[:2], strict=True))
     fresh = {path: leaf for path, leaf in new.items() if FIXED in path and leaf is not old.get(path)}
     paths, leaves, treedef = named(raw)
-    moved = {id(old.get(path)): path for path in fresh if path not in set(paths)}
+    moved = {id(old.get(path)): path for path in fresh.keys() - set(paths)}
     places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
     for path in fresh.keys() - set(places):
         raise ValueError(
