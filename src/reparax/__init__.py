@@ -1,6 +1,7 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
 from reparax._cast import Cast as Cast
+from reparax._constraint import Constraint as Constraint
 from reparax._core import Chain as Chain
 from reparax._core import Parametrization as Parametrization
 from reparax._core import from_json as from_json

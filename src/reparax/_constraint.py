@@ -1,0 +1,86 @@
+"""Stages whose image is a proper set of arrays: membership, nearest points and samples of it."""
+
+from dataclasses import field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax._leafwise import Reparametrization
+from reparax._precision import widened
+
+
+class Constraint(Reparametrization):
+    """A stage whose effective arrays all lie in one set, its image.
+
+    A subclass writes ``init_leaf`` and ``apply_leaf``, such that ``apply_leaf(init_leaf(w))`` is the point of the
+    image nearest to ``w``, or one that its docstring names. Membership, projection and samples follow from these
+    two; a subclass whose image has a plainer test, or a better distribution, writes its own.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` starts at its projection, so that the
+        model changes; ``"refuse"`` raises. Of a traced array, nobody checks it.
+      where: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Centered(rpx.Constraint):
+      ...     def init_leaf(self, w):
+      ...         return {"x": w - w.mean()}
+      ...     def apply_leaf(self, values):
+      ...         return values["x"] - values["x"].mean()
+      >>> Centered().project(jnp.array([1.0, 2.0, 6.0]))
+      Array([-2., -1.,  3.], dtype=float32)
+      >>> bool(Centered().contains(jnp.ones(3)))
+      False
+    """
+
+    outside: str = field(default="project", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.outside not in ("project", "refuse"):
+            raise ValueError(f"{type(self).__name__} takes outside='project' or 'refuse', but got {self.outside!r}.")
+
+    def project(self, w: Array) -> Array:
+        """The point of the image where ``init`` starts from ``w``: the nearest, unless the class names another."""
+        return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether ``w`` lies in the image, as a boolean scalar.
+
+        Args:
+          w: An array of a shape that the stage takes.
+          tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
+            Default: ten times the machine epsilon times the length of the longest axis.
+        """
+        x = jnp.asarray(w)
+        distance = jnp.max(jnp.abs(widened(self.project(x)) - widened(x)), initial=0.0)
+        largest = jnp.max(jnp.abs(widened(x)), initial=0.0)
+        units = 10 * max((1, *x.shape)) * float(jnp.finfo(x.dtype).eps) if tolerance is None else tolerance
+        return distance <= units * largest
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        """A random point of the image: the projection of an array of independent normal numbers.
+
+        Args:
+          key: A typed or legacy PRNG key.
+          shape: Its shape.
+          dtype: Its dtype.
+        """
+        return self.project(jax.random.normal(key, shape, dtype))
+
+    def refuse(self, w: Array) -> str | None:
+        why = super().refuse(w)
+        if why is not None or isinstance(w, Tracer | jax.ShapeDtypeStruct):
+            return why
+        if not jnp.all(jnp.isfinite(w)):
+            return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+        if self.outside == "refuse" and not self.contains(w):
+            return (
+                "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
+                "`outside='project'` do it."
+            )
+        return None

@@ -1,0 +1,82 @@
+"""What every constrained stage offers: membership, projection and samples, from its two formulas alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+class Centered(rpx.Constraint):
+    """Arrays of mean zero, which are a linear space: the nearest point is the array less its mean."""
+
+    def init_leaf(self, w):
+        return {"x": w - w.mean()}
+
+    def apply_leaf(self, values):
+        return values["x"] - values["x"].mean()
+
+
+def test_project_gives_the_nearest_point():
+    np.testing.assert_allclose(Centered().project(jnp.array([1.0, 2.0, 6.0])), [-2.0, -1.0, 3.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("w", "tolerance", "member"),
+    [
+        ([1.0, -1.0], None, True),
+        ([1e-20, -1e-20], None, True),
+        ([1.0, -0.99], None, False),
+        ([1.0, -0.99], 0.1, True),
+        ([0.0, 0.0], None, True),
+    ],
+)
+def test_contains_compares_with_the_projection(w, tolerance, member):
+    assert bool(Centered().contains(jnp.array(w), tolerance)) is member
+
+
+def test_contains_runs_under_jit():
+    assert bool(jax.jit(Centered().contains)(jnp.array([1.0, -1.0])))
+
+
+def test_samples_lie_in_the_image_and_differ(key):
+    a, b = (Centered().sample(k, (64,)) for k in jax.random.split(key))
+    assert Centered().contains(a)
+    assert not np.array_equal(a, b)
+    assert abs(float(a.std()) - 1) < 6 / np.sqrt(2 * 64)
+
+
+def test_init_projects_or_refuses_what_lies_outside():
+    params = {"w": jnp.array([1.0, 3.0])}
+    projected = Centered().fold(Centered().init(params))
+    np.testing.assert_allclose(projected["w"], [-1.0, 1.0], rtol=1e-6)
+    with raises(
+        ValueError,
+        "Centered(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+        "`stage.project(w)`, or let `outside='project'` do it.",
+    ):
+        Centered(outside="refuse").init(params)
+    Centered(outside="refuse").init(projected)
+
+
+def test_what_is_traced_is_not_looked_at():
+    p = Centered(outside="refuse")
+    jax.jit(p.init)({"w": jnp.array([1.0, 3.0])})
+    p.check(Centered().init({"w": jnp.array([1.0, 3.0])}), like={"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(bad):
+    with raises(
+        ValueError,
+        "Centered().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it out "
+        "with `where`.",
+    ):
+        Centered().init({"w": jnp.array([1.0, bad])})
+
+
+def test_what_to_do_outside_is_one_of_two_words():
+    with raises(ValueError, "Centered takes outside='project' or 'refuse', but got 'raise'."):
+        Centered(outside="raise")
