@@ -16,6 +16,9 @@ from reparax._norm import WeightNorm as WeightNorm
 from reparax._raw import combine as combine
 from reparax._raw import labels as labels
 from reparax._raw import partition as partition
+from reparax._remat import remat as remat
+from reparax._saved import Saved as Saved
+from reparax._saved import saved as saved
 from reparax._scalar import Positive as Positive
 from reparax._tie import Tie as Tie
 from reparax._where import selected as selected

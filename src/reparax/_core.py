@@ -7,7 +7,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
-from reparax import _differences, _keys, _kinds, _manifest, _raw
+from reparax import _differences, _keys, _kinds, _manifest, _raw, _recompute
 from reparax._paths import PyTree
 from reparax._where import Selected
 
@@ -200,7 +200,7 @@ class Chain(Parametrization):
         return self._init(params, _checked_key(self, "init", key))
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        effective = self._apply(raw, self._checked(key))
+        effective = _recompute.recomputing(self._apply, raw, self._checked(key))
         for path, mark in _raw.markers(effective).items():
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return effective

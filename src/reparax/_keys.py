@@ -41,13 +41,18 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> list[jax.Array]:
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
 
-    def one(pair: Any) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(key, pair[0]), pair[1])
+    def one(high: Any, low: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
-        return [one(pair) for pair in words]  # under vmap, unsafe_rbg would let a key depend on its neighbours
-    keys = jax.vmap(one)(words)
+        return [one(*pair) for pair in words]  # under vmap, unsafe_rbg would let a key depend on its neighbours
+    keys = jax.vmap(one)(*[_literal(column) for column in words.T])
     return [keys[i] for i in range(len(texts))]
+
+
+def _literal(words: np.ndarray) -> jax.Array:
+    """``words`` written into the program: a constant array would be one of its inputs, and be kept for gradients."""
+    return jax.lax.concatenate([jax.lax.full((1,), int(word), jnp.uint32) for word in words], 0)
 
 
 def per_stage(key: jax.Array | None, kinds: Sequence[str]) -> list[jax.Array | None]:

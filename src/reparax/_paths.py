@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
 PyTree = Any
@@ -17,6 +18,13 @@ _VALUE = GetAttrKey("value")
 def is_array(x: object) -> bool:
     """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_traceable(x: object) -> bool:
+    """Whether JAX takes ``x`` for an array, real or abstract."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_empty(x: object) -> bool:

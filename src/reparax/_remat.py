@@ -1,0 +1,64 @@
+"""Gradients for which nothing is stored that parameters and key can make again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax import _program
+from reparax._arguments import Argnums, Arguments, checked_argnums
+from reparax._split import split
+
+
+def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
+    """``fun``, of which the backward pass keeps nothing that parameters and key alone can make again.
+
+    Noise, masks, effective weights, and the casts and transposes that the network makes of them, are made again from
+    the raw parameters and the key when gradients are taken. Everything else, such as activations, is kept exactly as
+    without ``remat``; no matmul of the network runs twice. Values and gradients are those of ``fun``, and so is the
+    noise. ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``,
+    ``jax.vmap``, ``jax.jit``, ``jax.shard_map`` and ``jax.checkpoint`` go through it, inside and outside.
+
+    The bodies of scans that are met on the way are treated in the same manner: where a scan runs over stacked layers
+    and calls ``apply`` in its body, each layer's weights are made again in its own backward step. For a layer or a
+    scan body alone, name the arguments: ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``.
+
+    Args:
+      fun: A loss, or any function of arrays, pure as JAX asks. Leaves of its arguments that are no arrays are
+        constants.
+      argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
+        change the noise. Default: the first argument, and those that hold nothing but PRNG keys. What ``p.apply`` reads
+        counts as named wherever ``fun`` has it from, and so do keys and numbers that this is computed from. An array
+        that ``fun`` closes over is taken for data.
+
+    Raises:
+      TypeError: If ``argnums`` is no position or names an argument that is not there.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+      >>> params = p.init({"w": jnp.ones((3, 2))})
+      >>> def loss(params, key, x):
+      ...     return jnp.sum((x @ p.apply(params, key)["w"]) ** 2)
+      >>> grads = jax.grad(rpx.remat(loss))(params, jax.random.key(0), jnp.ones((4, 3)))
+      >>> jax.tree.map(jnp.shape, grads)
+      {'w': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}
+
+    References:
+      Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
+    """
+    who = f"remat({getattr(fun, '__name__', repr(fun))})"
+    if not callable(fun):
+        raise TypeError(f"remat takes a function, but got {fun!r} of type {type(fun).__name__}.")
+    checked_argnums(who, argnums)
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = Arguments.of(who, fun, argnums, args, kwargs)
+        closed, shape = jax.make_jaxpr(lambda *arrays: given.call(arrays), return_shape=True)(*given.arrays)
+        known = [False for _ in closed.consts] + given.given
+        outs = split(_program.opened(closed), known)(*closed.consts, *given.arrays)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return function

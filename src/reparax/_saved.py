@@ -1,0 +1,171 @@
+"""What a loss keeps between its forward and its backward pass, for people to read."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.source_info_util import summarize
+
+from reparax import _program
+from reparax._arguments import Argnums, Arguments, checked_argnums
+from reparax._paths import described
+
+PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_TITLES = {
+    PARAMETERS: "raw parameters and keys",
+    WEIGHTS: "made from these alone",
+    ACTIVATIONS: "activations and data",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One array that is kept.
+
+    Attributes:
+      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for what is made from named arguments alone,
+        ``"activations"`` for all others.
+      type: Its dtype and shape.
+      bytes: Its size.
+      origin: The path of the argument, or the line of source that made it.
+    """
+
+    kind: str
+    type: str
+    bytes: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is kept between forward and backward pass; ``print`` shows it as a table, largest first.
+
+    Attributes:
+      kept: The arrays.
+    """
+
+    kept: tuple[Kept, ...]
+
+    def bytes(self, kind: str) -> int:
+        """The size of all that is kept of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
+        if kind not in _TITLES:
+            raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
+        return sum(each.bytes for each in self.kept if each.kind == kind)
+
+    def __str__(self) -> str:
+        lines = [f"kept for the backward pass: {_size(sum(each.bytes for each in self.kept))}"]
+        for kind, title in _TITLES.items():
+            lines.append(f"  {title}: {_size(self.bytes(kind))}")
+            of_kind = sorted((each for each in self.kept if each.kind == kind), key=lambda each: -each.bytes)
+            lines += [f"    {_size(each.bytes):>10}  {each.type:<20} {each.origin}" for each in of_kind]
+        return "\n".join(lines)
+
+
+def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:
+    """What JAX keeps between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
+
+    Nothing is computed: ``fun`` is traced. The report tells raw parameters, what is made from parameters and keys
+    alone (which :func:`remat` makes again instead), and activations.
+
+    Args:
+      fun: The loss.
+      args: Its arguments, or their shapes and dtypes.
+      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are those of the floating
+        arrays among them.
+      has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
+      kwargs: Its keyword arguments.
+
+    Raises:
+      TypeError: If no argument that is named holds a floating array, or ``argnums`` is wrong as for :func:`remat`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.1)
+      >>> def loss(params, key, x):
+      ...     w = p.apply(params, key)["w"]
+      ...     return jnp.sum(x @ w @ w)
+      >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
+      >>> print(rpx.saved(loss, *example))  # doctest: +ELLIPSIS
+      kept for the backward pass: 20.0 KiB
+        raw parameters and keys: 0 B
+        made from these alone: 16.0 KiB
+            16.0 KiB  float32[64, 64]      ... (VarNoise.apply_leaf)
+        activations and data: 4.0 KiB
+             2.0 KiB  float32[8, 64]       x
+             2.0 KiB  float32[8, 64]       <doctest reparax._saved.saved[2]>:3:19 (loss)
+      >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
+      0
+    """
+    who = f"saved({getattr(fun, '__name__', repr(fun))})"
+    checked_argnums(who, argnums)
+    given = Arguments.of(who, fun, argnums, args, kwargs)
+    if not _moving(given, given.arrays):
+        raise TypeError(
+            f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
+            f"Pass the parameters first, or name them by argnums."
+        )
+    closed = jax.make_jaxpr(lambda *arrays: _residuals(given, arrays, has_aux=has_aux))(*given.arrays)
+    program = _program.opened(closed)
+    return Saved(
+        tuple(
+            _kept(
+                program,
+                [False for _ in closed.consts] + given.given,
+                ["closed over" for _ in closed.consts] + given.paths,
+            )
+        )
+    )
+
+
+def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
+    """The places of the arrays whose gradients are taken."""
+    return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _residuals(given: Arguments, arrays: Sequence[Any], *, has_aux: bool) -> list[Any]:
+    moving = _moving(given, arrays)
+
+    def of_moving(*values: Any) -> Any:
+        return given.call([dict(zip(moving, values, strict=True)).get(i, x) for i, x in enumerate(arrays)])
+
+    return jax.tree.leaves(jax.linearize(of_moving, *[arrays[i] for i in moving], has_aux=has_aux)[1])
+
+
+def _kept(program: Jaxpr, given: list[bool], origins: list[str]) -> Iterator[Kept]:
+    known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    for v in _program.variables(program.outvars):
+        kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
+        origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v))
+        yield Kept(kind, described(v.aval), _bytes(v.aval), origin)
+
+
+def _source(eqn: JaxprEqn, i: int) -> str:
+    """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
+    for program in _program.inner(eqn) if eqn.primitive.name == "jit" else []:
+        v = program.jaxpr.outvars[i]
+        for inside in program.jaxpr.eqns:
+            if v in inside.outvars and (line := _source(inside, inside.outvars.index(v))):
+                return line
+    frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
+    return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "".join(frames[:1]))
+
+
+def _bytes(aval: Any) -> int:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return aval.size * aval.dtype.itemsize
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            break
+        n /= 1024
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -1,0 +1,105 @@
+"""A program cut in two, whose derivative keeps nothing that the early half can make again.
+
+The early half is all that comes from the given inputs alone; the late half takes its outputs. The derivative
+linearizes the late half, and keeps of its residuals those that come from other inputs too. All others are made again
+inside of one ``jax.checkpoint`` around the linear part: there the early half runs a second time, with its tangents.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr
+
+from reparax import _linear, _nested, _program
+from reparax._program import Env, Flags, Known
+
+
+def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
+    """``jaxpr`` as a function that is differentiated as said above."""
+    halves = _Halves.of(jaxpr, _nested.with_roots(jaxpr, given))
+
+    @jax.custom_jvp
+    def function(*args: Any) -> list[Any]:
+        return halves.network(halves.weights(dict(zip(jaxpr.invars, args, strict=True))))
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        pairs = zip(jaxpr.invars, tangents, strict=True)
+        dots = {v: dot for v, dot in pairs if not isinstance(dot, SymbolicZero)}
+        return _pushed(halves, dict(zip(jaxpr.invars, primals, strict=True)), dots)
+
+    function.defjvp(derivative, symbolic_zeros=True)
+    return function
+
+
+@dataclass(frozen=True)
+class _Halves:
+    early: Jaxpr
+    late: Jaxpr
+    known: Known
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, given: Flags) -> "_Halves":
+        return cls(*_program.halves(jaxpr, given), _program.known(jaxpr, given))
+
+    def weights(self, env: Env) -> Env:
+        """The inputs, and the values that the early half makes of them."""
+        args = _program.values(env, self.early.invars)
+        return env | dict(zip(self.early.outvars, _program.run(self.early, args, _nested.opening), strict=True))
+
+    def network(self, env: Env) -> list[Any]:
+        """The outputs."""
+        special = _nested.cutting(self.known, split)
+        return _program.run(self.late, _program.values(env, self.late.invars), special)
+
+    def moving(self, dots: Env) -> list[Any]:
+        """The inputs of the late half that have a tangent where those of ``dots`` have one."""
+        still = _program.known(self.early, [v not in dots for v in self.early.invars])
+        return [v for v in self.late.invars if v in dots or (_smooth(v) and not still.get(v, True))]
+
+
+def _smooth(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[Any]]:
+    """The outputs and their tangents."""
+    moving, outvars = halves.moving(dots), halves.late.outvars
+    linear = _linear.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
+    outs, saved = linear.forward()
+    needed = [v for v in _program.variables([*halves.early.invars, *linear.reads]) if v in inputs]
+
+    @jax.checkpoint
+    def tangents(given: list[Any], saved: list[Any], given_dots: list[Any]) -> list[Any]:
+        again, pushed = _again(halves, dict(zip(needed, given, strict=True)), dict(zip(dots, given_dots, strict=True)))
+        return linear.backward(again, saved)(*[pushed[v] for v in moving])
+
+    pushed = iter(tangents([inputs[v] for v in needed], saved, list(dots.values())) if moving else [])
+
+    def tangent(v: Any, out: Any) -> Any:
+        if not _smooth(v):
+            return np.zeros(v.aval.shape, jax.dtypes.float0)
+        return next(pushed) if moving else jnp.zeros_like(out)
+
+    return outs, [tangent(v, out) for v, out in zip(outvars, outs, strict=True)]
+
+
+def _again(halves: _Halves, inputs: Env, dots: Env) -> tuple[Env, Env]:
+    """The inputs and what the early half makes of them, and the tangents of all that."""
+    roots = [v for v in halves.early.invars if v in dots]
+    made = [v for v in halves.moving(dots) if v not in dots]
+
+    def of_roots(*values: Any) -> tuple[list[Any], list[Any]]:
+        env = halves.weights(inputs | dict(zip(roots, values, strict=True)))
+        return [env[v] for v in made], [env[v] for v in halves.early.outvars]
+
+    if not made:
+        return halves.weights(inputs), dots
+    primals, tangents = tuple(inputs[v] for v in roots), tuple(dots[v] for v in roots)
+    _, pushed, weights = jax.jvp(of_roots, primals, tangents, has_aux=True)
+    env = inputs | dict(zip(halves.early.outvars, weights, strict=True))
+    return env, dots | dict(zip(made, pushed, strict=True))

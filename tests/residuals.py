@@ -1,0 +1,44 @@
+"""What a gradient keeps, measured with JAX's own dead-code elimination and not with the library's analysis."""
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
+
+
+def kept(f, raw, key, *data):
+    """Bytes kept for the gradient in ``raw``: those made from ``raw`` and ``key`` alone, and all others."""
+
+    def residuals(raw, key, *data):
+        return jax.tree.leaves(jax.vjp(lambda raw: f(raw, key, *data), raw)[1])
+
+    closed = jax.make_jaxpr(residuals)(raw, key, *data)
+    jaxpr = closed.jaxpr
+    n_free = len(jax.tree.leaves((raw, key)))
+    bytes_of = {"weights": 0, "others": 0}
+    for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal)):
+        if v in jaxpr.invars[:n_free] or v in jaxpr.constvars:
+            continue
+        used = dce_jaxpr(jaxpr.replace(outvars=[v]), [True])[1]
+        bytes_of["others" if any(used[n_free:]) else "weights"] += _bytes(v.aval)
+    return bytes_of
+
+
+def _bytes(aval):
+    typed = jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return aval.size * (8 if typed else aval.dtype.itemsize)
+
+
+def contractions(f, *args):
+    """How many matmuls and convolutions a program holds."""
+    return _count(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def _count(jaxpr):
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        for value in eqn.params.values():
+            for x in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(x, Jaxpr | ClosedJaxpr):
+                    total += _count(getattr(x, "jaxpr", x))
+    return total

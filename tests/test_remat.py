@@ -1,0 +1,531 @@
+"""Nothing that parameters and key can make again is kept, in every context; all else is as without ``remat``."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from residuals import contractions, kept
+
+import reparax as rpx
+
+ROOT = jax.random.key(0)
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.fold_in(ROOT, seed), shape)
+
+
+def trees_close(a, b, rtol=1e-5):
+    largest = max(float(np.max(np.abs(y))) for y in jax.tree.leaves(b))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
+
+
+# ---- Networks: each is a function of effective weights and data, with the weights that it starts from.
+
+
+def mlp(w, x):
+    x = jnp.atleast_2d(x)
+    for layer in sorted(w):
+        x = jax.nn.relu(x @ w[layer]["kernel"] + w[layer]["bias"])
+    return jnp.mean(x**2)
+
+
+def mlp_weights(n=3):
+    return {f"layer{i}": {"kernel": normal(8, 8, seed=i), "bias": jnp.ones((1, 8))} for i in range(n)}
+
+
+def convolutions(w, x):
+    for name in sorted(w):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jax.nn.gelu(jax.lax.conv_general_dilated(x, w[name], (1, 1), "SAME", dimension_numbers=numbers))
+    return jnp.mean(x**2)
+
+
+class Half(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.tanh(nn.Dense(8, dtype=jnp.bfloat16)(x))
+        return x.astype(jnp.float32)
+
+
+def tied(w, ids):
+    h = jnp.tanh(w["embed"][ids] @ w["hidden"])
+    return jnp.mean(jax.nn.logsumexp(h @ w["embed"].T, -1))
+
+
+def lstm(w, xs):
+    def step(carry, x):
+        h, c = carry
+        gates = jnp.concatenate([x, h], -1).astype(jnp.bfloat16) @ w["kernel"].astype(jnp.bfloat16)
+        i, f, g, o = jnp.split(gates.astype(jnp.float32), 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((2, 4))
+    return jnp.mean(jax.lax.scan(step, (zeros, zeros), xs)[1] ** 2)
+
+
+class Recurrent(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.RNN(nn.GRUCell(4))(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(y, y)
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
+
+
+class Transformer(nn.Module):
+    block: type[nn.Module] = Block
+
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(10, 8)
+        return embed.attend(self.block(name="block")(embed(ids)))
+
+
+def stacked(w, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w["kernel"]), None
+
+    return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def branching(w, x):
+    h = x @ w["a"]
+    h = jax.lax.cond(jnp.sum(h) > 0, lambda h: jnp.tanh(h @ w["b"]), lambda h: h @ w["c"], h)
+    return jnp.mean(h**2)
+
+
+def flax(module, x):
+    return lambda w, x: jnp.mean(module.apply({"params": w}, x) ** 2), module.init(ROOT, x)["params"], x
+
+
+IDS = jnp.arange(6).reshape(2, 3)
+NETWORKS = {
+    "mlp": (mlp, mlp_weights(), normal(4, 8)),
+    "mlp under jit": (jax.jit(mlp), mlp_weights(), normal(4, 8)),
+    "convolutions": (convolutions, {"a": normal(3, 3, 2, 4), "b": normal(3, 3, 4, 4)}, normal(1, 4, 4, 2)),
+    "flax in bfloat16": flax(Half(), normal(4, 8)),
+    "tied embedding": (tied, {"embed": normal(10, 4), "hidden": normal(4, 4)}, jnp.arange(6)),
+    "lstm under scan": (lstm, {"kernel": normal(8, 16)}, normal(5, 2, 4)),
+    "flax gru under scan": flax(Recurrent(), normal(2, 5, 4)),
+    "transformer": flax(Transformer(), IDS),
+    "transformer with nn.remat": flax(Transformer(nn.remat(Block)), IDS),
+    "scan over layers": (stacked, {"kernel": normal(3, 8, 8)}, normal(4, 8)),
+    "cond": (branching, {name: normal(8, 8, seed=i) for i, name in enumerate("abc")}, normal(4, 8)),
+    "vmap over the batch": (
+        lambda w, x: jnp.mean(jax.vmap(mlp, (None, 0))(w, x)),
+        mlp_weights(),
+        normal(4, 8),
+    ),
+    "the user's own checkpoint": (jax.checkpoint(mlp), mlp_weights(), normal(4, 8)),
+    "the user's own policy": (
+        jax.checkpoint(mlp, policy=jax.checkpoint_policies.dots_saveable),
+        mlp_weights(),
+        normal(4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
+    network, weights, x = NETWORKS[name]
+    p = rpx.VarNoise(0.1) if "transformer" in name else rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = p.init(weights)
+
+    def loss(raw, key, x):
+        return network(p.apply(raw, key), x)
+
+    plain = kept(lambda w, _, x: network(w, x), weights, key, x)
+    before, after = kept(loss, raw, key, x), kept(rpx.remat(loss), raw, key, x)
+    assert sum(before.values()) > sum(after.values())
+    assert after["weights"] == 0
+    # Without remat, what the branches of a cond keep of their weights comes through the predicate: from the data.
+    assert after["others"] < plain["others"] if name == "cond" else after["others"] == plain["others"]
+    n = contractions(jax.grad(network), weights, x)
+    assert contractions(jax.grad(rpx.remat(loss)), raw, key, x) == n
+    expected, got = jax.jit(jax.grad(loss))(raw, key, x), jax.jit(jax.grad(rpx.remat(loss)))(raw, key, x)
+    trees_close(got, expected)
+
+
+# ---- Noise
+
+
+def test_the_noise_of_the_backward_pass_is_that_of_the_forward_pass(key):
+    raw = {"w": normal(64)}
+    p = rpx.VarNoise(0.5)
+    gradient = jax.grad(rpx.remat(lambda raw, key: jnp.sum(p.apply(raw, key)["w"] ** 2)))(raw, key)
+    np.testing.assert_array_equal(gradient["w"], 2 * p.apply(raw, key)["w"])
+
+
+def test_a_dropped_weight_gets_no_gradient(key):
+    raw = {"w": normal(16, 16)}
+    p = rpx.WeightDropout(0.5)
+    x = normal(4, 16, seed=1)
+    gradient = jax.grad(rpx.remat(lambda raw, key, x: jnp.sum(jnp.sin(x @ p.apply(raw, key)["w"]))))(raw, key, x)
+    np.testing.assert_array_equal(gradient["w"] == 0, p.apply(raw, key)["w"] == 0)
+
+
+# ---- What is named
+
+
+P = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+WEIGHTS = mlp_weights()
+RAW = P.init(WEIGHTS)
+X = normal(4, 8, seed=9)
+OTHERS = kept(lambda w, _, x: mlp(w, x), WEIGHTS, ROOT, X)["others"]
+
+
+def loss(raw, key, x):
+    return mlp(P.apply(raw, key), x)
+
+
+def test_parameters_and_keys_are_named_by_default_wherever_they_stand():
+    def first_the_data(x, key, raw):
+        return loss(raw, key, x)
+
+    bare = rpx.remat(lambda raw, x, key: mlp(jax.tree.map(lambda w: w + jax.random.normal(key, w.shape), raw), x))
+    assert kept(lambda raw, key, x: bare(raw, x, key), WEIGHTS, ROOT, X) == {"weights": 0, "others": OTHERS}
+    named = rpx.remat(first_the_data, argnums=(2, 1))
+    assert kept(lambda raw, key, x: named(x, key, raw), RAW, ROOT, X) == {"weights": 0, "others": OTHERS}
+
+
+def test_legacy_keys_are_named_by_default():
+    legacy = jax.random.PRNGKey(0)
+    noisy = rpx.remat(lambda raw, key, x: mlp(jax.tree.map(lambda w: w + jax.random.normal(key, w.shape), raw), x))
+    assert kept(noisy, WEIGHTS, legacy, X) == {"weights": 0, "others": OTHERS}
+
+
+def test_data_that_is_closed_over_is_data():
+    def closing(raw, key, x):
+        return rpx.remat(lambda raw: loss(raw, key, x))(raw)
+
+    assert kept(closing, RAW, ROOT, X) == {"weights": 0, "others": OTHERS}
+    concrete = jax.vjp(rpx.remat(lambda raw: loss(raw, ROOT, X)), RAW)[1]
+    sizes = [x.nbytes for x in jax.tree.leaves(concrete) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert sum(sizes) >= OTHERS
+
+
+def test_what_a_parametrization_reads_is_named_wherever_it_comes_from():
+    def scheduled(raw, key, x, step):
+        def inside(x, raw):
+            p = rpx.WeightNorm() >> rpx.VarNoise(0.1 / (1 + step))
+            return mlp(p.apply(raw, jax.random.fold_in(key, step)), x)
+
+        return rpx.remat(inside)(x, raw)
+
+    def count(raw, key, x):
+        return scheduled(raw, key, x, jnp.float32(3))
+
+    report = kept(lambda raw, key, x, step: scheduled(raw, key, x, step), RAW, ROOT, X, jnp.float32(3))
+    assert report["others"] <= OTHERS + 8  # and the step
+    assert kept(count, RAW, ROOT, X)["weights"] == 0
+
+
+def test_arguments_by_keyword_are_data():
+    f = rpx.remat(lambda raw, key, *, x: loss(raw, key, x))
+    assert kept(lambda raw, key, x: f(raw, key, x=x), RAW, ROOT, X) == {"weights": 0, "others": OTHERS}
+
+
+def test_leaves_that_are_no_arrays_are_constants():
+    def with_functions(tree, key, x):
+        return loss(tree["raw"], key, tree["activation"](x))
+
+    tree = {"raw": RAW, "activation": jnp.tanh}
+    gradient = jax.grad(lambda raw: rpx.remat(with_functions)({**tree, "raw": raw}, ROOT, X))(RAW)
+    trees_close(gradient, jax.grad(loss)(RAW, ROOT, jnp.tanh(X)))
+
+
+@pytest.mark.parametrize("argnums", [-1, "raw", (0, 1.0), True])
+def test_what_names_no_argument_is_refused(argnums):
+    with raises(
+        TypeError,
+        "remat(loss) takes the position of an argument, or a tuple of positions, as argnums, but got "
+        f"{argnums!r}. Count positional arguments from 0.",
+    ):
+        rpx.remat(loss, argnums=argnums)
+
+
+def test_an_argument_that_is_not_there_is_refused():
+    with raises(
+        TypeError,
+        "remat(loss) was told argnums=(0, 3), but was called with 3 positional arguments, so there is no argument 3. "
+        "Pass what argnums names by position.",
+    ):
+        rpx.remat(loss, argnums=(0, 3))(RAW, ROOT, X)
+
+
+def test_what_is_no_function_is_refused():
+    with raises(TypeError, "remat takes a function, but got 3 of type int."):
+        rpx.remat(3)
+
+
+# ---- Derivatives of every kind
+
+
+def test_values_and_gradients_with_aux():
+    def with_aux(raw, key, x):
+        effective = P.apply(raw, key)
+        return mlp(effective, x), {"norm": jnp.exp(x @ effective["layer0"]["kernel"]), "count": 3, "n": jnp.int32(2)}
+
+    plain = kept(lambda raw, key, x: with_aux(raw, key, x)[0], RAW, ROOT, X)
+    del plain
+    expected = jax.value_and_grad(with_aux, has_aux=True)(RAW, ROOT, X)
+    trees_close(jax.value_and_grad(rpx.remat(with_aux), has_aux=True)(RAW, ROOT, X), expected)
+
+    def residuals(raw, key, x):
+        return jax.tree.leaves(jax.vjp(lambda raw: rpx.remat(with_aux)(raw, key, x), raw, has_aux=True)[1])
+
+    sizes = [v.aval.size * v.aval.dtype.itemsize for v in jax.make_jaxpr(residuals)(RAW, ROOT, X).jaxpr.outvars[:-1]]
+    assert max(sizes) <= X.nbytes * 2
+
+
+def test_gradients_in_the_data_and_in_the_key_free_case():
+    for argnums in (2, (0, 2)):
+        expected = jax.grad(loss, argnums)(RAW, ROOT, X)
+        trees_close(jax.grad(rpx.remat(loss), argnums)(RAW, ROOT, X), expected)
+
+
+def smooth(raw, key, x):
+    effective = P.apply(raw, key)
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ effective["layer0"]["kernel"]) @ effective["layer1"]["kernel"]))
+
+
+SMOOTH = {name: {"kernel": RAW[name]["kernel"], "bias": RAW[name]["bias"]} for name in ("layer0", "layer1")}
+
+
+def test_forward_mode_second_derivatives_and_hessians():
+    direction = jax.tree.map(jnp.ones_like, SMOOTH)
+
+    @jax.jit
+    def derivatives(raw):
+        def all_of(f):
+            gradient = jax.grad(f)
+            return {
+                "jvp": jax.jvp(lambda raw: f(raw, ROOT, X), (raw,), (direction,)),
+                "forward over reverse": jax.jvp(lambda raw: gradient(raw, ROOT, X), (raw,), (direction,))[1],
+                "reverse over reverse": jax.grad(
+                    lambda raw: sum(map(jnp.sum, jax.tree.leaves(gradient(raw, ROOT, X))))
+                )(raw),
+                "hessian": jax.hessian(lambda g: f(with_g(raw, g), ROOT, X))(
+                    raw["layer0"]["kernel"]["@weight_norm"]["g"]
+                ),
+                "linearize": jax.linearize(lambda raw: f(raw, ROOT, X), raw)[1](direction),
+            }
+
+        return all_of(smooth), all_of(rpx.remat(smooth))
+
+    def with_g(raw, g):
+        kernel = {"@weight_norm": {**raw["layer0"]["kernel"]["@weight_norm"], "g": g}}
+        return {**raw, "layer0": {**raw["layer0"], "kernel": kernel}}
+
+    expected, got = derivatives(SMOOTH)
+    trees_close(got, expected, rtol=1e-4)
+
+
+def test_a_network_with_its_own_backward_pass():
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+    def clipping(raw, key, x):
+        return loss(raw, key, clipped(x @ P.apply(raw, key)["layer0"]["kernel"]))
+
+    trees_close(jax.grad(rpx.remat(clipping))(RAW, ROOT, X), jax.grad(clipping)(RAW, ROOT, X))
+    with pytest.raises(TypeError, match="custom_vjp function"):
+        jax.jvp(lambda raw: rpx.remat(clipping)(raw, ROOT, X), (RAW,), (RAW,))
+
+
+def test_effects_run_once():
+    seen = []
+
+    def printing(raw, key, x):
+        jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
+        return loss(raw, key, x)
+
+    jax.block_until_ready(jax.jit(jax.grad(rpx.remat(printing)))(RAW, ROOT, X))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+# ---- Transformations around it
+
+
+def test_vmap_inside_and_outside():
+    keys = jax.random.split(ROOT, 3)
+
+    @jax.jit
+    def both(raw, keys, x):
+        def all_of(f):
+            over_keys = jax.vmap(f, (None, 0, None))
+            return {
+                "of the gradient": jax.vmap(jax.grad(f), (None, 0, None))(raw, keys, x),
+                "inside": jax.grad(lambda raw: jnp.mean(over_keys(raw, keys, x)))(raw),
+            }
+
+        return all_of(loss), all_of(rpx.remat(loss))
+
+    expected, got = both(RAW, keys, X)
+    trees_close(got, expected)
+    seeds = kept(lambda raw, keys, x: jnp.mean(jax.vmap(rpx.remat(loss), (None, 0, None))(raw, keys, x)), RAW, keys, X)
+    assert seeds["weights"] == 0
+
+
+def test_the_users_checkpoint_outside():
+    around = jax.checkpoint(rpx.remat(loss), policy=jax.checkpoint_policies.dots_saveable)
+    trees_close(jax.grad(around)(RAW, ROOT, X), jax.grad(loss)(RAW, ROOT, X))
+    assert kept(jax.checkpoint(rpx.remat(loss)), RAW, ROOT, X)["weights"] == 0
+
+
+def layers(body):
+    """A network of stacked layers whose parametrization is applied in the body of the scan."""
+    return lambda raw, keys, x: jnp.mean(jax.lax.scan(body, x, (raw, keys))[0] ** 2)
+
+
+def layer(h, raw_and_key):
+    raw, key = raw_and_key
+    return jnp.tanh(h @ P.apply(raw, key)["kernel"]), None
+
+
+LAYERS = {"kernel": normal(8, 64, 64) / 8}
+BY_HAND = layers(layer)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(layers(rpx.remat(layer, argnums=1)), id="remat of the body"),
+        pytest.param(rpx.remat(layers(layer)), id="remat of the loss"),
+    ],
+)
+def test_stages_in_the_body_of_a_scan(f):
+    def by_hand(h, raw_and_key):
+        raw, key = raw_and_key
+        w = raw["kernel"]["@weight_norm"]
+        effective = w["g"] * w["v"] / jnp.linalg.norm(w["v"], axis=0, keepdims=True)
+        return jnp.tanh(h @ (effective + 0.1 * jax.random.normal(key, effective.shape))), None
+
+    raw, keys, x = jax.vmap(P.init)(LAYERS), jax.random.split(ROOT, 8), normal(4, 64)
+    assert kept(f, raw, keys, x)["weights"] == 0
+    expected, got = jax.jit(jax.grad(BY_HAND))(raw, keys, x), jax.jit(jax.grad(f)).lower(raw, keys, x).compile()
+    trees_close(got(raw, keys, x), expected)
+    theirs = jax.jit(jax.grad(layers(by_hand))).lower(raw, keys, x).compile()
+    ours, theirs = (c.memory_analysis().temp_size_in_bytes for c in (got, theirs))
+    assert ours <= theirs / 2
+
+
+# ---- Many devices
+
+
+def test_sharded_under_jit():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def placed(tree, spec):
+        return jax.tree.map(
+            lambda w: jax.device_put(w, NamedSharding(mesh, spec if w.shape[-1] == 8 else Spec())), tree
+        )
+
+    raw, x = placed(RAW, Spec(None, "data")), jax.device_put(normal(8, 8), NamedSharding(mesh, Spec("data")))
+    expected, got = jax.jit(jax.grad(loss))(raw, ROOT, x), jax.jit(jax.grad(rpx.remat(loss)))(raw, ROOT, x)
+    trees_close(got, expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_shard_map(inside):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def mapped(f):
+        def shards(raw, key, x):
+            return jax.lax.pmean(f(raw, key, x), "data")
+
+        return jax.shard_map(shards, mesh=mesh, in_specs=(Spec(), Spec(), Spec("data")), out_specs=Spec())
+
+    f = mapped(rpx.remat(loss)) if inside else rpx.remat(mapped(loss))
+    plain = kept(mapped(lambda w, _, x: mlp(w, x)), WEIGHTS, ROOT, X)
+    after = kept(f, RAW, ROOT, X)
+    assert after["weights"] <= 4  # the number of entries in the mean, which is no weight
+    assert after["others"] == plain["others"]
+    trees_close(jax.jit(jax.grad(f))(RAW, ROOT, X), jax.grad(loss)(RAW, ROOT, X))
+
+
+# ---- Networks from other libraries
+
+
+def test_equinox():
+    model = eqx.nn.MLP(8, 1, 8, 2, activation=jnp.tanh, key=ROOT)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    raw = P.init(arrays)
+
+    def of_module(raw, key, x):
+        return jnp.sum(jax.vmap(eqx.combine(P.apply(raw, key), static))(x))
+
+    assert kept(rpx.remat(of_module), raw, ROOT, X)["weights"] == 0
+    whole = P.init(model)
+    filtered = eqx.filter_grad(rpx.remat(lambda raw, key, x: jnp.sum(jax.vmap(P.apply(raw, key))(x))))(whole, ROOT, X)
+    trees_close(eqx.filter(filtered, eqx.is_array), jax.grad(of_module)(raw, ROOT, X))
+
+
+def test_haiku():
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x)))
+    raw = P.init(network.init(ROOT, X))
+
+    def of_network(raw, key, x):
+        return jnp.sum(network.apply(P.apply(raw, key), x))
+
+    with jax.numpy_rank_promotion("allow"):
+        assert kept(rpx.remat(of_network), raw, ROOT, X)["weights"] == 0
+
+
+def test_nnx():
+    with jax.numpy_rank_promotion("allow"):
+        graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+        raw = P.init(state)
+
+        def of_module(raw, key, x):
+            module = nnx.merge(graph, P.apply(raw, key))
+            return jnp.sum(jnp.tanh(module(jnp.tanh(module(x)))))
+
+        assert kept(rpx.remat(of_module), raw, ROOT, X)["weights"] == 0
+        trees_close(jax.grad(rpx.remat(of_module))(raw, ROOT, X), jax.grad(of_module)(raw, ROOT, X))
+
+
+# ---- Without remat
+
+
+def test_apply_keeps_no_more_than_effective_weights():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2)
+    raw = p.init(WEIGHTS)
+    plain = kept(lambda w, _, x: mlp(w, x), WEIGHTS, ROOT, X)
+    before = kept(lambda raw, key, x: mlp(p.apply(raw, key), x), raw, ROOT, X)
+    effective = sum(w.nbytes for w in jax.tree.leaves(WEIGHTS))
+    assert 0 < before["weights"] <= plain["weights"] + effective
+    assert before["others"] == plain["others"]
+
+
+def test_apply_passes_on_what_it_does_not_change():
+    class Odd:
+        pass
+
+    tree = {"w": normal(2, 2), "n": np.arange(3), "odd": Odd(), "flag": True, "none": None, "k": ROOT, "f": jnp.tanh}
+    effective = rpx.VarNoise(0.1, where="w").apply(tree, ROOT)
+    assert effective["w"] is not tree["w"]
+    assert all(effective[name] is tree[name] for name in tree if name != "w")
