@@ -3,7 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from dataclasses import FrozenInstanceError, dataclass, field
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 
@@ -11,7 +11,15 @@ from reparax import _differences, _keys, _kinds, _manifest, _raw
 from reparax._paths import PyTree
 from reparax._where import Selected
 
+T = TypeVar("T")
+
 _classes: dict[str, type] = {"reparax.Selected": Selected}
+
+
+def known(cls: type[T]) -> type[T]:
+    """Lets :func:`from_json` build ``cls``, a dataclass that stands in fields of stages."""
+    _classes[_manifest.class_name(cls)] = cls
+    return cls
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -36,6 +44,8 @@ class Parametrization(ABC):
     """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """The raw values that no optimizer may move."""
+    parts: ClassVar[bool] = False
+    """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
     stochastic: ClassVar[bool] = False
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False

@@ -1,0 +1,227 @@
+"""Several parameters in one block: the block is what the model reads, or what the optimizer moves."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax import _manifest, _raw
+from reparax._block import Block, names, require_unique, texts
+from reparax._core import call
+from reparax._layouts import blocks, read, write
+from reparax._leafwise import absent, located
+from reparax._paths import IsLeaf, PyTree, described, is_array
+from reparax._stage import Stage
+from reparax._where import matches, nearest
+
+Places = dict[str, int]
+
+
+class _Rearranged(Stage):
+    """What both directions share: the arrays of the model and the raw arrays hold the same values in two layouts.
+
+    A raw array stands at the place of the first array of the model with which it shares a value; the other places
+    hold empty nodes.
+    """
+
+    layout: Any
+    at: str = ""
+    sizes: Any = field(default=(), kw_only=True)
+
+    parts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _pairs(self.layout))
+        object.__setattr__(self, "sizes", tuple(sorted(dict(self.sizes).items())))
+        model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
+        require_unique(model, type(self).__name__)
+        require_unique([_label(path) for path in self._stored], type(self).__name__)
+        for name in sorted(set(model) ^ set(stored)):
+            raise ValueError(
+                f"{type(self).__name__} got two layouts of which only one holds {name!r}. Choose two that hold the "
+                f"same values, or change the parameters of the model by `convert` first."
+            )
+
+    def __repr__(self) -> str:
+        def text(value: Any) -> str:
+            return repr(dict(value) if isinstance(value, tuple) else value)
+
+        given = _manifest.arguments(self)
+        first = text(given.pop("layout"))
+        return f"{type(self).__name__}({', '.join([first, *(f'{name}={text(x)}' for name, x in given.items())])})"
+
+    @property
+    @abstractmethod
+    def _model(self) -> dict[str, Block]:
+        """The arrays that the model reads."""
+
+    @property
+    @abstractmethod
+    def _stored(self) -> dict[str, Block]:
+        """The raw arrays."""
+
+    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+        leaves, cells, treedef = self._cells("init", tree, is_array)
+        mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
+        for cell, places in cells.items():
+            with located(f"{call(self, 'init')} at {cell!r}"):
+                sizes = dict(self.sizes)
+                values = read(self._model, {path: leaves[i] for path, i in places.items()}, sizes)
+                stored = write(self._stored, values, sizes)
+            for path, i in places.items():
+                leaves[i] = {mark: {_label(name): stored[name] for name in stored if self._home(name) == path}}
+        return treedef.unflatten(leaves)
+
+    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+        number = _raw.count(tree, self.kind)
+        if number == 0:
+            raise ValueError(absent(call(self, "apply"), self.kind, tree))
+        mark = _raw.marker(self.kind, number)
+        leaves, cells, treedef = self._cells("apply", tree, _raw.is_node(mark))
+        for cell, places in cells.items():
+            with located(f"{call(self, 'apply')} at {cell!r}"):
+                effective = self._effective({path: leaves[i][mark] for path, i in places.items()})
+            for path, i in places.items():
+                leaves[i] = effective[path]
+        return treedef.unflatten(leaves)
+
+    def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
+        """The arrays of the model, from what stands under the markers at their places."""
+        paths = {_label(path): path for path in self._stored}
+        held = {name: x for node in nodes.values() if isinstance(node, Mapping) for name, x in node.items()}
+        for name, x in held.items():
+            if name not in paths or not is_array(x):
+                raise ValueError(f"{name!r} holds {described(x)}: {_raw.OTHER_CHAIN}")
+        sizes = dict(self.sizes)
+        effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
+        for path in sorted(effective.keys() ^ nodes.keys()):
+            raise ValueError(
+                f"found nothing at {path!r}, where `init` leaves an empty node, which flattened formats lose. "
+                f"Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+            )
+        return effective
+
+    def _home(self, stored: str) -> str:
+        """The array of the model at whose place a raw array stands."""
+        first = names(self._stored[stored])[0]
+        return next(path for path, block in self._model.items() if first in names(block))
+
+    def _cells(self, method: str, tree: PyTree, is_place: IsLeaf) -> tuple[list[Any], dict[str, Places], Any]:
+        """The leaves of a tree, where the arrays of each cell are among them, and the structure."""
+        leaves, slots, treedef = _raw.flatten(tree, is_place)
+        places = [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and is_place(leaves[i])]
+        found = [(_above(path, whole), path, i) for whole, i in places for path in self._model]
+        chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
+        cells: dict[str, Places] = {}
+        for cell, path, i in found:
+            if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
+                raise ValueError(
+                    f"{call(self, method)} at {cell!r}: {path!r} holds several values, so it is no part of a block. "
+                    f"Put the stage that replaces it nearer to the raw tree."
+                )
+        if not cells:
+            first = f"{self.at}/{next(iter(self._model))}".lstrip("/")
+            raise ValueError(
+                f"{call(self, method)} found no array {first!r}; the nearest paths are "
+                f"{nearest(first, [whole for whole, _ in places])}. Correct `at` or the layout."
+            )
+        return leaves, cells, treedef
+
+
+def _above(path: str, whole: str) -> str | None:
+    """The cell in which ``path`` leads to ``whole``, None where it does not."""
+    if whole == path:
+        return ""
+    return whole.removesuffix(f"/{path}") if whole.endswith(f"/{path}") else None
+
+
+def _label(path: str) -> str:
+    """The name of a raw array under a marker, where '/' and '.' mean something else."""
+    return path.replace("/", "_").replace(".", "_")
+
+
+def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
+    """A layout as a field: its name, or its paths and blocks."""
+    found = blocks(layout)
+    return layout if isinstance(layout, str) else tuple(found.items())
+
+
+def _alone(layout: Mapping[str, Block]) -> dict[str, Block]:
+    """Each value of a layout as an array of its own."""
+    return {names(text)[0]: text for block in layout.values() for text in texts(block)}
+
+
+class Pack(_Rearranged):
+    r"""Arrays made of parts: :math:`W = [W_i; W_f; W_g; W_o]`, the block is what the model reads.
+
+    Raw values (main): the parts, ``input_i`` and so on, at the place of the array that they make, each under a path
+    of its own (``lstm/weight_ih/input_i``), so that earlier stages may treat them one by one. The block is made once
+    in each ``apply``, outside of any loop over time. ``init`` cuts it apart; nothing is computed, so both are exact.
+
+    Args:
+      layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
+        blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
+      at: The cell in which these paths are found, or a regular expression for several.
+      sizes: Sizes that the shapes do not tell, such as ``{"heads": 8}``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Pack("haiku.lstm", at="lstm")
+      >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
+      >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
+      {'input_f': (3, 2), 'hidden_f': (2, 2)}
+      >>> dropped = rpx.WeightDropout(0.5, where="lstm/linear/w/hidden_.*") >> p  # hidden to hidden alone
+    """
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return blocks(self.layout)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return _alone(self._model)
+
+
+class Split(_Rearranged):
+    r"""Arrays that are parts of one raw array: :math:`[W_i; W_h; b^T] = W`, the block is what the optimizer moves.
+
+    Raw values (main): the blocks, under the names that the layout gives them, each at the place of its first part and
+    under the path of that place and its name (``cell/Wi/W``); the other places hold the empty node
+    ``{"@split": {}}``. Gradients and optimizer states are those of the blocks. ``init`` joins the parts; nothing is
+    computed, so both are exact.
+
+    Args:
+      layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
+      at: The cell in which the parts are found, or a regular expression for several.
+      model: The arrays that the model reads, ``"flax.lstm"``, in the same forms; None where each value of the raw
+        blocks is an array, whose path is its name.
+      sizes: Sizes that the shapes of the raw arrays do not tell.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Split({"W": rpx.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
+      >>> raw = p.init({"cell": {"Wi": jnp.ones((3, 8)), "Wh": jnp.ones((2, 8)), "b": jnp.ones(8)}})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
+      >>> rpx.Split("equinox.lstm", at="cell", model="flax.lstm")
+      Split('equinox.lstm', at='cell', model='flax.lstm')
+    """
+
+    model: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
+        super().__post_init__()
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return _alone(self._stored) if self.model is None else blocks(self.model)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return blocks(self.layout)
