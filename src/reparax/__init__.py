@@ -6,6 +6,7 @@ from reparax._constraint import Constraint as Constraint
 from reparax._core import Chain as Chain
 from reparax._core import Parametrization as Parametrization
 from reparax._core import from_json as from_json
+from reparax._cudnn import CudnnLSTM as CudnnLSTM
 from reparax._freeze import Freeze as Freeze
 from reparax._layouts import convert as convert
 from reparax._layouts import gates as gates

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core import known
+from reparax._manifest import register
 from reparax._paths import described
 
 Axis = tuple[str, ...]
 Sizes = dict[str, int]
 
 
-@known
 @dataclass(frozen=True, repr=False)
 class Concat:
     """Values in a row along one axis of an array.
@@ -49,9 +48,9 @@ class Concat:
 
     def __post_init__(self) -> None:
         parts: Any = self.parts
-        if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, Block) for x in self.parts):
+        if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
             raise TypeError(f"Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got {parts!r}.")
-        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "parts", tuple(parts))
         require_unique(names(self), "Concat")
 
     def __repr__(self) -> str:
@@ -60,6 +59,7 @@ class Concat:
         return f"Concat({self.parts!r}{axis}{per})"
 
 
+register(Concat)
 Block = str | Concat
 
 

@@ -13,11 +13,11 @@ from reparax._leafwise import Reparametrization
 class CudnnLSTM(Reparametrization):
     r"""The flat vector of weights that :func:`jax.experimental.rnn.lstm` takes, made of gates.
 
-    Raw values (main, each under a path of its own): for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction
+    Raw values (main, each under a path of its own), for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction:
     the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
-    hidden_size)`` and the biases ``bias_i_l0`` and ``hidden_bias_i_l0``; of the backward direction ``input_i_l0_reverse``
-    and so on. ``init`` cuts the vector apart. It is exact with two biases; with one, this is the sum of the two, so
-    that the function is the same; with none, they are left out.
+    hidden_size)``, the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``; those of the
+    backward direction end in ``_reverse``. ``init`` cuts the vector apart. It is exact with two biases; one is the
+    sum of the two, so that the function is the same; with none, they are left out.
 
     Args:
       input_size: The number of inputs of the first layer.

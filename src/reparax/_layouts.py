@@ -217,7 +217,7 @@ def convert(tree: PyTree, source: str, target: str, **sizes: int) -> dict[str, A
 
 def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
     for name in by.keys() - values.keys():
-        raise ValueError(f"one of the cells adds a number to {name!r}, which is missing. Give the cell a bias of zeros.")
+        raise ValueError(f"one cell adds a number to {name!r}, which the other lacks. Give that one a bias of zeros.")
     return values | {name: values[name] + one for name, one in by.items()}
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 from jax import Array
 
 from reparax import _manifest, _raw
@@ -125,7 +124,7 @@ class _Rearranged(Stage):
                     f"Put the stage that replaces it nearer to the raw tree."
                 )
         if not cells:
-            first = f"{self.at}/{next(iter(self._model))}".lstrip("/")
+            first = _below(self.at, next(iter(self._model)))
             raise ValueError(
                 f"{call(self, method)} found no array {first!r}; the nearest paths are "
                 f"{nearest(first, [whole for whole, _ in places])}. Correct `at` or the layout."
@@ -138,6 +137,10 @@ def _above(path: str, whole: str) -> str | None:
     if whole == path:
         return ""
     return whole.removesuffix(f"/{path}") if whole.endswith(f"/{path}") else None
+
+
+def _below(cell: str, path: str) -> str:
+    return f"{cell}/{path}" if cell else path
 
 
 def _label(path: str) -> str:
@@ -217,6 +220,16 @@ class Split(_Rearranged):
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
         super().__post_init__()
+
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        _, cells, _ = self._cells("owners", tree, is_array)
+        blocks_of = {name: path for path, block in self._stored.items() for name in names(block)}
+        return {
+            _below(cell, path): _below(cell, f"{self._home(stored)}/{_label(stored)}")
+            for cell, places in cells.items()
+            for path in places
+            for stored in {blocks_of[name] for name in names(self._model[path])}
+        }
 
     @property
     def _model(self) -> dict[str, Block]:

@@ -137,6 +137,15 @@ def flatten(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], lis
     return leaves, slots, treedef
 
 
+def followed(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """``owners`` with each one that takes its value from a source replaced by where that ends."""
+    found = dict(owners)
+    for path in found:
+        while found[path] in sources:
+            found[path] = sources[found[path]]
+    return found
+
+
 def nodes(tree: PyTree) -> list[Names]:
     """The names that lead to each array and to each empty node."""
     return named(tree, is_empty)[0]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 from jax.tree_util import register_static
 
+from reparax import _manifest
 from reparax._paths import PyTree, described, has_ancestor, is_array, named, text
 from reparax._raw import Slot
 
@@ -28,6 +29,9 @@ class Selected:
     def __call__(self, path: str, array: object) -> bool:
         del array
         return any(chosen in ("", path) or path.startswith(f"{chosen}/") for chosen in self.paths)
+
+
+_manifest.register(Selected)
 
 
 def selected(mask: PyTree) -> Selected:
