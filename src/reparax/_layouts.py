@@ -172,14 +172,16 @@ def write(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str
     for path, block in layout.items():
         lacking = [name for name in names(block) if name not in values]
         if lacking and not (optional(block) and len(lacking) == len(names(block))):
-            raise ValueError(f"{path!r} is made of {lacking[0]!r} too, which is missing. Choose another layout.")
+            raise ValueError(
+                f"{path!r} is made of {lacking[0]!r} too, which is missing. Leave it out of the block, or add it."
+            )
         if not lacking:
             with located(repr(path)):
                 arrays[path] = join(block, values, sizes)
     return arrays
 
 
-def convert(tree: PyTree, source: str, target: str, **sizes: int) -> dict[str, Any]:
+def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
     """The parameters of one cell, in the arrays of another library.
 
     Between layouts of the same values this moves numbers and changes none, so there and back gives the same bits.
@@ -190,7 +192,8 @@ def convert(tree: PyTree, source: str, target: str, **sizes: int) -> dict[str, A
 
     Args:
       tree: The parameters of the cell, by the names that the library gives them; a ``.`` in a name is a ``/``.
-      source: The layout of ``tree``, such as ``"torch.lstm"``, ``"flax.gru"`` or ``"returnn.attention"``.
+      source: The layout of ``tree``, ``"torch.lstm"``, ``"flax.gru"``, ``"returnn.attention"``, or a dict of paths and
+        blocks, as for :class:`Pack`.
       target: The layout to get.
       **sizes: Sizes that the shapes do not tell, such as the number of ``heads`` of attention.
 
@@ -207,16 +210,20 @@ def convert(tree: PyTree, source: str, target: str, **sizes: int) -> dict[str, A
     arrays = {text(path).replace(".", "/"): x for path, x in zip(paths, leaves, strict=True) if is_array(x)}
     with located(f"convert from {source!r} to {target!r}"):
         old, new = blocks(source), blocks(target)
-        for path in arrays.keys() - old.keys():
+        for path in [path for path in arrays if path not in old]:
             raise ValueError(f"{path!r} is no array of that layout. Pass the parameters of one cell.")
-        values = _shifted(read(old, arrays, sizes), _ADDED.get(source, {}))
+        values = _shifted(read(old, arrays, dict(sizes)), _added(source))
         wanted = [name for block in new.values() for name in names(block)]
-        back = {name: -added for name, added in _ADDED.get(target, {}).items()}
-        return _nested(write(new, _shifted(_with_biases(values, wanted), back), sizes))
+        back = {name: -added for name, added in _added(target).items()}
+        return _nested(write(new, _shifted(_with_biases(values, wanted), back), dict(sizes)))
+
+
+def _added(layout: str | Blocks) -> Mapping[str, float]:
+    return _ADDED.get(layout, {}) if isinstance(layout, str) else {}
 
 
 def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
-    for name in by.keys() - values.keys():
+    for name in [name for name in by if name not in values]:
         raise ValueError(f"one cell adds a number to {name!r}, which the other lacks. Give that one a bias of zeros.")
     return values | {name: values[name] + one for name, one in by.items()}
 
@@ -224,7 +231,7 @@ def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Arr
 def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
     """The wanted values: second biases are added to first ones or made of zeros where the two cells differ in them."""
     found = {name: value for name, value in values.items() if name in wanted}
-    for name in values.keys() - found.keys():
+    for name in [name for name in values if name not in found]:
         first = name.removeprefix("hidden_")
         if name != first != "bias_n" and first in found:  # what GRU's n adds to the hidden state, the reset gate scales
             found[first] = found[first] + values[name]

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from jax import Array
 
 from reparax import _manifest, _raw
+from reparax._axes import whole
 from reparax._block import Block, names, require_unique, texts
 from reparax._core import call
-from reparax._layouts import blocks, read, write
+from reparax._layouts import blocks, optional, read, write
 from reparax._leafwise import absent, located
 from reparax._paths import IsLeaf, PyTree, described, is_array
 from reparax._stage import Stage
@@ -34,7 +35,10 @@ class _Rearranged(Stage):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _pairs(self.layout))
-        object.__setattr__(self, "sizes", tuple(sorted(dict(self.sizes).items())))
+        object.__setattr__(self, "sizes", _checked_sizes(self.sizes, type(self).__name__))
+        at: Any = self.at
+        if not isinstance(at, str):
+            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as at, but got {at!r}.")
         model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
@@ -67,7 +71,7 @@ class _Rearranged(Stage):
         leaves, cells, treedef = self._cells("init", tree, is_array)
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
         for cell, places in cells.items():
-            with located(f"{call(self, 'init')} at {cell!r}"):
+            with located(_at(call(self, "init"), cell)):
                 sizes = dict(self.sizes)
                 values = read(self._model, {path: leaves[i] for path, i in places.items()}, sizes)
                 stored = write(self._stored, values, sizes)
@@ -83,7 +87,7 @@ class _Rearranged(Stage):
         mark = _raw.marker(self.kind, number)
         leaves, cells, treedef = self._cells("apply", tree, _raw.is_node(mark))
         for cell, places in cells.items():
-            with located(f"{call(self, 'apply')} at {cell!r}"):
+            with located(_at(call(self, "apply"), cell)):
                 effective = self._effective({path: leaves[i][mark] for path, i in places.items()})
             for path, i in places.items():
                 leaves[i] = effective[path]
@@ -96,6 +100,9 @@ class _Rearranged(Stage):
         for name, x in held.items():
             if name not in paths or not is_array(x):
                 raise ValueError(f"{name!r} holds {described(x)}: {_raw.OTHER_CHAIN}")
+        for name, path in paths.items():
+            if name not in held and not optional(self._stored[path]):
+                raise ValueError(f"{name!r} is missing: {_raw.OTHER_CHAIN}")
         sizes = dict(self.sizes)
         effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
         for path in sorted(effective.keys() ^ nodes.keys()):
@@ -114,29 +121,39 @@ class _Rearranged(Stage):
         """The leaves of a tree, where the arrays of each cell are among them, and the structure."""
         leaves, slots, treedef = _raw.flatten(tree, is_place)
         places = [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and is_place(leaves[i])]
-        found = [(_above(path, whole), path, i) for whole, i in places for path in self._model]
+        found = [(_above(path, full), path, i) for full, i in places for path in self._model]
         chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
         cells: dict[str, Places] = {}
         for cell, path, i in found:
             if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
                 raise ValueError(
-                    f"{call(self, method)} at {cell!r}: {path!r} holds several values, so it is no part of a block. "
+                    f"{_at(call(self, method), cell)}: {path!r} holds several values, so it is no part of a block. "
                     f"Put the stage that replaces it nearer to the raw tree."
                 )
         if not cells:
             first = _below(self.at, next(iter(self._model)))
             raise ValueError(
                 f"{call(self, method)} found no array {first!r}; the nearest paths are "
-                f"{nearest(first, [whole for whole, _ in places])}. Correct `at` or the layout."
+                f"{nearest(first, [full for full, _ in places])}. Correct `at` or the layout."
             )
         return leaves, cells, treedef
 
 
-def _above(path: str, whole: str) -> str | None:
-    """The cell in which ``path`` leads to ``whole``, None where it does not."""
-    if whole == path:
+def _at(who: str, cell: str) -> str:
+    return f"{who} at {cell!r}" if cell else who
+
+
+def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(sizes, Mapping | tuple | list):
+        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
+    return tuple(sorted((name, whole(size, who, name)) for name, size in dict(sizes).items()))
+
+
+def _above(path: str, full: str) -> str | None:
+    """The cell in which ``path`` leads to the full path, None where it does not."""
+    if full == path:
         return ""
-    return whole.removesuffix(f"/{path}") if whole.endswith(f"/{path}") else None
+    return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
 
 
 def _below(cell: str, path: str) -> str:
