@@ -50,8 +50,9 @@ def code(value: Any) -> str:
     """Code for a constructor argument; for a traced value and a nameless function, which have none, what they are."""
     if hasattr(value, "dtype"):
         return f"<traced {value.dtype}>"
-    name = getattr(value, "__qualname__", None)
-    return repr(value) if name is None else (function_name(value) or name).replace("jax.numpy.", "jnp.")
+    public = function_name(value) if callable(value) else None
+    name = public or getattr(value, "__qualname__", None)
+    return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:

@@ -135,11 +135,14 @@ class Tie(Stage):
     def _places(self, method: str, slots: list[Slot]) -> dict[str, tuple[str, Transform]]:
         """For each tied array, by its own path: the array it is made of, and the function."""
         places: dict[str, tuple[str, Transform]] = {}
-        own = {slot.draw for slot in slots}
-        for target, source, transform in self._resolved(method, [slot.path for slot in slots]):
-            for draw in [slot.draw for slot in slots if slot.path == target]:
-                image = source + draw.removeprefix(target)
-                if image not in own:
+        own: dict[str, list[str]] = {}
+        for slot in slots:
+            own.setdefault(slot.path, []).append(slot.draw)
+        for target, source, transform in self._resolved(method, list(own)):
+            for draw in own[target]:
+                alone = len(own[target]) == len(own[source]) == 1
+                image = own[source][0] if alone else source + draw.removeprefix(target)
+                if image not in own[source]:
                     raise ValueError(
                         f"{call(self, method)}: {target!r} and {source!r} hold different values, {draw!r} has no "
                         f"counterpart {image!r}. Put the tie last in the chain, to share the effective arrays."
