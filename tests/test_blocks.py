@@ -8,6 +8,7 @@ from jax.experimental import rnn
 
 import reparax as rpx
 from reparax._layouts import LAYOUTS
+from reparax.testing import check_laws, plain_trees, right_inverse, types_kept, value_semantics
 
 INPUTS, HIDDEN, HEADS, KEY, VALUE = 3, 2, 2, 3, 4
 SIZES = {"heads": HEADS, "key": KEY}
@@ -292,7 +293,7 @@ def test_the_parts_of_a_layout_stand_where_the_library_has_them(name):
         {k: attention(k) if name == "torch.attention" and "value" in k else values[k] for k in parts} | torch_out(name),
     )
     same(p.apply(raw), params)
-    p.check(raw, like=params)
+    check_laws(p, jax.tree.map(jnp.asarray, params), laws=(right_inverse, types_kept, plain_trees, value_semantics))
 
 
 def nodes(tree):
