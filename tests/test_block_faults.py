@@ -229,10 +229,13 @@ def test_what_does_not_fit_is_refused(call, message):
         call()
 
 
-def test_a_second_bias_that_must_be_zero_is_refused_where_its_numbers_are_not_known():
+def test_a_second_bias_of_gru_that_is_not_known_to_be_zero_is_refused_where_there_is_no_place_for_it():
     cell = {f"{source}{gate}": {"kernel": jnp.ones((2, 2))} for source in "ih" for gate in "rzn"}
     cell = cell | {f"i{gate}": {**cell[f"i{gate}"], "bias": jnp.ones(2)} for gate in "rzn"}
-    cell["hn"] = {**cell["hn"], "bias": jnp.zeros(2)}
-    assert sorted(convert(cell, "flax.gru", "nnx.gru")) == ["dense_h", "dense_i"]
-    with pytest.raises(ValueError, match=r"'nnx\.gru': there is no place for 'hidden_bias_n', so the other cell"):
-        jax.jit(lambda cell: convert(cell, "flax.gru", "nnx.gru"))(cell)
+    zero, one = ({**cell, "hn": {**cell["hn"], "bias": bias}} for bias in (jnp.zeros(2), jnp.ones(2)))
+    assert sorted(convert(zero, "flax.gru", "nnx.gru")) == ["dense_h", "dense_i"]
+    refused = "there is no place for 'hidden_bias_n', so the other cell cannot compute the same."
+    with raises(ValueError, f"convert from 'flax.gru' to 'nnx.gru': {refused}"):
+        convert(one, "flax.gru", "nnx.gru")
+    with pytest.raises(ValueError, match=refused):
+        jax.jit(lambda cell: convert(cell, "flax.gru", "nnx.gru"))(zero)

@@ -1,9 +1,11 @@
 """Blocks and layouts against slices written by hand: every number stands where the libraries have it."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import rnn
 
 import reparax as rpx
@@ -124,6 +126,31 @@ def test_parts_are_main_values_to_masks_of_weight_decay():
     labels = rpx.labels(raw, main=True, aux=False)
     assert labels["weight_ih"]["@pack"]["input_f"] == {"@weight_norm": {"g": False, "v": True}}
     assert labels["bias"]["@pack"]["bias_f"] is True
+
+
+def test_singular_vectors_of_a_block_and_of_its_parts_advance_in_update():
+    split = rpx.Split({"w": rpx.Concat(("wi: 3 8", "wh: 2 8"))})
+    params = {"wi": jnp.asarray(WI), "wh": jnp.asarray(WH)}
+    for p in (rpx.SpectralNorm() >> split, split >> rpx.SpectralNorm()):
+        raw = p.init(params)
+        doubled = jax.tree.map(lambda x, label: 2 * x if label == "free" else x, raw, rpx.labels(raw))
+        moved = rpx.combine(*[rpx.partition(tree)[i] for i, tree in enumerate((jax.tree.map(jnp.cos, doubled), raw))])
+        advanced = p.update(moved)
+        changed = jax.tree.map(lambda x, y: bool((x != y).any()), advanced, moved)
+        assert changed == rpx.labels(raw, main=False, aux=False, fixed=True)
+
+
+def test_blocks_are_made_in_the_modules_of_equinox_and_the_states_of_nnx():
+    cell = eqx.nn.LSTMCell(INPUTS, HIDDEN, key=jax.random.key(0))
+    p = rpx.Pack("equinox.lstm")
+    raw = p.init(cell)
+    assert type(raw) is eqx.nn.LSTMCell
+    assert sorted(raw.bias["@pack"]) == ["bias_f", "bias_g", "bias_i", "bias_o"]
+    same(p.apply(raw), cell)
+    state = nnx.state(nnx.OptimizedLSTMCell(INPUTS, HIDDEN, rngs=nnx.Rngs(0)))
+    q = rpx.WeightDropout(0.5, where="dense_h/kernel/hidden_.") >> rpx.Pack("nnx.optimized_lstm")
+    same(q.fold(q.init(state)), state)
+    assert (q.apply(q.init(state), jax.random.key(0))["dense_h"]["kernel"][...] == 0).any()
 
 
 # ---- Layouts: each from one set of numbers, by numpy alone.

@@ -1,7 +1,7 @@
 """Several parameters in one block: the block is what the model reads, or what the optimizer moves."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from reparax._core import call
 from reparax._layouts import blocks, optional, read, write
 from reparax._leafwise import absent, located
 from reparax._paths import IsLeaf, PyTree, described, is_array
+from reparax._raw import Slot
 from reparax._stage import Stage
 from reparax._where import matches, nearest
 
@@ -68,7 +69,8 @@ class _Rearranged(Stage):
 
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        leaves, cells, treedef = self._cells("init", tree, is_array)
+        leaves, slots, treedef = _raw.flatten(tree)
+        cells = self._cells("init", _found(leaves, slots, is_array))
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
         for cell, places in cells.items():
             with located(_at(call(self, "init"), cell)):
@@ -85,7 +87,9 @@ class _Rearranged(Stage):
         if number == 0:
             raise ValueError(absent(call(self, "apply"), self.kind, tree))
         mark = _raw.marker(self.kind, number)
-        leaves, cells, treedef = self._cells("apply", tree, _raw.is_node(mark))
+        is_node = _raw.is_node(mark)
+        leaves, slots, treedef = _raw.flatten(tree, is_node)
+        cells = self._cells("apply", _found(leaves, slots, is_node))
         for cell, places in cells.items():
             with located(_at(call(self, "apply"), cell)):
                 effective = self._effective({path: leaves[i][mark] for path, i in places.items()})
@@ -117,11 +121,9 @@ class _Rearranged(Stage):
         first = names(self._stored[stored])[0]
         return next(path for path, block in self._model.items() if first in names(block))
 
-    def _cells(self, method: str, tree: PyTree, is_place: IsLeaf) -> tuple[list[Any], dict[str, Places], Any]:
-        """The leaves of a tree, where the arrays of each cell are among them, and the structure."""
-        leaves, slots, treedef = _raw.flatten(tree, is_place)
-        places = [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and is_place(leaves[i])]
-        found = [(_above(path, full), path, i) for full, i in places for path in self._model]
+    def _cells(self, method: str, arrays: list[tuple[str, int]]) -> dict[str, Places]:
+        """The cells that ``at`` names, each with the indices of its arrays by their paths in it."""
+        found = [(_above(path, full), path, i) for full, i in arrays for path in self._model]
         chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
         cells: dict[str, Places] = {}
         for cell, path, i in found:
@@ -134,19 +136,22 @@ class _Rearranged(Stage):
             first = _below(self.at, next(iter(self._model)))
             raise ValueError(
                 f"{call(self, method)} found no array {first!r}; the nearest paths are "
-                f"{nearest(first, [full for full, _ in places])}. Correct `at` or the layout."
+                f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
             )
-        return leaves, cells, treedef
+        return cells
+
+
+def _found(leaves: Sequence[Any], slots: Sequence[Slot], wanted: IsLeaf) -> list[tuple[str, int]]:
+    """The paths and indices of the wanted leaves, of those that stages may see."""
+    return [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and wanted(leaves[i])]
 
 
 def _at(who: str, cell: str) -> str:
     return f"{who} at {cell!r}" if cell else who
 
 
-def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
-    if not isinstance(sizes, Mapping | tuple | list):
-        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
-    return tuple(sorted((name, whole(size, who, name)) for name, size in dict(sizes).items()))
+def _below(cell: str, path: str) -> str:
+    return f"{cell}/{path}" if cell else path
 
 
 def _above(path: str, full: str) -> str | None:
@@ -154,10 +159,6 @@ def _above(path: str, full: str) -> str | None:
     if full == path:
         return ""
     return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
-
-
-def _below(cell: str, path: str) -> str:
-    return f"{cell}/{path}" if cell else path
 
 
 def _label(path: str) -> str:
@@ -169,6 +170,12 @@ def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
     """A layout as a field: its name, or its paths and blocks."""
     found = blocks(layout)
     return layout if isinstance(layout, str) else tuple(found.items())
+
+
+def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(sizes, Mapping | tuple | list):
+        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
+    return tuple(sorted((name, whole(size, who, name)) for name, size in dict(sizes).items()))
 
 
 def _alone(layout: Mapping[str, Block]) -> dict[str, Block]:
@@ -239,13 +246,14 @@ class Split(_Rearranged):
         super().__post_init__()
 
     def _sources(self, tree: PyTree) -> dict[str, str]:
-        _, cells, _ = self._cells("owners", tree, is_array)
-        blocks_of = {name: path for path, block in self._stored.items() for name in names(block)}
+        leaves, slots, _ = _raw.flatten(tree)
+        cells = self._cells("owners", _found(leaves, slots, is_array))
+        holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
+        held = {path: holder[names(block)[0]] for path, block in self._model.items()}
         return {
-            _below(cell, path): _below(cell, f"{self._home(stored)}/{_label(stored)}")
+            _below(cell, path): _below(cell, f"{self._home(held[path])}/{_label(held[path])}")
             for cell, places in cells.items()
             for path in places
-            for stored in {blocks_of[name] for name in names(self._model[path])}
         }
 
     @property
