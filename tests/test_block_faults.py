@@ -42,6 +42,7 @@ TYPES = {
         "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got 'a: 3'.",
     ),
     "a number": (lambda: Concat((3,)), "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got (3,)."),
+    "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes a whole number as axis, but got '0'."),
     "layout": (lambda: Pack(3), "A layout is a name or a dict of paths and blocks, but got 3."),
     "layout of numbers": (
         lambda: Pack({"w": 3}),
@@ -68,6 +69,10 @@ VALUES = {
     "one raw name of two": (
         lambda: Split({"w/x": "a: 3", "w.x": "b: 3"}),
         "Split got 'w_x' twice. Give each value and each array a name of its own.",
+    ),
+    "an axis from behind": (
+        lambda: Concat(("a: 3", "b: 4"), axis=-1),
+        "Concat got axis=-1, but counts axes from the front. Write it so.",
     ),
     "no colon": (
         lambda: Concat(("a 3",)),

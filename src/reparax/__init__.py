@@ -3,12 +3,12 @@
 from reparax._block import Concat as Concat
 from reparax._cast import Cast as Cast
 from reparax._constraint import Constraint as Constraint
+from reparax._convert import convert as convert
 from reparax._core import Chain as Chain
 from reparax._core import Parametrization as Parametrization
 from reparax._core import from_json as from_json
 from reparax._cudnn import CudnnLSTM as CudnnLSTM
 from reparax._freeze import Freeze as Freeze
-from reparax._layouts import convert as convert
 from reparax._layouts import gates as gates
 from reparax._leafwise import Perturbation as Perturbation
 from reparax._leafwise import Reparametrization as Reparametrization

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax._axes import whole
 from reparax._manifest import register
 from reparax._paths import described
 
@@ -50,6 +51,8 @@ class Concat:
         parts: Any = self.parts
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
             raise TypeError(f"Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got {parts!r}.")
+        if whole(self.axis, "Concat", "axis") < 0:
+            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front. Write it so.")
         object.__setattr__(self, "parts", tuple(parts))
         require_unique(names(self), "Concat")
 
