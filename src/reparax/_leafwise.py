@@ -108,7 +108,8 @@ class Reparametrization(_Leafwise):
 
     A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
-    under the parameter's own path (default: every free one), and ``fixed``, the values that no optimizer may move.
+    under the parameter's own path (default: every free one), ``fixed``, the values that no optimizer may move, and
+    ``parts = True``, that the main values are parts of the array, each seen under a path of its own.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
