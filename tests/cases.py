@@ -26,6 +26,24 @@ def positive() -> dict[str, dict[str, jax.Array]]:
     return jax.tree.map(jnp.exp, model())
 
 
+def cell() -> dict[str, dict[str, jax.Array]]:
+    """A recurrent cell whose arrays have the rows of inputs and of hidden units, and a fused attention layer."""
+    k = jax.random.split(jax.random.key(8), 4)
+    shapes = {"wi": (3, 4), "wh": (2, 4), "b": (4,)}
+    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(k, shapes.items(), strict=False)}
+    return {"cell": arrays, "qkv": {"weight": jax.random.normal(k[3], (3, 12))}}
+
+
+def vector() -> dict[str, jax.Array]:
+    return {"weights": jax.random.normal(jax.random.key(9), (56,))}
+
+
+SPLIT = rpx.Split({"block": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell")
+PACK = rpx.Pack(
+    {"qkv/weight": rpx.Concat(("query: n heads h", "key: n heads h", "value: n heads h"), axis=1, per="heads")},
+    sizes={"heads": 2},
+)
+HALVES = rpx.Pack({"wi": rpx.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 CASES = {
@@ -67,5 +85,10 @@ CASES = {
         rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> rpx.LowRank(2),
         model,
     ),
+    "split": (SPLIT, cell),
+    "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
+    "pack": (PACK, cell),
+    "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
+    "cudnn lstm": (rpx.CudnnLSTM(3, 2, biases=1), vector),
     "low rank twice": (rpx.LowRank(1) >> rpx.LowRank(2), model),
 }

@@ -1148,7 +1148,7 @@ TIES = {
         lambda: _pair(b=KERNEL + 1),
         ValueError,
         "Tie({'b': 'a'}).init: 'b' does not equal what its source 'a' gives, so tying would change the model. "
-        "Set the target to that first, or drop the tie.",
+        "Set the target to that first, drop the tie, or say `unequal='overwrite'`.",
     ),
     "one_reparametrized_alone": Fault(
         (TIE >> rpx.LowRank(1, where="b")).init,

@@ -1,11 +1,15 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
+from reparax._block import Concat as Concat
 from reparax._cast import Cast as Cast
 from reparax._constraint import Constraint as Constraint
+from reparax._convert import convert as convert
 from reparax._core import Chain as Chain
 from reparax._core import Parametrization as Parametrization
 from reparax._core import from_json as from_json
+from reparax._cudnn import CudnnLSTM as CudnnLSTM
 from reparax._freeze import Freeze as Freeze
+from reparax._layouts import gates as gates
 from reparax._leafwise import Perturbation as Perturbation
 from reparax._leafwise import Reparametrization as Reparametrization
 from reparax._matrix import LowRank as LowRank
@@ -13,6 +17,8 @@ from reparax._noise import VarNoise as VarNoise
 from reparax._noise import WeightDropout as WeightDropout
 from reparax._norm import SpectralNorm as SpectralNorm
 from reparax._norm import WeightNorm as WeightNorm
+from reparax._pack import Pack as Pack
+from reparax._pack import Split as Split
 from reparax._raw import combine as combine
 from reparax._raw import labels as labels
 from reparax._raw import partition as partition

@@ -9,9 +9,6 @@ import jax
 
 from reparax import _differences, _keys, _kinds, _manifest, _raw, _recompute
 from reparax._paths import PyTree
-from reparax._where import Selected
-
-_classes: dict[str, type] = {"reparax.Selected": Selected}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -36,6 +33,8 @@ class Parametrization(ABC):
     """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """The raw values that no optimizer may move."""
+    parts: ClassVar[bool] = False
+    """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
     stochastic: ClassVar[bool] = False
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False
@@ -51,7 +50,7 @@ class Parametrization(ABC):
             cls.__repr__ = cls.__repr__
         jax.tree_util.register_static(cls)
         _raw.register(cls.kind, cls)
-        _classes[_manifest.class_name(cls)] = cls
+        _manifest.register(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
@@ -107,6 +106,26 @@ class Parametrization(ABC):
                 f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`."
             )
         return self
+
+    def owners(self, params: PyTree) -> dict[str, str]:
+        """Who owns what: for each array of ``params``, the path under which its value stands in the raw tree.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
+          {'in': 'in', 'out': 'in'}
+        """
+        tree = _differences.abstract(lambda x: x, params)
+        owners = {slot.path: slot.path for slot in _raw.flatten(tree)[1]}
+        for stage in reversed(_stages(self)):
+            owners = _raw.followed(owners, stage._sources(tree))
+            tree = _differences.abstract(functools.partial(stage._init, key=None), tree)
+        return owners
+
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        """For each array that holds no value of its own, the path of the one that it takes it from."""
+        del tree
+        return {}
 
     def fold(self, raw: PyTree) -> PyTree:
         """Plain parameters for export: ``p.deterministic.apply(raw)``."""
@@ -278,4 +297,4 @@ def from_json(text: str) -> Parametrization:
       >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
       WeightNorm(axis=0) >> VarNoise(0.1)
     """
-    return compose(tuple(_manifest.loads(text, _classes)))
+    return compose(tuple(_manifest.loads(text)))

@@ -96,7 +96,7 @@ class Perturbation(_Leafwise):
 
     def _changed(self, w: Any, path: str, key: Array | None) -> Array:
         before = jnp.asarray(w)
-        with _located(f"{call(self, 'apply')} at {path!r}"):
+        with located(f"{call(self, 'apply')} at {path!r}"):
             after = self.apply_leaf(before, key)
             if not self.changes_type:
                 _require_type(after, before)
@@ -108,7 +108,8 @@ class Reparametrization(_Leafwise):
 
     A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
-    under the parameter's own path (default: every free one), and ``fixed``, the values that no optimizer may move.
+    under the parameter's own path (default: every free one), ``fixed``, the values that no optimizer may move, and
+    ``parts = True``, that the main values are parts of the array, each seen under a path of its own.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
@@ -170,7 +171,7 @@ class Reparametrization(_Leafwise):
 
     def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
-        with _located(f"{call(self, 'init')} at {path!r}"):
+        with located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
             _require_named_arrays(values, self.main, self.fixed)
             effective = self._abstract(values)
@@ -191,7 +192,7 @@ class Reparametrization(_Leafwise):
     def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
         number = _raw.count(tree, self.kind)
         if number == 0:
-            raise ValueError(_absent(call(self, method), self.kind, tree))
+            raise ValueError(absent(call(self, method), self.kind, tree))
         mark = _raw.marker(self.kind, number)
         is_node = _raw.is_node(mark)
         paths, leaves, treedef = _paths.named(tree, is_node)
@@ -199,14 +200,14 @@ class Reparametrization(_Leafwise):
         def at(path: _paths.Names, x: Any) -> Any:
             if not is_node(x):
                 return x
-            with _located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
+            with located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
                 _require_values(x[mark], mark)
                 return change(x[mark])
 
         return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-def _absent(who: str, kind: str, tree: PyTree) -> str:
+def absent(who: str, kind: str, tree: PyTree) -> str:
     """What to say of a tree without the stage's marker: it is plain, or another chain made it."""
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
@@ -237,7 +238,7 @@ def _values(node: Mapping[str, Any]) -> dict[str, Array]:
 
 
 @contextmanager
-def _located(who: str) -> Generator[None]:
+def located(who: str) -> Generator[None]:
     """Adds who and where to what a formula on one array raises, which knows neither."""
     try:
         yield

@@ -8,6 +8,13 @@ from typing import Any
 
 FORMAT = 1
 
+_classes: dict[str, type] = {}
+
+
+def register(cls: type) -> None:
+    """Lets a manifest name ``cls``: a stage, or a dataclass that stands in a field of stages."""
+    _classes[class_name(cls)] = cls
+
 
 def class_name(cls: type) -> str:
     """The name of a stage in a manifest: its package and its class, ``reparax.WeightNorm``."""
@@ -43,8 +50,9 @@ def code(value: Any) -> str:
     """Code for a constructor argument; for a traced value and a nameless function, which have none, what they are."""
     if hasattr(value, "dtype"):
         return f"<traced {value.dtype}>"
-    name = getattr(value, "__qualname__", None)
-    return repr(value) if name is None else (function_name(value) or name).replace("jax.numpy.", "jnp.")
+    public = function_name(value) if callable(value) else None
+    name = public or getattr(value, "__qualname__", None)
+    return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
@@ -71,12 +79,12 @@ def dumps(stages: Sequence[Any]) -> str:
     return json.dumps({"reparax": FORMAT, "stages": [{"class": class_name(type(s)), **_fields(s)} for s in stages]})
 
 
-def _decode(value: Any, classes: Mapping[str, type]) -> Any:
+def _decode(value: Any) -> Any:
     match value:
         case list():
-            return tuple(_decode(item, classes) for item in value)
+            return tuple(_decode(item) for item in value)
         case {"class": str()}:
-            return _build(value, classes)
+            return _build(value)
         case {"function": str() as name}:
             return _function(name)
         case _:
@@ -93,25 +101,25 @@ def _function(name: str) -> Any:
     return function
 
 
-def _build(entry: Mapping[str, Any], classes: Mapping[str, type]) -> Any:
+def _build(entry: Mapping[str, Any]) -> Any:
     name = entry["class"]
-    if name not in classes:
+    if name not in _classes:
         raise ValueError(
             f"from_json found the stage {name!r}, but no class of that name is defined. "
             f"Import the module that defines it."
         )
-    arguments = {k: _decode(v, classes) for k, v in entry.items() if k != "class"}
+    arguments = {k: _decode(v) for k, v in entry.items() if k != "class"}
     try:
-        return classes[name](**arguments)
+        return _classes[name](**arguments)
     except TypeError as error:
         raise ValueError(f"from_json cannot build {name} from {arguments}: {error}.") from error
 
 
-def loads(text: str, classes: Mapping[str, type]) -> list[Any]:
+def loads(text: str) -> list[Any]:
     """The stages that :func:`dumps` wrote."""
     match _parsed(text):
         case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
-            return [_build(entry, classes) for entry in entries]
+            return [_build(entry) for entry in entries]
         case _:
             raise ValueError(
                 f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."

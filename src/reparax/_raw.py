@@ -22,10 +22,11 @@ OTHER_CHAIN = (
 
 
 class Kind(Protocol):
-    """What the raw tree must know of a stage: which of its values are main and which are fixed."""
+    """What the raw tree must know of a stage: which of its values are main, which fixed, and under which paths."""
 
     main: tuple[str, ...] | None
     fixed: tuple[str, ...]
+    parts: bool
 
 
 _kinds: dict[str, Kind] = {}
@@ -47,7 +48,7 @@ class Slot:
 
     Attributes:
       path: The path under which stages select it: the parameter's own path for a main value,
-        the parameter's path and the value's name for an auxiliary one.
+        the parameter's path and the value's name for an auxiliary one and for a part.
       draw: A path that no other array of the tree shares, on which its random draws depend.
       main: Whether it is a main value all the way, or no stage has replaced it.
       fixed: Whether no optimizer may move it.
@@ -89,28 +90,28 @@ def _stage(path: Names, i: int) -> Kind:
     return _kinds[kind]
 
 
-def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool]]:
-    """For each marker along ``path``: the names up to it, the value taken there, whether main, whether fixed."""
+def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
+    """For each marker along ``path``: the names up to it, the value taken there, whether main, fixed, in the path."""
     for i, name in enumerate(path):
         if name.startswith("@") and name != FIXED:
             stage = _stage(path, i)
             fixed = path[i + 1] == FIXED
             value = path[i + 2] if fixed else path[i + 1]
             main = value not in stage.fixed if stage.main is None else value in stage.main
-            yield path[: i + 1], value, main, fixed
+            yield path[: i + 1], value, main, fixed, stage.parts or not main
 
 
 def _slots(paths: list[Names]) -> list[Slot]:
     mains: dict[Names, set[str]] = {}
     for path in paths:
-        for node, value, main, _ in _values(path):
+        for node, value, main, *_ in _values(path):
             mains.setdefault(node, set()).update([value] if main else [])
 
     def slot(path: Names) -> Slot:
         shown = draw = parameter(path)
         all_main = visible = True
-        for node, value, main, fixed in _values(path):
-            if not main:
+        for node, value, main, fixed, in_path in _values(path):
+            if in_path:
                 shown, draw = f"{shown}/{value}", f"{draw}/{node[-1]}/{value}"
             elif len(mains[node]) > 1:
                 draw = f"{draw}/{value}"
@@ -134,6 +135,15 @@ def flatten(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], lis
             )
         seen.add(slot.draw)
     return leaves, slots, treedef
+
+
+def followed(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """``owners`` with each one that takes its value from a source replaced by where that ends."""
+    found = dict(owners)
+    for path in found:
+        while found[path] in sources:
+            found[path] = sources[found[path]]
+    return found
 
 
 def nodes(tree: PyTree) -> list[Names]:

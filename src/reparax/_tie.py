@@ -1,7 +1,8 @@
 """One parameter in several places."""
 
-import difflib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ from reparax._manifest import code
 from reparax._paths import PyTree, described, is_array
 from reparax._raw import Slot
 from reparax._stage import Stage
+from reparax._where import matches, nearest
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
 
 
 class Tie(Stage):
-    """One parameter in several places: each target is its source, or a pure function of it.
+    r"""One parameter in several places: each target is its source, or a pure function of it.
 
     The raw tree holds each parameter once, at its owner; a tied place holds the empty node ``{"@tie": {}}``, so
     optimizer states and checkpoints have no copy, and gradients add up at the owner. A source may be tied itself. The
@@ -34,10 +36,14 @@ class Tie(Stage):
         Tie(...) >> WeightNorm()     the direction is shared, each use has a length of its own
 
     ``init`` verifies that each target equals its source's image, as far as values are known (under ``jax.jit`` only
-    shapes and dtypes are), and is exact there.
+    shapes and dtypes are), and is exact there. ``p.owners(params)`` says who owns what.
 
     Args:
-      ties: For each target path its source path, or a pair of source path and transform.
+      ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
+        target is a path, or a regular expression for whole paths, whose groups its source may refer to; a path that
+        comes out as its own source is its owner.
+      unequal: What ``init`` does with a target that differs from its source's image: ``"refuse"`` raises,
+        ``"overwrite"`` ties it all the same, so that the model changes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -47,58 +53,65 @@ class Tie(Stage):
       {'embed': {'table': (3, 2)}, 'output': {'kernel': {'@tie': {}}}}
       >>> jax.tree.map(jnp.shape, p.apply(raw))
       {'embed': {'table': (3, 2)}, 'output': {'kernel': (2, 3)}}
+      >>> rpx.Tie({r"layers/(\d+)/k": r"layers/\1/q", r"layers/\d+/norm": "layers/0/norm"})
+      Tie({'layers/(\\d+)/k': 'layers/\\1/q', 'layers/\\d+/norm': 'layers/0/norm'})
     """
 
     ties: Any
+    unequal: str = field(default="refuse", kw_only=True)
 
     def __post_init__(self) -> None:
         ties = _entries(self.ties)
-        _require_no_loop({target: source for target, source, _ in ties})
+        _require_no_loop("Tie", {target: source for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
+        if self.unequal not in ("refuse", "overwrite"):
+            raise ValueError(f"Tie takes 'refuse' or 'overwrite' as unequal, but got {self.unequal!r}.")
 
     def __repr__(self) -> str:
         def value(source: str, transform: Transform | None) -> str:
             return repr(source) if transform is None else f"({source!r}, {code(transform)})"
 
-        return f"Tie({{{', '.join(f'{target!r}: {value(source, f)}' for target, source, f in self.ties)}}})"
+        ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
+        return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
         leaves, slots, treedef = _raw.flatten(tree)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        arrays = [slot for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
-        places = self._places("init", arrays)
+        places = self._places("init", [slot for slot, x in zip(slots, leaves, strict=True) if is_array(x)])
         for target, (source, transform) in places.items():
-            got, want = (
-                jax.eval_shape(jnp.asarray, values[target]),
-                jax.eval_shape(lambda x, f=transform: f(x), values[source]),
-            )
-            if (got.shape, got.dtype) != (want.shape, want.dtype):
-                raise ValueError(
-                    f"{call(self, 'init')}: {target!r} is {described(got)}, but its source {source!r} gives "
-                    f"{described(want)}. Add the transform that takes the one to the other."
-                )
-            if _differ(values[target], values[source], transform):
-                raise ValueError(
-                    f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
-                    f"change the model. Set the target to that first, or drop the tie."
-                )
+            self._require_equal(target, values[target], source, values[source], transform)
         empty: dict[str, PyTree] = {_raw.marker(self.kind, _raw.count(tree, self.kind) + 1): {}}
         return treedef.unflatten(
             [empty if slot.draw in places else leaf for slot, leaf in zip(slots, leaves, strict=True)]
         )
 
+    def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
+        shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
+        if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"{call(self, 'init')}: {target!r} is {described(shape)}, but its source {source!r} gives "
+                f"{described(wanted)}. Add the transform that takes the one to the other."
+            )
+        if self.unequal == "refuse" and _differ(got, given, transform):
+            raise ValueError(
+                f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
+                f"change the model. Set the target to that first, drop the tie, or say `unequal='overwrite'`."
+            )
+
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        leaves, slots, treedef = _raw.flatten(tree, _raw.is_node(_raw.marker(self.kind, _raw.count(tree, self.kind))))
+        is_node = _raw.is_node(_raw.marker(self.kind, _raw.count(tree, self.kind)))
+        leaves, slots, treedef = _raw.flatten(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
+        held = [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
         for target, _, _ in self.ties:
-            if all(slot.path != target for slot in slots):
+            if not matches(target, [slot.path for slot in held]):
                 raise ValueError(
                     f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node, which "
                     f"flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` gives."
                 )
-        places = self._places("apply", slots)
+        places = self._places("apply", held)
         for target in places:
             if is_array(values[target]):
                 raise ValueError(
@@ -114,25 +127,52 @@ class Tie(Stage):
 
         return treedef.unflatten([value(slot.draw) for slot in slots])
 
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        leaves, slots, _ = _raw.flatten(tree)
+        paths = [slot.path for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
+        return {target: source for target, source, _ in self._resolved("owners", paths)}
+
     def _places(self, method: str, slots: list[Slot]) -> dict[str, tuple[str, Transform]]:
         """For each tied array, by its own path: the array it is made of, and the function."""
         places: dict[str, tuple[str, Transform]] = {}
-        paths = {slot.path for slot in slots}
-        own = {slot.draw for slot in slots}
-        for target, source, transform in self.ties:
-            for path in (target, source):
-                if path not in paths:
-                    near = ", ".join(map(repr, difflib.get_close_matches(path, paths, n=3, cutoff=0.0)))
-                    raise ValueError(f"{call(self, method)} found no array at {path!r}; the nearest paths are {near}.")
-            for draw in [slot.draw for slot in slots if slot.path == target]:
-                image = source + draw.removeprefix(target)
-                if image not in own:
+        own: dict[str, list[str]] = {}
+        for slot in slots:
+            own.setdefault(slot.path, []).append(slot.draw)
+        for target, source, transform in self._resolved(method, list(own)):
+            for draw in own[target]:
+                alone = len(own[target]) == len(own[source]) == 1
+                image = own[source][0] if alone else source + draw.removeprefix(target)
+                if image not in own[source]:
                     raise ValueError(
                         f"{call(self, method)}: {target!r} and {source!r} hold different values, {draw!r} has no "
                         f"counterpart {image!r}. Put the tie last in the chain, to share the effective arrays."
                     )
                 places[draw] = (image, transform or _same)
         return places
+
+    def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
+        """The ties as they stand for the arrays of a tree, without regular expressions."""
+        who = call(self, method)
+        found: list[Tied] = []
+        for target, source, transform in self.ties:
+            pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
+            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
+            for path in missing:
+                raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, paths)}.")
+            found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
+        _require_one_source(who, found)
+        _require_no_loop(who, {target: source for target, source, _ in found})
+        return found
+
+
+def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
+    """The source of a target that was matched, with what the groups have found."""
+    if source in paths:
+        return source
+    try:
+        return match.expand(source)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"{who} cannot make a path of {source!r} for {match[0]!r}: {error}.") from error
 
 
 def _entries(ties: Any) -> tuple[Tied, ...]:
@@ -144,23 +184,27 @@ def _entries(ties: Any) -> tuple[Tied, ...]:
     entries = tuple(_entry(target, value) for target, value in items)
     if not entries:
         raise ValueError("Tie got no ties. Name at least one target and its source.")
-    sources: dict[str, str] = {}
-    for target, source, _ in entries:
-        if target in sources:
-            raise ValueError(
-                f"Tie got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
-            )
-        sources[target] = source
+    _require_one_source("Tie", entries)
     return entries
 
 
-def _require_no_loop(sources: Mapping[str, str]) -> None:
+def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
+    sources: dict[str, str] = {}
+    for target, source, _ in ties:
+        if target in sources:
+            raise ValueError(
+                f"{who} got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
+            )
+        sources[target] = source
+
+
+def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
     for target in sources:
         loop = [target]
         while (source := sources.get(loop[-1])) is not None:
             if source in loop:
                 circle = " -> ".join([*loop[loop.index(source) :], source])
-                raise ValueError(f"Tie got a loop: {circle}. Leave one of them untied; it owns the parameter.")
+                raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied; it owns the parameter.")
             loop.append(source)
 
 

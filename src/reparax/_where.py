@@ -2,13 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 from jax.tree_util import register_static
 
+from reparax import _manifest
 from reparax._paths import PyTree, described, has_ancestor, is_array, named, text
 from reparax._raw import Slot
 
@@ -30,6 +31,9 @@ class Selected:
         return any(chosen in ("", path) or path.startswith(f"{chosen}/") for chosen in self.paths)
 
 
+_manifest.register(Selected)
+
+
 def selected(mask: PyTree) -> Selected:
     """A predicate for ``where`` from a tree of booleans, as optax's masks are.
 
@@ -47,6 +51,21 @@ def selected(mask: PyTree) -> Selected:
             got = described(flag) if is_array(flag) else repr(flag)
             raise TypeError(f"selected takes a tree of booleans, but got {got} at {text(path)!r}. Write True or False.")
     return Selected(tuple(text(path) for path, flag in zip(paths, flags, strict=True) if flag))
+
+
+def nearest(path: str, paths: Iterable[str]) -> str:
+    """The paths that a misspelt one may have meant, for an error."""
+    return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
+
+
+def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
+    """The paths that a regular expression matches as a whole; a pattern that is a path itself means that one."""
+    known = list(dict.fromkeys(paths))
+    try:
+        found = [re.fullmatch(re.escape(pattern) if pattern in known else pattern, path) for path in known]
+    except re.error:
+        return []
+    return [match for match in found if match]
 
 
 def checked(where: Where, owner: str) -> None:
@@ -120,10 +139,9 @@ def _nothing(where: Where, paths: Sequence[str]) -> str:
     if not unique:
         return "the tree holds no array. Pass the model's parameters."
     if isinstance(where, str):
-        near = difflib.get_close_matches(where, unique, n=3, cutoff=0.0)
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
-            f"{', '.join(map(repr, near))}. Correct the expression; `.*` stands for any text."
+            f"{nearest(where, unique)}. Correct the expression; `.*` stands for any text."
         )
     shown = ", ".join(map(repr, unique[:3])) + (", ..." if len(unique) > 3 else "")
     if where is None:

@@ -1,0 +1,274 @@
+"""Ties: what is shared at which place of a chain, who owns it, and what sharing costs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def layers(n, *names):
+    """``n`` layers whose arrays are all equal."""
+    return {"layers": [dict.fromkeys(names, normal(3, 2)) for _ in range(n)]}
+
+
+def places(raw):
+    """The paths that hold no value of their own."""
+    leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=lambda x: isinstance(x, dict) and "@tie" in x)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in leaves if isinstance(x, dict)]
+
+
+def translation(seed=0):
+    """Embeddings of source and target, and an output layer that is their transposed."""
+    table = normal(5, 3, seed=seed)
+    return {
+        "source_embed": {"embedding": table},
+        "target_embed": {"embedding": table},
+        "output": {"kernel": table.T, "bias": normal(5, seed=1)},
+    }
+
+
+TRANSLATION = rpx.Tie(
+    {
+        "target_embed/embedding": "source_embed/embedding",
+        "output/kernel": ("target_embed/embedding", jnp.transpose),
+    }
+)
+
+
+# ---- Regular expressions.
+
+PATTERNS = {
+    "each from its own layer": ({r"layers/(\d+)/k": r"layers/\1/q"}, ["layers/0/k", "layers/1/k", "layers/2/k"]),
+    "every one from the first": ({r"layers/\d+/q": "layers/0/q"}, ["layers/1/q", "layers/2/q"]),
+    "named groups": ({r"layers/(?P<i>[12])/k": r"layers/\g<i>/q"}, ["layers/1/k", "layers/2/k"]),
+    "plain": ({"layers/2/k": "layers/0/q"}, ["layers/2/k"]),
+}
+
+
+@pytest.mark.parametrize(("ties", "tied"), PATTERNS.values(), ids=PATTERNS)
+def test_a_target_may_be_a_regular_expression_whose_groups_its_source_names(ties, tied):
+    params, p = layers(3, "q", "k"), rpx.Tie(ties)
+    raw = p.init(params)
+    assert places(raw) == tied
+    assert {path for path, owner in p.owners(params).items() if path != owner} == set(tied)
+    assert jax.tree.structure(p.apply(raw)) == jax.tree.structure(params)
+    p.check(raw, like=params)
+
+
+def test_each_target_of_an_expression_has_the_value_of_its_own_source():
+    p = rpx.Tie({r"layers/(\d+)/k": (r"layers/\1/q", jnp.negative)})
+    params = {"layers": [{"q": normal(2, seed=i), "k": -normal(2, seed=i)} for i in range(3)]}
+    effective = p.apply(p.init(params))
+    for got, want in zip(effective["layers"], params["layers"], strict=True):
+        np.testing.assert_array_equal(got["k"], want["k"])
+
+
+def test_a_path_with_signs_of_expressions_means_itself():
+    w = normal(2)
+    p = rpx.Tie({"a.b": "layers[0]/w", "c+": r"a\b"})
+    raw = p.init({"a.b": w, "axb": w, "layers[0]": {"w": w}, "c+": w, r"a\b": w, "ccc": w})
+    assert [name for name, x in raw.items() if isinstance(x, dict) and "@tie" in x] == ["a.b", "c+"]
+    np.testing.assert_array_equal(p.apply(raw)["a.b"], w)
+
+
+# ---- What is shared.
+
+
+def test_a_tied_chain_of_three_draws_its_noise_once_and_transposes_it():
+    params = translation()
+    p = rpx.VarNoise(0.5) >> TRANSLATION
+    effective = p.apply(p.init(params), jax.random.key(0))
+    table = effective["source_embed"]["embedding"]
+    noise = np.asarray(table - params["source_embed"]["embedding"])
+    np.testing.assert_array_equal(effective["target_embed"]["embedding"], table)
+    np.testing.assert_array_equal(effective["output"]["kernel"], table.T)
+    assert 0.3 < noise.std() < 0.8  # of fifteen numbers of standard deviation 0.5, had it been added once
+
+
+def test_noise_behind_a_tie_is_drawn_for_each_use():
+    params = translation()
+    p = TRANSLATION >> rpx.VarNoise(0.5)
+    noise = jax.tree.map(jnp.subtract, p.apply(p.init(params), jax.random.key(0)), params)
+    source, target = noise["source_embed"]["embedding"], noise["target_embed"]["embedding"]
+    assert (np.asarray(source) != np.asarray(target)).all()
+    assert (np.asarray(source.T) != np.asarray(noise["output"]["kernel"])).all()
+
+
+def test_a_stage_on_the_reuser_acts_on_the_reuser_alone():
+    params = translation()
+    p = TRANSLATION >> rpx.WeightDropout(0.5, where="output/kernel")
+    effective = p.apply(p.init(params), jax.random.key(0))
+    np.testing.assert_array_equal(effective["source_embed"]["embedding"], params["source_embed"]["embedding"])
+    kernel = np.asarray(effective["output"]["kernel"])
+    assert (kernel == 0).any()
+    np.testing.assert_allclose(kernel[kernel != 0], 2 * np.asarray(params["output"]["kernel"])[kernel != 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [rpx.LowRank(1), rpx.WeightNorm()], ids=repr)
+def test_a_tie_shares_what_exists_only_as_the_result_of_a_stage(stage):
+    w = normal(4, 1) * normal(1, 3, seed=1)
+    p = stage >> rpx.Tie({"out": ("in", jnp.transpose)})
+    raw = p.init({"in": w, "out": w.T})
+    moved = jax.tree.map(lambda x: x * 1.5 + 0.1, raw)
+    effective = p.apply(moved)
+    np.testing.assert_array_equal(effective["out"], effective["in"].T)
+    assert raw["out"] == {"@tie": {}}
+
+
+def test_a_linear_layer_reuses_a_slice_of_the_projections_of_self_attention():
+    """The case of RETURNN's ``ReuseParams``; what the map does not name owns itself."""
+    qkv = normal(4, 12)
+    params = {"self_att": {"QKV": qkv}, "linear": {"W": qkv[:, :4], "b": normal(4, seed=1)}}
+    p = rpx.Tie({"linear/W": ("self_att/QKV", lambda w: w[:, :4])})
+    raw = p.init(params)
+    assert jax.tree.map(jnp.shape, raw) == {"linear": {"W": {"@tie": {}}, "b": (4,)}, "self_att": {"QKV": (4, 12)}}
+    x = normal(5, 4, seed=2)
+
+    def loss(raw):
+        effective = p.apply(raw)
+        return jnp.sum(x @ effective["linear"]["W"]) + jnp.sum(effective["self_att"]["QKV"])
+
+    grad = jax.grad(loss)(raw)
+    expected = np.ones((4, 12), np.float32)
+    expected[:, :4] += np.asarray(x).sum(0)[:, None]
+    np.testing.assert_allclose(grad["self_att"]["QKV"], expected, rtol=1e-6)
+
+
+def test_gradients_of_all_uses_add_up_at_the_owner_and_the_optimizer_has_no_copy():
+    params = translation()
+    raw = TRANSLATION.init(params)
+    weights = {name: normal(5, 3, seed=i) for i, name in enumerate(("source", "target", "output"))}
+
+    def loss(raw):
+        effective = TRANSLATION.apply(raw)
+        uses = effective["source_embed"]["embedding"], effective["target_embed"]["embedding"]
+        uses = (*uses, effective["output"]["kernel"].T)
+        return sum(jnp.sum(w * use) for w, use in zip(weights.values(), uses, strict=True))
+
+    grad = jax.grad(loss)(raw)
+    total = sum(np.asarray(w) for w in weights.values())
+    np.testing.assert_allclose(grad["source_embed"]["embedding"], total, rtol=1e-5)
+    assert len(jax.tree.leaves(raw)) == 2
+    assert len(jax.tree.leaves(optax.adam(0.1).init(raw))) == 5  # two moments of each, and a count
+
+
+def test_ties_reach_the_raw_blocks_of_cells():
+    cell = {"wi": normal(3, 8), "wh": normal(2, 8, seed=1)}
+    params = {"encoder": cell, "decoder": cell}
+    split = rpx.Split({"w": rpx.Concat(("wi: 3 8", "wh: 2 8"))}, at="encoder|decoder")
+    p = rpx.Tie({"decoder/wi/w": "encoder/wi/w"}) >> split
+    raw = p.init(params)
+    assert len(jax.tree.leaves(raw)) == 1
+    assert p.owners(params) == {
+        f"{name}/{part}": "encoder/wi/w" for name in ("decoder", "encoder") for part in ("wh", "wi")
+    }
+    doubled = p.apply(jax.tree.map(lambda x: 2 * x, raw))
+    np.testing.assert_array_equal(doubled["decoder"]["wh"], 2 * cell["wh"])
+
+
+def test_init_overwrites_where_it_is_told_to():
+    params = {"a": normal(3), "b": normal(3, seed=1), "c": normal(3, seed=2)}
+    p = rpx.Tie({"b": "a", "c": ("b", jnp.negative)}, unequal="overwrite")
+    effective = p.apply(p.init(params))
+    np.testing.assert_array_equal(effective["b"], params["a"])
+    np.testing.assert_array_equal(effective["c"], -params["a"])
+    assert repr(p) == "Tie({'b': 'a', 'c': ('b', jnp.negative)}, unequal='overwrite')"
+    assert rpx.from_json(p.to_json()) == p
+
+
+# ---- Owners.
+
+
+def test_every_parametrization_says_who_owns_what():
+    params = translation()
+    itself = {
+        path: path for path in ("output/bias", "output/kernel", "source_embed/embedding", "target_embed/embedding")
+    }
+    owner = "source_embed/embedding"
+    tied = itself | {"target_embed/embedding": owner, "output/kernel": owner}
+    assert rpx.Chain().owners(params) == itself
+    assert (rpx.WeightNorm() >> rpx.VarNoise(0.1)).owners(params) == itself
+    assert TRANSLATION.owners(params) == tied
+    assert (rpx.LowRank(2) >> TRANSLATION >> rpx.WeightDropout(0.1)).owners(params) == tied
+    apart = rpx.Tie({"target_embed/embedding": owner}) >> rpx.Tie(
+        {"output/kernel": ("target_embed/embedding", jnp.transpose)}
+    )
+    assert apart.owners(params) == tied
+    assert TRANSLATION.owners(jax.eval_shape(lambda: params)) == tied
+
+
+# ---- Costs and errors.
+
+
+def test_plain_sharing_adds_no_operation_to_the_program_before_or_after_compilation():
+    w, x = normal(4, 4), normal(2, 4)
+    p = rpx.Tie({"out": "in"})
+
+    def loss(params):
+        return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
+
+    def by_hand(raw):
+        return loss({"in": raw["in"], "out": raw["in"]})
+
+    def tied(raw):
+        return loss(p.apply(raw))
+
+    ways = [(by_hand, {"in": w}), (tied, p.init({"in": w, "out": w}))]
+    lowered = [jax.jit(jax.grad(f)).lower(raw) for f, raw in ways]
+    before = [re.findall(r"= (.*)", program.as_text()) for program in lowered]
+    after = [re.findall(r"= (\S+ \w+\(.*?\))", program.compile().as_text()) for program in lowered]
+    assert len(before[0]) > 5 < len(after[0])
+    assert before[1] == before[0]
+    assert after[1] == after[0]
+
+
+TWO = {"0": {"q": jnp.ones(2), "k": jnp.ones(2)}, "1": {"q": jnp.ones(2), "k": jnp.ones(2)}}
+FAULTS = {
+    "a loop": (
+        {r"(\d)/q": r"\1/k", r"(\d)/k": r"\1/q"},
+        r"Tie({'(\\d)/q': '\\1/k', '(\\d)/k': '\\1/q'}).init got a loop: 0/q -> 0/k -> 0/q. Leave one of them "
+        r"untied; it owns the parameter.",
+    ),
+    "two sources": (
+        {"./q": "1/k", "0/.": "1/q"},
+        "Tie({'./q': '1/k', '0/.': '1/q'}).init got two sources for '0/q': '1/k' and '1/q'. Leave one of them out.",
+    ),
+    "no such group": (
+        {r"(\d)/q": r"\2/k"},
+        r"Tie({'(\\d)/q': '\\2/k'}).init cannot make a path of '\\2/k' for '0/q': invalid group reference 2 "
+        r"at position 1.",
+    ),
+    "no such source": (
+        {r"(\d)/q": r"\1/kk"},
+        r"Tie({'(\\d)/q': '\\1/kk'}).init found no array at '0/kk'; the nearest paths are '0/k', '1/k', '0/q'.",
+    ),
+    "no such target": (
+        {r"1\d/q": "0/q"},
+        r"Tie({'1\\d/q': '0/q'}).init found no array at '1\\d/q'; the nearest paths are '1/q', '1/k', '0/q'.",
+    ),
+    "no expression": (
+        {"(/q": "0/q"},
+        "Tie({'(/q': '0/q'}).init found no array at '(/q'; the nearest paths are '1/q', '0/q', '1/k'.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ties", "message"), FAULTS.values(), ids=FAULTS)
+def test_expressions_that_cannot_hold_are_refused(ties, message):
+    with raises(ValueError, message):
+        rpx.Tie(ties).init(TWO)
+
+
+def test_a_word_for_unequal_targets_that_is_none_is_refused():
+    with raises(ValueError, "Tie takes 'refuse' or 'overwrite' as unequal, but got 'keep'."):
+        rpx.Tie({"a": "b"}, unequal="keep")
