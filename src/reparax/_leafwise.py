@@ -96,10 +96,10 @@ class Perturbation(_Leafwise):
 
     def _changed(self, w: Any, path: str, key: Array | None) -> Array:
         before = jnp.asarray(w)
-        with _located(f"{call(self, 'apply')} at {path!r}"):
+        with located(f"{call(self, 'apply')} at {path!r}"):
             after = self.apply_leaf(before, key)
             if not self.changes_type:
-                _require_type(after, before)
+                require_type(after, before)
         return after
 
 
@@ -157,28 +157,26 @@ class Reparametrization(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(_values(node)))
+        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(values_under(node)))
 
     def _update(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
 
         def advanced(node: Mapping[str, Any]) -> dict[str, Any]:
-            return {**node, FIXED: {**node[FIXED], **self.update_leaf(_values(node))}}
+            return {**node, FIXED: {**node[FIXED], **self.update_leaf(values_under(node))}}
 
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
         return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
 
     def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
-        with _located(f"{call(self, 'init')} at {path!r}"):
+        with located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
-            _require_named_arrays(values, self.main, self.fixed)
+            require_named_arrays(values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
-                _require_type(effective, array)
-        free = {name: value for name, value in values.items() if name not in self.fixed}
-        fixed = {name: values[name] for name in self.fixed}
-        return {**free, FIXED: fixed} if fixed else free
+                require_type(effective, array)
+        return node_of(values, self.fixed)
 
     def _abstract(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
@@ -191,7 +189,7 @@ class Reparametrization(_Leafwise):
     def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
         number = _raw.count(tree, self.kind)
         if number == 0:
-            raise ValueError(_absent(call(self, method), self.kind, tree))
+            raise ValueError(absent(call(self, method), self.kind, tree))
         mark = _raw.marker(self.kind, number)
         is_node = _raw.is_node(mark)
         paths, leaves, treedef = _paths.named(tree, is_node)
@@ -199,14 +197,14 @@ class Reparametrization(_Leafwise):
         def at(path: _paths.Names, x: Any) -> Any:
             if not is_node(x):
                 return x
-            with _located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
-                _require_values(x[mark], mark)
+            with located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
+                require_values(x[mark], mark)
                 return change(x[mark])
 
         return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-def _absent(who: str, kind: str, tree: PyTree) -> str:
+def absent(who: str, kind: str, tree: PyTree) -> str:
     """What to say of a tree without the stage's marker: it is plain, or another chain made it."""
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
@@ -217,7 +215,7 @@ def _absent(who: str, kind: str, tree: PyTree) -> str:
     )
 
 
-def _require_values(node: Any, mark: str) -> None:
+def require_values(node: Any, mark: str) -> None:
     """Refuses what is not named arrays under a marker."""
     for name, held in ((mark, node), (FIXED, node.get(FIXED, {}) if isinstance(node, Mapping) else {})):
         if not isinstance(held, Mapping):
@@ -227,7 +225,7 @@ def _require_values(node: Any, mark: str) -> None:
             raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {_raw.OTHER_CHAIN}")
 
 
-def _values(node: Mapping[str, Any]) -> dict[str, Array]:
+def values_under(node: Mapping[str, Any]) -> dict[str, Array]:
     """The values under a marker, of which the fixed ones pass no gradient."""
     free = {name: value for name, value in node.items() if name != FIXED}
     fixed = node.get(FIXED, {})
@@ -236,8 +234,15 @@ def _values(node: Mapping[str, Any]) -> dict[str, Array]:
     }
 
 
+def node_of(values: Mapping[str, Array], fixed: tuple[str, ...]) -> dict[str, Any]:
+    """What stands under a marker: the values, of which the fixed ones stand apart."""
+    free = {name: value for name, value in values.items() if name not in fixed}
+    held = {name: values[name] for name in fixed if name in values}
+    return {**free, FIXED: held} if held else free
+
+
 @contextmanager
-def _located(who: str) -> Generator[None]:
+def located(who: str) -> Generator[None]:
     """Adds who and where to what a formula on one array raises, which knows neither."""
     try:
         yield
@@ -256,7 +261,7 @@ def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) 
     return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
 
 
-def _require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+def require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
     """Refuses what an ``init_leaf`` must not give."""
     if not isinstance(values, Mapping):
         raise ValueError(f"init_leaf must give a dict of named arrays, but gives {_paths.described(values)}.")
@@ -278,7 +283,7 @@ def _require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tupl
         )
 
 
-def _require_type(got: Any, expected: Array) -> None:
+def require_type(got: Any, expected: Array) -> None:
     if _paths.described(got) != _paths.described(expected):
         raise ValueError(
             f"apply_leaf must give {_paths.described(expected)}, as the model has it, but gives "
