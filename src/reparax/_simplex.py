@@ -50,7 +50,7 @@ class Simplex(Constraint):
         return out_of_bounds(self.axis, w, "axis")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        nearest = _nearest(jnp.moveaxis(widened(w), self.axis, -1))
+        nearest = _nearest(jnp.moveaxis(widened(w), self.axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         x = jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny)))
         return {"x": jnp.moveaxis(x, -1, self.axis).astype(w.dtype)}
 
@@ -62,11 +62,12 @@ class Simplex(Constraint):
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
 
-def _nearest(w: Array) -> Array:
+def _nearest(w: Array, rounding: float) -> Array:
     """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
     descending = -jnp.sort(-w, axis=-1)
     counts = jnp.arange(1, w.shape[-1] + 1, dtype=w.dtype).reshape((1,) * (w.ndim - 1) + (-1,))
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
     support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
     shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
-    return jnp.maximum(w - shift, 0)
+    # A shift by no more than rounding would change small probabilities by much, and softmax makes the sum 1 as well.
+    return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)
