@@ -32,6 +32,8 @@ TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 class JointNorm(rpx.Joint):
     """Weight norm of the weights of each output together with its bias."""
 
+    main = ("v",)
+
     def init_leaves(self, arrays):
         return {"w": {"g": lengths(arrays["w"], arrays["b"]), "v": arrays["w"]}, "b": {"v": arrays["b"]}}
 

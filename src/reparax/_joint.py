@@ -34,6 +34,7 @@ class Joint(Stage):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> class JointNorm(rpx.Joint):  # weight norm of the weights of an output together with its bias
+      ...     main = ("v",)
       ...     def init_leaves(self, arrays):
       ...         w, b = arrays["w"], arrays["b"]
       ...         return {"w": {"g": jnp.sqrt((w**2).sum(0) + b**2), "v": w}, "b": {"v": b}}
@@ -93,13 +94,18 @@ class Joint(Stage):
 
     def _opened(self, arrays: dict[str, Array]) -> dict[str, dict[str, Any]]:
         """What to put under the marker for each name, once it is known to give the arrays back."""
-        values = self.init_leaves(arrays)
-        _require_names("init_leaves", "the values of", values, arrays)
-        require_named_arrays({k: v for named in values.values() for k, v in named.items()}, self.main, self.fixed)
-        effective = jax.eval_shape(self.apply_leaves, values)
+        try:
+            values = self.init_leaves(arrays)
+            _require_names("init_leaves", "the values of", values, arrays)
+            flat = {value: w for named in values.values() for value, w in named.items()}
+            require_named_arrays("init_leaves", flat, self.main, self.fixed)
+            effective = jax.eval_shape(self.apply_leaves, values)
+        except KeyError as error:
+            raise ValueError(f"the formula reads {error}, which neither arrays nor init_leaves gives it.") from error
         _require_names("apply_leaves", "an array for", effective, arrays)
         for name, w in arrays.items():
-            require_type(effective[name], w)
+            if not self.changes_type:
+                require_type("apply_leaves", effective[name], w)
         return {name: node_of(named, self.fixed) for name, named in values.items()}
 
     def _groups(self, method: str, slots: Sequence[_raw.Slot], seen: Sequence[bool]) -> list[dict[str, int]]:
@@ -116,7 +122,7 @@ class Joint(Stage):
             for i, captured in found.items():
                 group = groups.setdefault(captured, {})
                 if name in group or i in taken:
-                    others = f"{name!r} at {slots[group[name]].path!r}" if name in group else f"{taken[i]!r}"
+                    others = f"{name!r} at {slots[group[name]].path!r}" if name in group else f"it for {taken[i]!r}"
                     raise ValueError(
                         f"{who} found {slots[i].path!r} for {name!r}, but has {others} already. Capture in parentheses "
                         f"what tells layers apart, and put the stage behind those that split an array."

@@ -99,7 +99,7 @@ class Perturbation(_Leafwise):
         with located(f"{call(self, 'apply')} at {path!r}"):
             after = self.apply_leaf(before, key)
             if not self.changes_type:
-                require_type(after, before)
+                require_type("apply_leaf", after, before)
         return after
 
 
@@ -172,10 +172,10 @@ class Reparametrization(_Leafwise):
         array = jnp.asarray(w)
         with located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
-            require_named_arrays(values, self.main, self.fixed)
+            require_named_arrays("init_leaf", values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
-                require_type(effective, array)
+                require_type("apply_leaf", effective, array)
         return node_of(values, self.fixed)
 
     def _abstract(self, values: Mapping[str, Array]) -> Any:
@@ -261,31 +261,31 @@ def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) 
     return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
 
 
-def require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
-    """Refuses what an ``init_leaf`` must not give."""
+def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+    """Refuses what ``init_leaf``, or another ``method``, must not give."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"init_leaf must give a dict of named arrays, but gives {_paths.described(values)}.")
+        raise ValueError(f"{method} must give a dict of named arrays, but gives {_paths.described(values)}.")
     for name, value in values.items():
         if not _paths.is_array(value):
             raise ValueError(
-                f"init_leaf must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
+                f"{method} must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
             )
     lacking = [name for name in fixed if name not in values]
     odd = [name for name in values if not name or set(name) & set("@./")]
     if not values or lacking or odd:
         raise ValueError(
-            f"init_leaf must give at least one value, each fixed one {fixed} and names without '@', '.' and "
-            f"'/', but gives {tuple(values)}. Rename or add values in init_leaf."
+            f"{method} must give at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"'/', but gives {tuple(values)}. Rename or add values in {method}."
         )
     if any(name not in values for name in main or ()):
         raise ValueError(
-            f"init_leaf must give each main value {main}, but gives {tuple(values)}. Rename or add values in init_leaf."
+            f"{method} must give each main value {main}, but gives {tuple(values)}. Rename or add values in {method}."
         )
 
 
-def require_type(got: Any, expected: Array) -> None:
+def require_type(method: str, got: Any, expected: Array) -> None:
     if _paths.described(got) != _paths.described(expected):
         raise ValueError(
-            f"apply_leaf must give {_paths.described(expected)}, as the model has it, but gives "
-            f"{_paths.described(got)}. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+            f"{method} must give {_paths.described(expected)}, as the model has it, but gives "
+            f"{_paths.described(got)}. Cast or reshape in {method}, or let the stage say `changes_type = True`."
         )
