@@ -64,6 +64,8 @@ class Simplex(Constraint):
 
 def _nearest(w: Array, rounding: float) -> Array:
     """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
+    if w.size == 0:
+        return w
     descending = -jnp.sort(-w, axis=-1)
     counts = jnp.arange(1, w.shape[-1] + 1, dtype=w.dtype).reshape((1,) * (w.ndim - 1) + (-1,))
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
