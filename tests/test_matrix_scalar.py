@@ -244,6 +244,25 @@ def test_freeze_before_weight_norm_freezes_the_direction_alone():
     assert jax.tree.map(jnp.shape, jax.tree.leaves(fixed)) == [(3, 2)]
 
 
+def test_a_part_is_frozen_and_unfrozen_while_training_with_the_weights_kept():
+    params = {"encoder": {"w": normal(4, 3)}, "head": {"w": normal(3, 2)}}
+    p, q = rpx.WeightNorm(), rpx.WeightNorm() >> rpx.Freeze(where="encoder/.*")
+    raw = jax.tree.map(lambda x: 1.5 * x, p.init(params))
+    frozen = q.init(p.fold(raw))
+    thawed = p.init(q.fold(frozen))
+    for chain, tree in ((q, frozen), (p, thawed)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), chain.fold(tree), p.fold(raw))
+    free, fixed = rpx.partition(frozen)
+    assert (len(jax.tree.leaves(free["encoder"])), len(jax.tree.leaves(fixed["head"]))) == (0, 0)
+    assert jax.tree.structure(thawed) == jax.tree.structure(raw)
+
+
+def test_frozen_weights_that_were_folded_are_computed_no_more():
+    raw = rpx.Freeze().init(rpx.WeightNorm().fold(rpx.WeightNorm().init({"w": normal(4, 3)})))
+    program = jax.make_jaxpr(rpx.Freeze().apply)(raw)
+    assert {equation.primitive.name for equation in program.eqns} <= {"stop_gradient"}
+
+
 # ---- Cast
 
 
