@@ -97,7 +97,7 @@ class Positive(_Map):
         """Whether all numbers are positive, or short of it by at most ``tolerance`` of the largest (default 0)."""
         x = widened(jnp.asarray(w))
         least = -(tolerance or 0) * jnp.max(jnp.abs(x), initial=0.0)
-        return jnp.all(x >= least if self.map == "square" or tolerance else x > least)
+        return jnp.all(x >= least if self.map == "square" else x > least)
 
     def _forward(self, x: Array) -> Array:
         return _POSITIVE[self.map][0](x)

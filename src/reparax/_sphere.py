@@ -105,18 +105,20 @@ class MaxNorm(Constraint):
         return out_of_bounds(self.axis, w, "axis")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"v": (widened(w) * self._shrinkage(w).astype(widened(w).dtype)).astype(w.dtype)}
+        x = widened(w)
+        return {"v": (x * self._shrinkage(x)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        v = values["v"]
-        return (widened(v) * jnp.square(self._shrinkage(v)).astype(widened(v).dtype)).astype(v.dtype)
+        x = widened(values["v"])
+        return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
 
-    def _shrinkage(self, w: Array) -> Array:
-        """What brings ``w`` to the sphere, where it lies outside the ball; 1 inside."""
-        length = norm(widened(w), others(self.axis, w))
+    def _shrinkage(self, x: Array) -> Array:
+        """What brings ``x`` to the sphere, where it lies outside the ball; 1 inside."""
+        length = norm(x, others(self.axis, x))
         largest = scalar(self.max, length)
         beyond = length > largest
-        return jnp.where(beyond, largest / jnp.where(beyond, length, jnp.ones_like(length)), jnp.ones_like(length))
+        inside = jnp.ones_like(length)
+        return jnp.where(beyond, largest / jnp.where(beyond, length, inside), inside).astype(x.dtype)
 
 
 class PoincareBall(Constraint):
