@@ -190,7 +190,8 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"v": "w"}).init(ONE),
             ValueError,
-            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', which neither arrays nor init_leaves gives it.",
+            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', but neither `arrays` nor init_leaves gives that. "
+            "Correct the name.",
         ),
         (
             lambda: Wrong({"w": "w"}, values=1).init(ONE),

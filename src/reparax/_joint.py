@@ -101,7 +101,9 @@ class Joint(Stage):
             require_named_arrays("init_leaves", flat, self.main, self.fixed)
             effective = jax.eval_shape(self.apply_leaves, values)
         except KeyError as error:
-            raise ValueError(f"the formula reads {error}, which neither arrays nor init_leaves gives it.") from error
+            raise ValueError(
+                f"the formula reads {error}, but neither `arrays` nor init_leaves gives that. Correct the name."
+            ) from error
         _require_names("apply_leaves", "an array for", effective, arrays)
         for name, w in arrays.items():
             if not self.changes_type:

@@ -35,8 +35,9 @@ class _Prune(Constraint):
         object.__setattr__(self, "axis", optional(self.axis, who, "axis"))
 
     def refuse_leaf(self, w: Array) -> str | None:
-        size = w.size if self.axis is None else math.prod(w.shape[axis] for axis in along(self.axis, w))
-        return out_of_bounds(self.axis, w, "axis") or _sparsity.too_many(self.sparsity, size)
+        if (wrong := out_of_bounds(self.axis, w, "axis")) is not None:
+            return wrong
+        return _sparsity.too_many(self.sparsity, math.prod(w.shape[axis] for axis in along(self.axis, w)))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
@@ -132,7 +133,7 @@ class RandomPrune(_Prune):
         return self._masking(w, _scores(w, self.axis, 2.0))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        scores = _scores(w, self.axis, 2.0)
+        scores = _scores(w, self.axis, math.inf)
         drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
         return self._masking(w, jnp.where(scores == 0, scores, drawn))
 
