@@ -158,6 +158,12 @@ TWO = {"a": ONE, "b": ONE}
             "are 'w'. Correct the expression; `.*` stands for any text.",
         ),
         (
+            lambda: (Wrong({"w": ".*/u"}) >> rpx.SpectralNorm()).init({"w": jnp.ones((2, 2))}),
+            ValueError,
+            "Wrong((('w', '.*/u'),)).init found no array for 'w': no path matches '.*/u' as a whole. The nearest of 1 "
+            "paths are 'w'. Correct the expression; `.*` stands for any text.",
+        ),
+        (
             lambda: JointNorm(LAYERS).init(model()),
             ValueError,
             "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'conv/kernel' for 'w', but nothing for "

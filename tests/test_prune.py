@@ -76,6 +76,8 @@ def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     expected = w * np.expand_dims(kept, others)
     (got,) = projected(rpx.MagnitudePrune(2, axis, order), [w])
     np.testing.assert_array_equal(got, expected)
+    mask = jax.eval_shape(rpx.MagnitudePrune(2, axis, order).init, {"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"]
+    assert mask.shape == np.expand_dims(norms, others).shape
 
 
 def test_masked_weights_get_no_gradient_and_a_mask_that_has_decayed_still_holds():

@@ -49,15 +49,15 @@ class _Prune(Constraint):
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w`` where the slices of the largest scores stay."""
-        kept = largest(scores, _sparsity.left(self.sparsity, scores.size))
-        return masking(w, jnp.broadcast_to(kept, w.shape))
+        return masking(w, largest(scores, _sparsity.left(self.sparsity, scores.size)))
 
 
 class MagnitudePrune(_Prune):
     r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest ones.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, of zeros and ones. ``init`` is exact where
-    ``w`` is as sparse already, and else starts at the nearest such point; of equal weights those of lower index stay.
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
+    ``init`` is exact where ``w`` is as sparse already, and else starts at the nearest such point; of equal weights
+    those of lower index stay.
     ``update`` makes the mask anew, from the weight as earlier stages give it now: call it in the steps that prune,
     with their sparsity. ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the
     cubic schedule of Zhu and Gupta. No gradient passes to masked entries. Their raw values stay, so that an ``update``
@@ -107,9 +107,9 @@ class MagnitudePrune(_Prune):
 class RandomPrune(_Prune):
     r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` drawn at ``init``, never changed after.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, of zeros and ones. What is zero already is
-    pruned first, so ``init`` is exact where ``w`` is as sparse already; else it starts at a random such point, while
-    ``project`` gives the nearest. No gradient passes to masked entries. Two in a row fuse.
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
+    What is zero already is pruned first, so ``init`` is exact where ``w`` is as sparse already; else it starts at a
+    random such point, while ``project`` gives the nearest. No gradient passes to masked entries. Two in a row fuse.
 
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
