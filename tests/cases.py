@@ -46,6 +46,44 @@ PACK = rpx.Pack(
 HALVES = rpx.Pack({"wi": rpx.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
+
+class JointNorm(rpx.Joint):
+    """Weight norm of the weights of each output together with its bias."""
+
+    main = ("v",)
+
+    def init_leaves(self, arrays):
+        return {"w": {"g": lengths(arrays["w"], arrays["b"]), "v": arrays["w"]}, "b": {"v": arrays["b"]}}
+
+    def apply_leaves(self, values):
+        v, c = values["w"]["v"], values["b"]["v"]
+        ratio = values["w"]["g"] / lengths(v, c)
+        return {"w": ratio[None] * v, "b": ratio * c}
+
+
+def lengths(w, b):
+    squares = jnp.sum(jnp.square(w), axis=0) + jnp.square(b)
+    return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares))
+
+
+# Stages on an array each: one program runs them all.
+SPHERES_AND_BALLS = (
+    rpx.Sphere(radius=2.0, where="dense/kernel")
+    >> rpx.MaxNorm(5.0, where="out/kernel")
+    >> rpx.PoincareBall(0.01, where="conv/kernel")
+)
+MAPS = (
+    rpx.Bounded(-1, 3, where="dense/bias")
+    >> rpx.Simplex(axis=0, where="dense/kernel")
+    >> rpx.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
+    >> rpx.Scale(0.5, where="conv/kernel")
+)
+MASKS = (
+    rpx.Mask(where="dense/kernel")
+    >> rpx.NofM(2, 4, axis=0, where="out/kernel")
+    >> rpx.RandomPrune(0.5, where="conv/.*")
+)
+
 CASES = {
     "identity": (rpx.Chain(), model),
     "weight norm": (rpx.WeightNorm(), model),
@@ -60,6 +98,12 @@ CASES = {
     "spectral norm": (rpx.SpectralNorm(), model),
     "spectral norm of rows": (rpx.SpectralNorm(n_steps=3, axis=0), model),
     "positive": (rpx.Positive(), positive),
+    "spheres and balls": (SPHERES_AND_BALLS, model),
+    "standardization with a gain": (rpx.WeightStandardization() >> rpx.WeightNorm(), model),
+    "maps of numbers": (MAPS, model),
+    "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
+    "masks": (MASKS, model),
+    "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.GlobalPrune(0.5), model),
     "cast": (rpx.Cast("bfloat16"), model),
     "freeze": (rpx.Freeze(where="conv/.*"), model),
     "tie": (TIE, tied),

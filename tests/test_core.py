@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, model
+from cases import CASES, JointNorm, model
 
 import reparax as rpx
 from reparax.testing import check_laws
@@ -117,7 +117,7 @@ def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
 
 @pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
 def test_repr_is_the_code_that_builds_it(p):
-    assert eval(repr(p), {**vars(rpx), "jnp": jnp}) == p
+    assert eval(repr(p), {**vars(rpx), "jnp": jnp, "JointNorm": JointNorm}) == p
 
 
 @pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())

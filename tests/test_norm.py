@@ -365,6 +365,18 @@ def test_spectral_norm_of_a_layer_that_was_zero_for_one_update_is_one_afterwards
     assert top(read(p, updated(p, dead))) == pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("w", "axis"),
+    [(normal(6, 4), -1), (normal(3, 3, 4, 8), 2), (normal(6, 4, scale=1e30), 0), (rotated(6, 4), -1)],
+    ids=["dense", "conv kernel", "1e30", "complex"],
+)
+def test_spectral_norm_projects_by_the_singular_value_decomposition(w, axis):
+    p = rpx.SpectralNorm(axis=axis)
+    got = p.project(w)
+    np.testing.assert_allclose(got, w / top(w, axis), rtol=1e-5)
+    assert [bool(p.contains(x)) for x in (w, got, 1.01 * got, np.zeros_like(w))] == [False, True, False, True]
+
+
 # ---- spectral norm: gradients
 
 

@@ -226,6 +226,34 @@ def test_update_then_apply_is_one_access_in_torch_training(shape, dim, n_steps):
     np.testing.assert_allclose(p.apply(p.update(raw))["w"], seen(peer.weight), rtol=1e-5, atol=1e-6)
 
 
+def test_torch_iterates_at_each_access_in_training_and_on_removal_and_spectral_norm_in_update_alone():
+    p, peer = rpx.SpectralNorm(axis=0), spectral_normed(normal(5, 3), 0).train()
+    raw = spectral_norm_raw(peer)
+    first, second = seen(peer.weight), seen(peer.weight)
+    removed = seen(torch.nn.utils.parametrize.remove_parametrizations(peer, "weight").weight)
+    assert not np.allclose(first, second, rtol=1e-5)
+    assert not np.allclose(second, removed, rtol=1e-5)
+    for expected in (first, second, removed):
+        raw = p.update(raw)
+        for weights in (p.apply(raw), p.apply(raw), p.fold(raw)):
+            np.testing.assert_allclose(weights["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_spectral_norm_is_right_from_step_zero_as_that_of_torch():
+    w = normal(5, 3)
+    peer = parametrizations.spectral_norm(module(w)).eval()
+    ours = rpx.SpectralNorm(axis=0).fold(rpx.SpectralNorm(axis=0).init({"w": jnp.asarray(w)}))["w"]
+    # From different random starts, 15 iterations of both come to the same singular value.
+    np.testing.assert_allclose(ours, seen(peer.weight), rtol=1e-4)
+
+
+def test_spectral_norm_of_a_transposed_convolution_has_the_axis_of_torch():
+    torch.manual_seed(0)
+    peer = parametrizations.spectral_norm(torch.nn.ConvTranspose2d(4, 3, 2)).eval()
+    got = read(rpx.SpectralNorm(axis=1), spectral_norm_raw(peer))
+    np.testing.assert_allclose(got, seen(peer.weight), rtol=1e-5)
+
+
 def test_spectral_norm_of_a_vector_is_that_of_torch_which_divides_by_the_length():
     w, p = normal(5), rpx.SpectralNorm(axis=0, where="w")
     got = p.apply(p.init({"w": jnp.asarray(w)}))["w"]

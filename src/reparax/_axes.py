@@ -17,6 +17,11 @@ def checked(axes: Any, who: str, name: str) -> Axes:
     return whole_ones[0] if len(whole_ones) == 1 else whole_ones
 
 
+def optional(axes: Any, who: str, name: str) -> Axes | None:
+    """As :func:`checked`, where None says something too."""
+    return None if axes is None else checked(axes, who, name)
+
+
 def _counts(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
@@ -32,9 +37,9 @@ def _several(axes: Axes) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else axes
 
 
-def out_of_bounds(axes: Axes, w: Array, name: str) -> str | None:
+def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
-    if all(-w.ndim <= axis < w.ndim for axis in _several(axes)):
+    if axes is None or all(-w.ndim <= axis < w.ndim for axis in _several(axes)):
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
@@ -45,3 +50,14 @@ def out_of_bounds(axes: Axes, w: Array, name: str) -> str | None:
 def positive(axes: Axes, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front."""
     return tuple(sorted(axis % w.ndim for axis in _several(axes)))
+
+
+def others(features: Axes | None, w: Array) -> tuple[int, ...]:
+    """The axes of ``w`` but its feature axes; all of them where it has none."""
+    kept = () if features is None else positive(features, w)
+    return tuple(axis for axis in range(w.ndim) if axis not in kept)
+
+
+def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
+    """``axes`` counted from the front; all of them for None."""
+    return tuple(range(w.ndim)) if axes is None else positive(axes, w)

@@ -11,8 +11,13 @@ class Freeze(Reparametrization):
     """Weights that no optimizer may move: ``w`` itself, as a fixed value.
 
     Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.partition` and :func:`reparax.labels` keep
-    optimizers and weight decay away. What stands before ``Freeze`` in a chain is frozen with it: ``WeightNorm() >>
-    Freeze()`` freezes ``g`` and ``v``, ``Freeze() >> WeightNorm()`` the direction ``v`` only. ``init`` is exact.
+    optimizers and weight decay away. ``init`` is exact.
+
+    What stands before ``Freeze`` in a chain is frozen with it: ``WeightNorm() >> Freeze()`` freezes ``g`` and ``v``,
+    ``Freeze() >> WeightNorm()`` the direction ``v`` only, ``WeightNorm() >> Freeze(where="encoder/.*")`` a part of the
+    model. To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
+    weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew
+    with the new raw tree.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter.

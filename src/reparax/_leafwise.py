@@ -99,7 +99,7 @@ class Perturbation(_Leafwise):
         with located(f"{call(self, 'apply')} at {path!r}"):
             after = self.apply_leaf(before, key)
             if not self.changes_type:
-                _require_type(after, before)
+                require_type("apply_leaf", after, before)
         return after
 
 
@@ -158,13 +158,13 @@ class Reparametrization(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(_values(node)))
+        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(values_under(node)))
 
     def _update(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
 
         def advanced(node: Mapping[str, Any]) -> dict[str, Any]:
-            return {**node, FIXED: {**node[FIXED], **self.update_leaf(_values(node))}}
+            return {**node, FIXED: {**node[FIXED], **self.update_leaf(values_under(node))}}
 
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
         return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
@@ -173,13 +173,11 @@ class Reparametrization(_Leafwise):
         array = jnp.asarray(w)
         with located(f"{call(self, 'init')} at {path!r}"):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
-            _require_named_arrays(values, self.main, self.fixed)
+            require_named_arrays("init_leaf", values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
-                _require_type(effective, array)
-        free = {name: value for name, value in values.items() if name not in self.fixed}
-        fixed = {name: values[name] for name in self.fixed}
-        return {**free, FIXED: fixed} if fixed else free
+                require_type("apply_leaf", effective, array)
+        return node_of(values, self.fixed)
 
     def _abstract(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
@@ -201,7 +199,7 @@ class Reparametrization(_Leafwise):
             if not is_node(x):
                 return x
             with located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
-                _require_values(x[mark], mark)
+                require_values(x[mark], mark)
                 return change(x[mark])
 
         return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
@@ -218,7 +216,7 @@ def absent(who: str, kind: str, tree: PyTree) -> str:
     )
 
 
-def _require_values(node: Any, mark: str) -> None:
+def require_values(node: Any, mark: str) -> None:
     """Refuses what is not named arrays under a marker."""
     for name, held in ((mark, node), (FIXED, node.get(FIXED, {}) if isinstance(node, Mapping) else {})):
         if not isinstance(held, Mapping):
@@ -228,13 +226,20 @@ def _require_values(node: Any, mark: str) -> None:
             raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {_raw.OTHER_CHAIN}")
 
 
-def _values(node: Mapping[str, Any]) -> dict[str, Array]:
+def values_under(node: Mapping[str, Any]) -> dict[str, Array]:
     """The values under a marker, of which the fixed ones pass no gradient."""
     free = {name: value for name, value in node.items() if name != FIXED}
     fixed = node.get(FIXED, {})
     return {name: jnp.asarray(value) for name, value in free.items()} | {
         name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in fixed.items()
     }
+
+
+def node_of(values: Mapping[str, Array], fixed: tuple[str, ...]) -> dict[str, Any]:
+    """What stands under a marker: the values, of which the fixed ones stand apart."""
+    free = {name: value for name, value in values.items() if name not in fixed}
+    held = {name: values[name] for name in fixed if name in values}
+    return {**free, FIXED: held} if held else free
 
 
 @contextmanager
@@ -257,31 +262,31 @@ def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) 
     return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
 
 
-def _require_named_arrays(values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
-    """Refuses what an ``init_leaf`` must not give."""
+def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+    """Refuses what ``init_leaf``, or another ``method``, must not give."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"init_leaf must give a dict of named arrays, but gives {_paths.described(values)}.")
+        raise ValueError(f"{method} must give a dict of named arrays, but gives {_paths.described(values)}.")
     for name, value in values.items():
         if not _paths.is_array(value):
             raise ValueError(
-                f"init_leaf must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
+                f"{method} must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
             )
     lacking = [name for name in fixed if name not in values]
     odd = [name for name in values if not name or set(name) & set("@./")]
     if not values or lacking or odd:
         raise ValueError(
-            f"init_leaf must give at least one value, each fixed one {fixed} and names without '@', '.' and "
-            f"'/', but gives {tuple(values)}. Rename or add values in init_leaf."
+            f"{method} must give at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"'/', but gives {tuple(values)}. Rename or add values in {method}."
         )
     if any(name not in values for name in main or ()):
         raise ValueError(
-            f"init_leaf must give each main value {main}, but gives {tuple(values)}. Rename or add values in init_leaf."
+            f"{method} must give each main value {main}, but gives {tuple(values)}. Rename or add values in {method}."
         )
 
 
-def _require_type(got: Any, expected: Array) -> None:
+def require_type(method: str, got: Any, expected: Array) -> None:
     if _paths.described(got) != _paths.described(expected):
         raise ValueError(
-            f"apply_leaf must give {_paths.described(expected)}, as the model has it, but gives "
-            f"{_paths.described(got)}. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+            f"{method} must give {_paths.described(expected)}, as the model has it, but gives "
+            f"{_paths.described(got)}. Cast or reshape in {method}, or let the stage say `changes_type = True`."
         )

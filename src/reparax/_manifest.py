@@ -86,19 +86,20 @@ def _decode(value: Any) -> Any:
         case {"class": str()}:
             return _build(value)
         case {"function": str() as name}:
-            return _function(name)
+            return function(name)
         case _:
             return value
 
 
-def _function(name: str) -> Any:
+def function(name: str) -> Any:
+    """The function whose :func:`function_name` is ``name``."""
     module, _, attribute = name.rpartition(".")
     if module.partition(".")[0] != "jax" or "_src" in module:
         raise ValueError(f"from_json takes functions of jax only, but got {name!r}.")
-    function = getattr(importlib.import_module(module), attribute, None)
-    if function is None:
+    found = getattr(importlib.import_module(module), attribute, None)
+    if found is None:
         raise ValueError(f"from_json found the function {name!r}, but jax has no such function.")
-    return function
+    return found
 
 
 def _build(entry: Mapping[str, Any]) -> Any:

@@ -5,13 +5,12 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 
-from reparax import _draw, _paths
+from reparax import _draw
 from reparax._axes import Axes, checked, out_of_bounds, positive
 from reparax._core import Parametrization
+from reparax._hyperparameter import number
 from reparax._leafwise import Perturbation
 from reparax._precision import scalar, widened
 
@@ -43,7 +42,7 @@ class VarNoise(Perturbation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        std = _hyperparameter(self.std, "VarNoise", "std")
+        std = number(self.std, "VarNoise", "std")
         if isinstance(std, float) and not 0 <= std < math.inf:
             raise ValueError(f"VarNoise got std={std}, but a standard deviation is finite and not negative.")
         object.__setattr__(self, "std", std)
@@ -96,7 +95,7 @@ class WeightDropout(Perturbation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rate = _hyperparameter(self.rate, "WeightDropout", "rate")
+        rate = number(self.rate, "WeightDropout", "rate")
         if isinstance(rate, float) and not 0 <= rate < 1:
             raise ValueError(
                 f"WeightDropout got rate={rate}, but a rate is at least 0 and less than 1. "
@@ -129,13 +128,3 @@ class WeightDropout(Perturbation):
 def _terms(terms: tuple[float, ...], own: float) -> tuple[float, ...]:
     """The hyperparameters that a stage was fused from, its own if it was not."""
     return terms or (own,)
-
-
-def _hyperparameter(value: Any, who: str, name: str) -> Any:
-    """A float where the value is known, else the traced scalar."""
-    if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
-        return float(value)
-    if not _paths.is_array(value) or value.shape != () or not jnp.isrealobj(value):
-        got = f"an array of dtype {value.dtype} and shape {value.shape}" if _paths.is_array(value) else repr(value)
-        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
-    return value if isinstance(value, Tracer) else float(value)

@@ -1,4 +1,4 @@
-"""Norms of weights, in arithmetic that neither overflows nor dies at zero."""
+"""Length and direction of weights, and the largest singular value."""
 
 import math
 from typing import ClassVar
@@ -7,28 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import Axes, checked, out_of_bounds, positive, whole
+from reparax._axes import Axes, optional, others, out_of_bounds, whole
+from reparax._constraint import Constraint
 from reparax._leafwise import Reparametrization
+from reparax._lengths import is_zero, norm, scale, unit
 from reparax._precision import widened
-
-
-def _scale(x: Array, axes: tuple[int, ...]) -> Array:
-    """The largest magnitude along ``axes``, 1 where all are zero: dividing by it makes squares safe."""
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
-    return jax.lax.stop_gradient(jnp.where(largest == 0, jnp.ones_like(largest), largest))
-
-
-def _length(u: Array, axes: tuple[int, ...]) -> Array:
-    """The Euclidean length along ``axes``, 1 where it is zero, with finite gradients everywhere."""
-    squares = jnp.square(u.real) + jnp.square(u.imag) if jnp.iscomplexobj(u) else jnp.square(u)
-    total = jnp.sum(squares, axis=axes, keepdims=True)
-    return jnp.sqrt(jnp.where(total == 0, jnp.ones_like(total), total))
-
-
-def _unit(x: Array, axes: tuple[int, ...]) -> Array:
-    """``x`` divided by its length along ``axes``; zero stays zero."""
-    u = x / _scale(x, axes).astype(x.dtype)
-    return u / _length(u, axes).astype(x.dtype)
 
 
 class WeightNorm(Reparametrization):
@@ -39,10 +22,20 @@ class WeightNorm(Reparametrization):
     :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is a finite number, from 1e-25 to 1e30 in
     float32. A slice of zeros gets ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
 
+    The same ``axis`` by the names of other libraries:
+
+    ======================================  =============
+    flax ``feature_axes=-1`` (its default)  ``axis=-1``
+    flax ``feature_axes=None``              ``axis=None``
+    torch ``dim=0`` (its default)           ``axis=0``
+    torch ``dim=1``                         ``axis=1``
+    torch ``dim=None``, and ``dim=-1`` too  ``axis=None``
+    ======================================  =============
+
     Args:
       axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
-        ``(in, out)``, as flax's ``feature_axes``; torch's ``dim=0`` for its ``(out, in)`` is ``0`` here. A tuple for
-        several, None for one length of the whole array.
+        ``(in, out)`` and for a convolution's ``(height, width, in, out)``. A tuple for several, None for one length
+        of the whole array.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -66,22 +59,18 @@ class WeightNorm(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.axis is not None:
-            object.__setattr__(self, "axis", checked(self.axis, "WeightNorm", "axis"))
+        object.__setattr__(self, "axis", optional(self.axis, "WeightNorm", "axis"))
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return None if self.axis is None else out_of_bounds(self.axis, w, "axis")
+        return out_of_bounds(self.axis, w, "axis")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        x, axes = widened(w), self._normed(w)
-        scale = _scale(x, axes)
-        zero = jnp.all(x == 0, axis=axes, keepdims=True)
-        length = scale * _length(x / scale.astype(x.dtype), axes)
-        return {"g": jnp.where(zero, jnp.zeros_like(length), length), "v": jnp.where(zero, jnp.ones_like(w), w)}
+        axes = others(self.axis, w)
+        return {"g": norm(widened(w), axes), "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]
-        axes = self._normed(v)
+        axes = others(self.axis, v)
         expected = tuple(1 if axis in axes else size for axis, size in enumerate(v.shape))
         if g.shape != expected:
             raise ValueError(
@@ -89,26 +78,25 @@ class WeightNorm(Reparametrization):
                 f"Apply the chain that made this raw tree; its `axis` was another."
             )
         x = widened(v)
-        return (g.astype(x.dtype) * _unit(x, axes)).astype(v.dtype)
-
-    def _normed(self, w: Array) -> tuple[int, ...]:
-        features = () if self.axis is None else positive(self.axis, w)
-        return tuple(axis for axis in range(w.ndim) if axis not in features)
+        return (g.astype(x.dtype) * unit(x, axes)).astype(v.dtype)
 
 
-class SpectralNorm(Reparametrization):
+class SpectralNorm(Constraint):
     r"""A matrix of largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
     Raw values: ``w`` (main), the matrix itself; ``u`` of shape ``(features,)`` and ``v`` of shape ``(rest,)``
     (fixed), the singular vectors as far as power iteration has brought them, in float32 for half-precision weights.
     ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does; ``update`` iterates ``n_steps``
-    times on the current matrix, and is to be called once a training step; ``apply`` never iterates, and no gradient
-    passes through ``u`` and ``v``. Arrays of more than two dimensions are matrices of ``axis`` against all others. A
-    zero matrix stays zero. ``apply(init(w))`` is ``w`` where :math:`\sigma(w) = 1`, else ``w`` scaled to that.
+    times on the current matrix, and is to be called once a training step; ``apply`` never iterates, so all its calls
+    in a step give one weight, and ``fold`` gives the same; no gradient passes through ``u`` and ``v``. Arrays of more
+    than two dimensions are matrices of ``axis`` against all others. A zero matrix stays zero. ``apply(init(w))`` is
+    ``w`` where :math:`\sigma(w) = 1`, else ``w`` scaled to that, as far as the iteration has come; ``project`` scales
+    by the singular value decomposition.
 
     Args:
-      n_steps: Power iterations in each ``update``, at least 1.
-      axis: The feature axis.
+      n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
+      axis: The feature axis: ``-1`` for flax's kernels; torch's ``dim``, which is 0 and for transposed convolutions 1.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -144,15 +132,20 @@ class SpectralNorm(Reparametrization):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = jax.random.normal(key, matrix.shape[1:], matrix.dtype)
-        u, v = self._iterated(matrix, _unit(start, (0,)), 15)
+        u, v = self._iterated(matrix, unit(start, (0,)), 15)
         return {"w": w, "u": u, "v": v}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, u, v = values["w"], values["u"], values["v"]
-        scale = _scale(widened(w), tuple(range(w.ndim)))
-        x = widened(w) / scale.astype(u.dtype)  # the gradient squares sigma, which must not overflow
+        size = scale(widened(w), tuple(range(w.ndim)))
+        x = widened(w) / size.astype(u.dtype)  # the gradient squares sigma, which must not overflow
         sigma = jnp.vdot(u, jnp.matmul(self._matrix(x), v, precision="highest"), precision="highest").real
-        return (x / jnp.where(sigma == 0, 1 / scale.reshape(()), sigma).astype(x.dtype)).astype(w.dtype)
+        return (x / jnp.where(sigma == 0, 1 / size.reshape(()), sigma).astype(x.dtype)).astype(w.dtype)
+
+    def project(self, w: Array) -> Array:
+        x = widened(jnp.asarray(w))
+        sigma = jnp.linalg.norm(self._matrix(x), 2)
+        return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         u, v = self._iterated(self._matrix(values["w"]), values["v"], self.n_steps)
@@ -165,8 +158,8 @@ class SpectralNorm(Reparametrization):
 
     def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
         def step(v: Array) -> tuple[Array, Array]:
-            u = _unit(jnp.matmul(matrix, v, precision="highest"), (0,))
-            image = _unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
+            u = unit(jnp.matmul(matrix, v, precision="highest"), (0,))
+            image = unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
             return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
 
         return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

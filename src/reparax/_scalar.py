@@ -1,24 +1,69 @@
 """Maps of single numbers, with their inverses."""
 
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import field
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
+from reparax import _manifest
+from reparax._constraint import Constraint
+from reparax._core import Parametrization
+from reparax._hyperparameter import number
 from reparax._leafwise import Reparametrization
-from reparax._precision import widened
+from reparax._precision import scalar, widened
+
+Function = Callable[[Array], Array]
 
 
-class Positive(Reparametrization):
-    r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus).
+class _Map(Constraint):
+    """The raw value ``x`` is mapped number by number; samples are the images of normal numbers."""
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`; it is exact for positive
-    ``w`` up to the rounding of ``x``. Numbers that are not positive start at the smallest one that the dtype's
-    arithmetic can tell from zero, next to the nearest point; there the map is flat, so they hardly train.
-    Half-precision arithmetic is float32.
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+
+    @abstractmethod
+    def _forward(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def _inverse(self, w: Array) -> Array: ...
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": self._inverse(widened(w)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self._forward(widened(values["x"])).astype(values["x"].dtype)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return self.apply_leaf({"x": jax.random.normal(key, shape, dtype)})
+
+
+def _inverse_softplus(w: Array) -> Array:
+    return w + jnp.log(-jnp.expm1(-w))
+
+
+_POSITIVE: dict[str, tuple[Function, Function]] = {
+    "softplus": (jax.nn.softplus, _inverse_softplus),
+    "exp": (jnp.exp, jnp.log),
+    "square": (jnp.square, jnp.sqrt),
+}
+
+
+class Positive(_Map):
+    r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
+    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive start at
+    the smallest one that the dtype's arithmetic can tell from zero, next to the nearest point; there each map is
+    flat, so they hardly train. Half-precision arithmetic is float32.
 
     Args:
+      map: ``"softplus"``, ``"exp"`` or ``"square"``; the square reaches zero too.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
 
     Example:
@@ -34,14 +79,204 @@ class Positive(Reparametrization):
       Dugas, Bengio, Bélisle, Nadeau and Garcia, *Incorporating Second-Order Functional Knowledge*, 2001.
     """
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    map: str = "softplus"
+
     dtypes: ClassVar[Any] = jnp.floating
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.map not in _POSITIVE:
+            raise ValueError(f"Positive takes map='softplus', 'exp' or 'square', but got {self.map!r}.")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
         least = 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(x.dtype).tiny))
-        x = jnp.maximum(x, least)
-        return {"x": (x + jnp.log(-jnp.expm1(-x))).astype(w.dtype)}
+        return {"x": self._inverse(jnp.maximum(x, least)).astype(w.dtype)}
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all numbers are positive, or short of it by at most ``tolerance`` of the largest (default 0)."""
+        x = widened(jnp.asarray(w))
+        least = -(tolerance or 0) * jnp.max(jnp.abs(x), initial=0.0)
+        return jnp.all(x >= least if self.map == "square" else x > least)
+
+    def _forward(self, x: Array) -> Array:
+        return _POSITIVE[self.map][0](x)
+
+    def _inverse(self, w: Array) -> Array:
+        return _POSITIVE[self.map][1](w)
+
+
+class Bounded(_Map):
+    r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
+    between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond start next to it, where the map
+    is flat, so they hardly train. Half-precision arithmetic is float32.
+
+    Args:
+      low: The lower bound :math:`a`, a number or a traced scalar.
+      high: The upper bound :math:`b`, greater than ``low``, a number or a traced scalar.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: every floating parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Bounded(-1, 3)
+      >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
+      >>> raw
+      {'w': {'@bounded': {'x': Array([0.       , 1.0986123], dtype=float32)}}}
+      >>> p.apply(raw)["w"].round(3)
+      Array([1., 2.], dtype=float32)
+
+    References:
+      Stan Development Team, *Stan Reference Manual*, constraint transforms, lower and upper bounded scalar.
+    """
+
+    low: Any
+    high: Any
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = number(self.low, "Bounded", "low"), number(self.high, "Bounded", "high")
+        if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
+            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
+        object.__setattr__(self, "low", low)
+        object.__setattr__(self, "high", high)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all numbers lie between the bounds, which numbers that are near round to.
+
+        Args:
+          w: An array.
+          tolerance: How far beyond a bound they may lie, in units of the distance of the bounds. Default: ten times
+            the machine epsilon.
+        """
+        w = jnp.asarray(w)
+        t = self._share(widened(w))
+        units = 10 * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+        return jnp.all((t >= -units) & (t <= 1 + units))
+
+    def _forward(self, x: Array) -> Array:
+        low, high = scalar(self.low, x), scalar(self.high, x)
+        return low + (high - low) * jax.nn.sigmoid(x)
+
+    def _inverse(self, w: Array) -> Array:
+        limits = jnp.finfo(w.dtype)
+        t = jnp.clip(self._share(w), float(limits.tiny), 1 - float(limits.epsneg))
+        return jnp.log(t) - jnp.log1p(-t)
+
+    def _share(self, w: Array) -> Array:
+        """How much of the way between the bounds."""
+        low, high = scalar(self.low, w), scalar(self.high, w)
+        return (w - low) / (high - low)
+
+
+class Elementwise(_Map):
+    r"""A pair of functions of your own: :math:`w = f(x)`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact where ``inverse`` is a right
+    inverse of ``forward``. Half-precision arrays are passed as float32.
+
+    Args:
+      forward: The function :math:`f`, number by number. Functions compare by identity: define it once, by name, and
+        not as a ``lambda`` in the training step, which would compile anew each time. ``to_json`` writes functions of
+        jax.
+      inverse: Its right inverse.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: every floating or complex parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Elementwise(jnp.tanh, jnp.arctanh)
+      >>> p
+      Elementwise(jnp.tanh, jnp.arctanh)
+      >>> p.init({"w": jnp.array([0.0, 0.5])})
+      {'w': {'@elementwise': {'x': Array([0.        , 0.54930615], dtype=float32)}}}
+    """
+
+    forward: Function
+    inverse: Function
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, function in (("forward", self.forward), ("inverse", self.inverse)):
+            if not callable(function):
+                raise TypeError(f"Elementwise takes a function as {name}, but got {function!r}.")
+
+    # Pickle refuses functions of jax that are not where they say they were defined, so these go by public name.
+    def __getstate__(self) -> dict[str, Any]:
+        public = {name: _manifest.function_name(getattr(self, name)) for name in ("forward", "inverse")}
+        return {**vars(self), **{name: text for name, text in public.items() if text is not None}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pair = {name: state[name] for name in ("forward", "inverse")}
+        named = {name: _manifest.function(text) for name, text in pair.items() if isinstance(text, str)}
+        vars(self).update({**state, **named})
+
+    def refuse(self, w: Array) -> str | None:
+        why = super().refuse(w)
+        if why is not None or isinstance(w, Tracer | jax.ShapeDtypeStruct):
+            return why
+        if jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
+            return "expected numbers that `inverse` takes, got some that it turns into NaN. Correct the array."
+        return None
+
+    def _forward(self, x: Array) -> Array:
+        return self.forward(x)
+
+    def _inverse(self, w: Array) -> Array:
+        return self.inverse(w)
+
+
+class Scale(Reparametrization):
+    r"""A constant multiple: :math:`w = c \, x`, as the multipliers of muP.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Two in a row fuse
+    into their product. Half-precision arithmetic is float32.
+
+    Args:
+      factor: :math:`c`, a number other than 0 or a traced scalar.
+      where: Which arrays to act on. Default: every floating or complex parameter.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Scale(0.5).init({"w": jnp.ones(2)})
+      {'w': {'@scale': {'x': Array([2., 2.], dtype=float32)}}}
+      >>> rpx.Scale(0.5) >> rpx.Scale(3)
+      Scale(1.5)
+
+    References:
+      Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
+    """
+
+    factor: Any
+    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        factor = number(self.factor, "Scale", "factor")
+        if isinstance(factor, float) and not 0 < abs(factor) < math.inf:
+            raise ValueError(f"Scale got factor={factor}, but takes a finite number other than 0.")
+        object.__setattr__(self, "factor", factor)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        return {"x": (x / scalar(self.factor, x)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return jax.nn.softplus(widened(values["x"])).astype(values["x"].dtype)
+        x = widened(values["x"])
+        return (scalar(self.factor, x) * x).astype(values["x"].dtype)
+
+    def fuse(self, later: Parametrization) -> Parametrization | None:
+        if not (isinstance(later, Scale) and self.where == later.where):
+            return None
+        if not (isinstance(self.factor, float) and isinstance(later.factor, float)):
+            return None
+        # Multiplied in one order, the product does not depend on how the stages were composed.
+        terms = (self.terms or (self.factor,)) + (later.terms or (later.factor,))
+        factor = math.prod(terms)
+        return Scale(factor, where=self.where, terms=terms) if 0 < abs(factor) < math.inf else None

@@ -119,7 +119,7 @@ def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slot
         flags = [visible[i] and _matches(where, slots[i], w) for i, w in enumerate(leaves)]
     if not any(flags):
         paths = [slot.path for slot, seen in zip(slots, visible, strict=True) if seen]
-        raise ValueError(f"{who} selects nothing: {_nothing(where, paths)}")
+        raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
     for i, w in enumerate(leaves):
         if flags[i] and (reason := stage.refuse(w)) is not None:
             raise ValueError(f"{who} at {slots[i].path!r}: {reason}")
@@ -134,7 +134,7 @@ def _matches(where: str | Callable[[str, Any], bool], slot: Slot, w: Any) -> boo
     return bool(where(slot.path, w))
 
 
-def _nothing(where: Where, paths: Sequence[str]) -> str:
+def nothing(where: Where, paths: Sequence[str]) -> str:
     unique = list(dict.fromkeys(paths))
     if not unique:
         return "the tree holds no array. Pass the model's parameters."

@@ -1,0 +1,82 @@
+"""Pruning of many arrays by one ranking."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax import _raw, _sparsity
+from reparax._core import Parametrization
+from reparax._leafwise import Reparametrization
+from reparax._mask import largest, masked, masking
+from reparax._paths import PyTree
+from reparax._precision import widened
+from reparax._raw import FIXED
+
+
+class GlobalPrune(Reparametrization):
+    r"""Weights of a given sparsity over all selected arrays together: :math:`w = m \, x`, the largest ones of all.
+
+    As :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree: raw values ``w`` (main) and
+    ``mask`` (fixed) for each array. ``init`` is exact where the arrays together are as sparse already.
+
+    Args:
+      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
+        for one after the other, each among what is left. A share may be a traced scalar.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.GlobalPrune(0.5)
+      >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "b": jnp.array([[4.0, 5.0, 6.0]])}))
+      {'a': Array([[0., 0., 0.]], dtype=float32), 'b': Array([[4., 5., 6.]], dtype=float32)}
+
+    References:
+      Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
+    """
+
+    sparsity: Any
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "sparsity", _sparsity.checked(self.sparsity, "GlobalPrune"))
+
+    @property
+    def advances(self) -> bool:
+        return True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return masking(w, jnp.ones_like(w, bool))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return masked(values)
+
+    def fuse(self, later: Parametrization) -> Parametrization | None:
+        if not (isinstance(later, GlobalPrune) and self.where == later.where):
+            return None
+        return GlobalPrune((*_sparsity.amounts(self.sparsity), *_sparsity.amounts(later.sparsity)), where=self.where)
+
+    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
+        return self._update(super()._init(tree, key), key)
+
+    def _update(self, tree: PyTree, key: Array | None) -> PyTree:
+        del key
+        weights: list[Array] = []  # of all nodes first: a mask depends on every one
+        self._at_nodes("update", tree, lambda node: weights.append(jnp.asarray(node["w"])))
+        masks = iter(self._masks(weights))
+        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
+        return self._at_nodes("update", tree, lambda node: {mark: {**node, FIXED: {"mask": next(masks)}}})
+
+    def _masks(self, weights: list[Array]) -> list[Array]:
+        scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
+        if (wrong := _sparsity.too_many(self.sparsity, scores.size)) is not None:
+            raise ValueError(f"{self!r}: {wrong}")
+        kept = largest(scores, _sparsity.left(self.sparsity, scores.size))
+        ends = np.cumsum([w.size for w in weights])
+        parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
+        return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]

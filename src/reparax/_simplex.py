@@ -1,0 +1,75 @@
+"""Probabilities."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes import out_of_bounds, whole
+from reparax._constraint import Constraint
+from reparax._precision import widened
+
+
+class Simplex(Constraint):
+    r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact where ``w`` is positive and sums
+    to 1, and else starts at the nearest point of the simplex. Zeros start next to zero, where the map is flat, so
+    they hardly train. Samples are uniform. Half-precision arithmetic is float32.
+
+    Args:
+      axis: The axis along which the numbers sum to 1.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of one or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Simplex()
+      >>> p.init({"w": jnp.array([1.0, 0.0])})["w"]["@simplex"]["x"].round(2)
+      Array([  0.  , -87.34], dtype=float32)
+      >>> p.project(jnp.array([1.0, 1.0, -2.0]))
+      Array([0.5, 0.5, 0. ], dtype=float32)
+
+    References:
+      Duchi, Shalev-Shwartz, Singer and Chandra, *Efficient Projections onto the l1-Ball for Learning in High
+      Dimensions*, 2008.
+    """
+
+    axis: int = -1
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    min_ndim: ClassVar[int] = 1
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "axis", whole(self.axis, "Simplex", "axis"))
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return out_of_bounds(self.axis, w, "axis")
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        nearest = _nearest(jnp.moveaxis(widened(w), self.axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        x = jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny)))
+        return {"x": jnp.moveaxis(x, -1, self.axis).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return jax.nn.softmax(widened(values["x"]), axis=self.axis).astype(values["x"].dtype)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.
+        return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
+
+
+def _nearest(w: Array, rounding: float) -> Array:
+    """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
+    if w.size == 0:
+        return w
+    descending = -jnp.sort(-w, axis=-1)
+    counts = jnp.arange(1, w.shape[-1] + 1, dtype=w.dtype).reshape((1,) * (w.ndim - 1) + (-1,))
+    shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
+    support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
+    shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
+    # A shift by no more than rounding would change small probabilities by much, and softmax makes the sum 1 as well.
+    return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)

@@ -1,0 +1,225 @@
+"""Stages over several arrays: a norm of weight and bias together, and a weight that is affine in another one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import JointNorm, model
+from errors import raises
+
+import reparax as rpx
+
+LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
+
+
+class Affine(rpx.Joint):
+    """A matrix that is an affine function of another one: B = M A + C."""
+
+    rank: int = 1
+
+    main = ("a", "c")
+
+    def init_leaves(self, arrays):
+        a, b = arrays["a"], arrays["b"]
+        m = jnp.ones((b.shape[0], a.shape[0]), a.dtype)
+        return {"a": {"a": a}, "b": {"m": m, "c": b - m @ a}}
+
+    def apply_leaves(self, values):
+        a, b = values["a"]["a"], values["b"]
+        return {"a": a, "b": b["m"] @ a + b["c"]}
+
+
+class Together(rpx.Joint):
+    """Both arrays as the sum and the difference, of which the second is fixed; the raw values stand at the first."""
+
+    fixed = ("difference",)
+
+    def init_leaves(self, arrays):
+        x, y = arrays["x"], arrays["y"]
+        return {"x": {"sum": x + y, "difference": x - y}, "y": {}}
+
+    def apply_leaves(self, values):
+        x = values["x"]
+        return {"x": (x["sum"] + x["difference"]) / 2, "y": (x["sum"] - x["difference"]) / 2}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def layers():
+    return {
+        "one": {"kernel": normal(3, 2), "bias": normal(2, seed=1)},
+        "two": {"kernel": normal(2, 4, seed=2), "bias": normal(4, seed=3)},
+    }
+
+
+def test_a_joint_norm_acts_on_the_arrays_of_each_layer_together():
+    p, params = JointNorm(LAYERS), layers()
+    raw = p.init(params)
+    for name, layer in params.items():
+        length = np.sqrt((layer["kernel"].astype(float) ** 2).sum(0) + layer["bias"].astype(float) ** 2)
+        np.testing.assert_allclose(raw[name]["kernel"]["@joint_norm"]["g"], length, rtol=1e-6)
+        raw[name]["kernel"]["@joint_norm"]["g"] *= 2
+    twice = jax.tree.map(lambda w: 2 * w, params)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), p.fold(raw), twice)
+
+
+def test_each_array_has_its_raw_values_in_its_own_place():
+    shapes = jax.tree.map(jnp.shape, JointNorm(LAYERS).init(layers())["one"])
+    assert shapes == {"kernel": {"@joint_norm": {"g": (2,), "v": (3, 2)}}, "bias": {"@joint_norm": {"v": (2,)}}}
+
+
+def test_a_weight_is_affine_in_another_one():
+    p = Affine({"a": "one/kernel", "b": "two/kernel"})
+    params = {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2, seed=1), "bias": normal(2)}}
+    raw = p.init(params)
+    np.testing.assert_allclose(p.apply(raw)["two"]["kernel"], params["two"]["kernel"], rtol=1e-5, atol=1e-6)
+    raw["one"]["kernel"]["@affine"]["a"] = jnp.asarray(normal(3, 2, seed=2))
+    m, c = (np.asarray(raw["two"]["kernel"]["@affine"][name]) for name in ("m", "c"))
+    np.testing.assert_allclose(p.apply(raw)["two"]["kernel"], m @ normal(3, 2, seed=2) + c, rtol=1e-5, atol=1e-6)
+    labels = rpx.labels(raw, main="main", aux="aux")
+    assert labels["two"]["kernel"] == {"@affine": {"c": "main", "m": "aux"}}
+
+
+def test_an_array_without_values_of_its_own_leaves_an_empty_node_and_fixed_ones_stand_apart():
+    p = Together({"x": "x", "y": "y"})
+    raw = p.init({"x": jnp.ones(2), "y": jnp.zeros(2)})
+    assert jax.tree.map(jnp.shape, raw) == {
+        "x": {"@together": {"sum": (2,), "@fixed": {"difference": (2,)}}},
+        "y": {"@together": {}},
+    }
+    slopes = jax.grad(lambda raw: jnp.sum(p.apply(raw)["y"]))(raw)["x"]["@together"]
+    np.testing.assert_array_equal(slopes["sum"], [0.5, 0.5])
+    np.testing.assert_array_equal(slopes["@fixed"]["difference"], [0, 0])
+    p.check(raw, like={"x": jnp.ones(2), "y": jnp.zeros(2)})
+
+
+def test_other_stages_find_the_values_of_each_array_under_its_path():
+    p = rpx.Freeze(where="one/bias") >> JointNorm(LAYERS) >> rpx.VarNoise(0.1)
+    free, fixed = rpx.partition(p.init(layers()))
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(fixed)) == [(2,)]
+    assert fixed["one"]["bias"]["@joint_norm"]["v"]["@freeze"]["@fixed"]["w"] is not None
+    assert free["one"]["kernel"]["@joint_norm"]["v"] is not None
+
+
+def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
+    p, params = JointNorm(LAYERS) >> JointNorm(LAYERS) >> rpx.WeightNorm(), layers()
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), p.fold(p.init(params)), params)
+
+
+def test_a_joint_stage_is_written_as_data():
+    p = JointNorm(LAYERS)
+    assert p == JointNorm(tuple(LAYERS.items()))
+    assert repr(p) == "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias')))"
+    assert rpx.from_json(p.to_json()) == p
+
+
+class Wrong(rpx.Joint):
+    """Gives what its fields say."""
+
+    values: object = None
+    effective: object = None
+
+    def init_leaves(self, arrays):
+        return {"w": {"v": arrays["w"]}} if self.values is None else {"w": {}}
+
+    def apply_leaves(self, values):
+        return {"w": values["w"]["v"][:1]} if self.effective is None else {}
+
+
+ONE = {"w": jnp.ones(2)}
+TWO = {"a": ONE, "b": ONE}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: JointNorm("kernel"),
+            TypeError,
+            "JointNorm takes a dict of names and regular expressions as arrays, but got 'kernel'.",
+        ),
+        (
+            lambda: JointNorm({"w": 1}),
+            TypeError,
+            "JointNorm takes a dict of names and regular expressions as arrays, but got {'w': 1}.",
+        ),
+        (
+            lambda: JointNorm({"w": "("}),
+            ValueError,
+            "JointNorm got where='(', which is not a regular expression: missing ), unterminated subpattern at "
+            "position 0.",
+        ),
+        (
+            lambda: Wrong({"w": "v"}).init(ONE),
+            ValueError,
+            "Wrong((('w', 'v'),)).init found no array for 'w': no path matches 'v' as a whole. The nearest of 1 paths "
+            "are 'w'. Correct the expression; `.*` stands for any text.",
+        ),
+        (
+            lambda: (Wrong({"w": ".*/u"}) >> rpx.SpectralNorm()).init({"w": jnp.ones((2, 2))}),
+            ValueError,
+            "Wrong((('w', '.*/u'),)).init found no array for 'w': no path matches '.*/u' as a whole. The nearest of 1 "
+            "paths are 'w'. Correct the expression; `.*` stands for any text.",
+        ),
+        (
+            lambda: JointNorm(LAYERS).init(model()),
+            ValueError,
+            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'conv/kernel' for 'w', but nothing for "
+            "'b' that captures the same text. Narrow the expressions to the layers that have all of ['w', 'b'].",
+        ),
+        (
+            lambda: Wrong({"w": ".*/w"}).init(TWO),
+            ValueError,
+            "Wrong((('w', '.*/w'),)).init found 'b/w' for 'w', but has 'w' at 'a/w' already. Capture in parentheses "
+            "what tells layers apart, and put the stage behind those that split an array.",
+        ),
+        (
+            lambda: Wrong({"w": "w", "v": "w"}).init(ONE),
+            ValueError,
+            "Wrong((('w', 'w'), ('v', 'w'))).init found 'w' for 'v', but has it for 'w' already. Capture in "
+            "parentheses what tells layers apart, and put the stage behind those that split an array.",
+        ),
+        (
+            lambda: Wrong({"w": "w"}).init(ONE),
+            ValueError,
+            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must give float32[2], as the model has it, but gives "
+            "float32[1]. Cast or reshape in apply_leaves, or let the stage say `changes_type = True`.",
+        ),
+        (
+            lambda: Wrong({"w": "w"}, effective=1).init(ONE),
+            ValueError,
+            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must give a dict with an array for each of "
+            "['w'], but gives [].",
+        ),
+        (
+            lambda: Wrong({"v": "w"}).init(ONE),
+            ValueError,
+            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', but neither `arrays` nor init_leaves gives that. "
+            "Correct the name.",
+        ),
+        (
+            lambda: Wrong({"w": "w"}, values=1).init(ONE),
+            ValueError,
+            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must give at least one value, each fixed one () "
+            "and names without '@', '.' and '/', but gives (). Rename or add values in init_leaves.",
+        ),
+        (
+            lambda: Wrong({"w": "w"}).apply(ONE),
+            ValueError,
+            "Wrong((('w', 'w'),)).apply got a tree that never went through init: it holds no '@wrong'. Call "
+            "`raw = p.init(params)` once, with the whole chain, and pass `raw`.",
+        ),
+        (
+            lambda: (JointNorm(LAYERS) >> rpx.LowRank(1)).init(layers()),
+            ValueError,
+            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'one/kernel' for 'w', but has 'w' at "
+            "'one/kernel' already. Capture in parentheses what tells layers apart, and put the stage behind those that "
+            "split an array.",
+        ),
+    ],
+)
+def test_what_a_joint_stage_cannot_take(call, error, text):
+    with raises(error, text):
+        call()

@@ -1,0 +1,254 @@
+"""Maps of numbers and probabilities against numpy, scipy and optax."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import pulled, read
+from errors import raises
+from scipy import optimize, special
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def raw_of(kind, x):
+    return {"w": {f"@{kind}": {"x": jnp.asarray(x)}}}
+
+
+def started(p, w):
+    """The raw numbers of ``w``."""
+    ((node),) = p.init({"w": jnp.asarray(w)})["w"].values()
+    return node["x"]
+
+
+# ---- Positive by exp and square
+
+NUMBERS = np.array([1e-30, 1e-10, 1e-3, 0.5, 1, 20, 1e4, 1e30], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "inverse", "slope"),
+    [("exp", np.exp, np.log, np.exp), ("square", np.square, np.sqrt, lambda x: 2 * x)],
+)
+def test_positive_by_another_map(name, forward, inverse, slope):
+    p, x = rpx.Positive(name), normal(5, 4)
+    np.testing.assert_allclose(read(p, raw_of("positive", x)), forward(x), rtol=1e-6)
+    np.testing.assert_allclose(pulled(p, raw_of("positive", x), np.ones_like(x))["@positive"]["x"], slope(x), rtol=1e-6)
+    np.testing.assert_allclose(started(p, NUMBERS), inverse(NUMBERS), rtol=1e-6, atol=1e-7)
+    # The rounding of a logarithm of up to 70 moves the number by 70 times as much.
+    np.testing.assert_allclose(p.project(NUMBERS), NUMBERS, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softplus", "exp", "square"])
+def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
+    p = rpx.Positive(name)
+    numbers = [p.sample(jax.random.key(0), (100,)), jnp.array([1.0, 0.0]), jnp.array([1.0, -1e-9])]
+    assert [bool(p.contains(w)) for w in numbers] == [True, name == "square", False]
+    assert p.contains(numbers[2], 1e-8)
+    assert p.contains(p.project(normal(5)))
+
+
+# ---- Bounded
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 1e-20), (1e3, 1e4)])
+def test_bounded_is_the_logistic_function_between_the_bounds(low, high):
+    p, x = rpx.Bounded(low, high), np.array([-200, -10, -1, 0, 0.5, 10, 200], np.float32)
+    expected = low + (high - low) * special.expit(x.astype(float))
+    size = max(abs(low), abs(high))
+    np.testing.assert_allclose(read(p, raw_of("bounded", x)), expected, rtol=0, atol=3e-7 * size)
+    inner = expected[1:-1]
+    np.testing.assert_allclose(
+        started(p, inner.astype(np.float32)), special.logit((inner - low) / (high - low)), atol=2e-2, rtol=1e-3
+    )
+    np.testing.assert_allclose(p.project(inner.astype(np.float32)), inner, rtol=0, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+def test_bounded_starts_at_the_bound_from_beyond_it(dtype):
+    p = rpx.Bounded(-1, 3)
+    got = p.project(jnp.array([-1, 3, -50, 50], dtype))
+    np.testing.assert_allclose(np.asarray(got, float), [-1, 3, -1, 3], atol=8 * float(jnp.finfo(dtype).eps))
+    assert np.isfinite(np.asarray(started(p, np.array([-1, 3], dtype)), float)).all()
+
+
+def test_numbers_between_the_bounds_are_members():
+    p = rpx.Bounded(-1, 3)
+    assert [bool(p.contains(jnp.array(w))) for w in ([-1.0, 3.0], [0.0, 3.001], [-1.001, 0.0])] == [True, False, False]
+    assert p.contains(jnp.array([3.1]), 0.03)
+    assert p.contains(p.sample(jax.random.key(0), (100,)))
+
+
+def test_bounds_may_be_traced():
+    w = jax.jit(lambda low, high, raw: rpx.Bounded(low, high).apply(raw)["w"])(
+        -1.0, 3.0, raw_of("bounded", np.zeros(2))
+    )
+    np.testing.assert_array_equal(w, [1, 1])
+
+
+# ---- Simplex
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+def test_simplex_is_the_softmax_along_its_axis(axis):
+    p, x = rpx.Simplex(axis), normal(3, 4, 5, scale=5)
+    w = special.softmax(x.astype(float), axis)
+    np.testing.assert_allclose(read(p, raw_of("simplex", x)), w, rtol=2e-6)
+    np.testing.assert_allclose(started(p, w.astype(np.float32)), np.log(w), rtol=1e-5, atol=1e-6)
+    assert p.contains(jnp.asarray(w, jnp.float32))
+
+
+def nearest(w):
+    """The point of the simplex that is nearest: positive parts after a shift, which a root finder tells."""
+    w = np.asarray(w, float)
+    return np.maximum(w - optimize.brentq(lambda t: np.maximum(w - t, 0).sum() - 1, w.min() - 1, w.max()), 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+def test_simplex_starts_at_the_nearest_point(dtype):
+    arrays = [normal(6, dtype=dtype), np.array([0.2, 0, 0.8], dtype), np.zeros(4, dtype), np.full(3, -100, dtype)]
+    for w in arrays:
+        got = np.asarray(rpx.Simplex().project(w), float)
+        np.testing.assert_allclose(got, nearest(w), atol=4 * float(jnp.finfo(dtype).eps))
+
+
+def test_simplex_projects_each_row_for_itself():
+    w = normal(5, 4)
+    rows = np.stack([nearest(row) for row in w])
+    np.testing.assert_allclose(rpx.Simplex().project(w), rows, atol=1e-6)
+    np.testing.assert_allclose(rpx.Simplex(0).project(w.T), rows.T, atol=1e-6)
+
+
+def test_samples_of_the_simplex_are_uniform(key):
+    points = np.asarray(rpx.Simplex().sample(key, (4096, 3)), np.float64)
+    # The Dirichlet distribution of ones: mean 1/3, variance 1/18, and a number exceeds t with probability (1 - t)^2.
+    np.testing.assert_allclose(points.mean(0), 1 / 3, atol=5 * np.sqrt(1 / 18 / 4096))
+    np.testing.assert_allclose((points > 0.95).mean(0), 0.05**2, atol=5 * np.sqrt(0.05**2 / 4096))
+    np.testing.assert_allclose((points > 0.05).mean(0), 0.95**2, atol=5 * np.sqrt(0.95**2 * (1 - 0.95**2) / 4096))
+
+
+# ---- Scale
+
+
+def test_scale_multiplies_and_starts_at_the_quotient():
+    p, w = rpx.Scale(-0.25), normal(5, 4)
+    np.testing.assert_array_equal(started(p, w), -4 * w)
+    np.testing.assert_array_equal(read(p, raw_of("scale", w)), -0.25 * w)
+
+
+def test_scales_in_a_row_are_their_product_however_they_are_composed():
+    a, b, c = (rpx.Scale(factor) for factor in (0.1, 0.2, 0.3))
+    assert (a >> b) >> c == a >> (b >> c) == rpx.Scale((0.1 * 0.2) * 0.3) != rpx.Scale(0.1 * (0.2 * 0.3))
+    assert isinstance(a >> rpx.Scale(2, where="b"), rpx.Chain)
+    assert isinstance(rpx.Scale(1e-200) >> rpx.Scale(1e-200), rpx.Chain)
+
+
+def test_a_traced_factor_has_a_gradient_and_is_not_fused():
+    def loss(c, raw):
+        p = rpx.Scale(c) >> rpx.Scale(2.0)
+        return jnp.sum(p.apply(raw)["w"])
+
+    raw = (rpx.Scale(1.0) >> rpx.VarNoise(0.0) >> rpx.Scale(1.0)).init({"w": jnp.ones(3)})
+    assert float(jax.jit(jax.grad(loss))(3.0, raw)) == 6
+
+
+# ---- Elementwise
+
+
+def test_elementwise_is_the_pair_of_functions():
+    p, x = rpx.Elementwise(jnp.sinh, jnp.arcsinh), normal(5, 4)
+    np.testing.assert_allclose(read(p, raw_of("elementwise", x)), np.sinh(x), rtol=1e-6)
+    np.testing.assert_allclose(started(p, x), np.arcsinh(x), rtol=1e-6)
+    assert [bool(rpx.Elementwise(jnp.tanh, jnp.arctanh).contains(jnp.array([w]))) for w in (0.9, 1.1)] == [True, False]
+
+
+def test_elementwise_gives_half_precision_to_its_functions_as_float32():
+    seen = []
+    p = rpx.Elementwise(lambda x: seen.append(x.dtype) or x, lambda w: seen.append(w.dtype) or w)
+    assert p.apply(p.init({"w": jnp.ones(2, jnp.bfloat16)}))["w"].dtype == jnp.bfloat16
+    assert set(seen) == {jnp.dtype("float32")}
+
+
+def double(x):
+    return x + x
+
+
+def half(x):
+    return x / 2
+
+
+def test_elementwise_compares_and_travels_by_its_functions():
+    p, own = rpx.Elementwise(jnp.exp, jnp.log), rpx.Elementwise(double, half, outside="refuse", where="w")
+    assert p == rpx.Elementwise(jnp.exp, jnp.log) != rpx.Elementwise(jnp.exp, jnp.log1p)
+    assert [pickle.loads(pickle.dumps(q)) for q in (p, own)] == [p, own]
+    assert rpx.from_json(p.to_json()) == p
+    with raises(
+        ValueError,
+        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only numbers, "
+        "text, stages and functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for "
+        "`where`, or keep this stage in code.",
+    ):
+        own.to_json()
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (
+            lambda: rpx.Positive("log"),
+            ValueError,
+            "Positive takes map='softplus', 'exp' or 'square', but got 'log'.",
+        ),
+        (
+            lambda: rpx.Positive(outside="refuse").init({"w": jnp.array([1.0, -1.0])}),
+            ValueError,
+            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+            "`stage.project(w)`, or let `outside='project'` do it.",
+        ),
+        (
+            lambda: rpx.Bounded(1, 1),
+            ValueError,
+            "Bounded got low=1.0 and high=1.0, but takes finite bounds, the lower one first.",
+        ),
+        (
+            lambda: rpx.Bounded(0, np.inf),
+            ValueError,
+            "Bounded got low=0.0 and high=inf, but takes finite bounds, the lower one first.",
+        ),
+        (
+            lambda: rpx.Simplex((0, 1)),
+            TypeError,
+            "Simplex takes a whole number as axis, but got (0, 1).",
+        ),
+        (
+            lambda: rpx.Simplex(1).init({"w": jnp.ones(3)}),
+            ValueError,
+            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out with "
+            "`where`, or give it a stage of its own.",
+        ),
+        (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
+        (
+            lambda: rpx.Elementwise(jnp.exp, 2),
+            TypeError,
+            "Elementwise takes a function as inverse, but got 2.",
+        ),
+        (
+            lambda: rpx.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
+            ValueError,
+            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that it turns "
+            "into NaN. Correct the array.",
+        ),
+    ],
+)
+def test_what_maps_of_numbers_cannot_take(build, error, text):
+    with raises(error, text):
+        build()

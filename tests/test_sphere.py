@@ -1,0 +1,283 @@
+"""Spheres, balls and standardized weights against their formulas in numpy, in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import pulled, read
+from errors import raises
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def rotated(*shape):
+    return (normal(*shape) + 1j * normal(*shape, seed=1)).astype(np.complex64)
+
+
+def wide(w):
+    return np.asarray(w).astype(complex if np.iscomplexobj(w) else float)
+
+
+def length(w, axis):
+    return np.sqrt(np.sum(np.abs(wide(w)) ** 2, axis=axis, keepdims=True))
+
+
+@jax.jit
+def projected(p, arrays):
+    """The projection of each array, and whether the array and its projection are members."""
+    images = [p.project(w) for w in arrays]
+    return images, [p.contains(w) for w in arrays], [p.contains(image) for image in images]
+
+
+def assert_projects(p, arrays, formula):
+    """That each array's projection is what the formula says to the rounding of its dtype, and the only member."""
+    images, before, after = projected(p, arrays)
+    for w, image in zip(arrays, images, strict=True):
+        assert image.dtype == w.dtype
+        want = formula(wide(w))
+        np.testing.assert_allclose(
+            wide(image), want, rtol=0, atol=8 * float(jnp.finfo(w.dtype).eps) * np.abs(want).max()
+        )
+    assert not any(map(bool, before))
+    assert all(map(bool, after))
+
+
+def every(*shape, scale=3.0):
+    """One array for each dtype and scale."""
+    return [
+        normal(*shape, scale=scale),
+        normal(*shape, scale=1e30),
+        rotated(*shape),
+        normal(*shape, scale=scale, dtype=jnp.bfloat16),
+        normal(*shape, scale=scale, dtype=np.float16),
+    ]
+
+
+# ---- Sphere
+
+
+@pytest.mark.parametrize(("axis", "along"), [(-1, 2), (0, 0), ((0, 2), (0, 2)), (None, (0, 1, 2))], ids=str)
+def test_sphere_divides_by_the_length_along_its_axes(axis, along):
+    arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
+    assert_projects(rpx.Sphere(axis, 2.0), arrays, lambda w: 2 * w / length(w, along))
+
+
+def test_sphere_takes_a_vector_of_zeros_to_equal_numbers():
+    np.testing.assert_allclose(rpx.Sphere().project(jnp.zeros((2, 4))), np.full((2, 4), 0.5))
+
+
+def test_sphere_of_float64_has_float64_precision():
+    w = normal(4, 5, dtype=np.float64)
+    with jax.enable_x64():
+        np.testing.assert_allclose(rpx.Sphere().project(w), w / length(w, -1), rtol=1e-15)
+
+
+def test_samples_of_the_sphere_are_uniform(key):
+    points = np.asarray(rpx.Sphere().sample(key, (4096, 3)), np.float64)
+    np.testing.assert_allclose(points.mean(0), 0, atol=5 / np.sqrt(3 * 4096))
+    # By symmetry a third of each square; Archimedes: each coordinate is uniform, of which a square has variance 4/45.
+    np.testing.assert_allclose((points**2).mean(0), 1 / 3, atol=5 * np.sqrt(4 / 45 / 4096))
+    np.testing.assert_allclose((np.abs(points) < 0.5).mean(0), 0.5, atol=5 * 0.5 / np.sqrt(4096))
+
+
+# ---- MaxNorm
+
+
+@pytest.mark.parametrize(("axis", "normed"), [(-1, (0, 1)), (0, (1, 2)), (None, (0, 1, 2))], ids=str)
+def test_max_norm_rescales_what_is_too_long(axis, normed):
+    arrays = every(3, 4, 5)
+    assert_projects(rpx.MaxNorm(0.5, axis), arrays, lambda w: w * np.minimum(1, 0.5 / length(w, normed)))
+
+
+def test_max_norm_leaves_shorter_weights_bit_for_bit():
+    p, w = rpx.MaxNorm(10.0), normal(6, 4)
+    assert p.contains(w)
+    np.testing.assert_array_equal(read(p, p.init({"w": w})), w)
+
+
+def test_max_norm_inverts_at_the_sphere_beyond_it():
+    v = np.array([[0.3, 3.0], [0.4, 4.0]], np.float32)
+    got = read(rpx.MaxNorm(2.0), {"w": {"@max_norm": {"v": v}}})
+    np.testing.assert_allclose(got, [[0.3, 3 * 4 / 25], [0.4, 4 * 4 / 25]], rtol=1e-6)
+
+
+def test_max_norm_lets_weights_that_have_left_the_ball_become_shorter():
+    target = jnp.array([[0.3], [0.4]])
+
+    def step(_, raw):
+        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.MaxNorm(1.0).apply(raw)["w"] - target)))(raw)
+        return jax.tree.map(lambda x, slope: x - 0.1 * slope, raw, slopes)
+
+    raw = {"w": {"@max_norm": {"v": 1.1 * target / 0.5}}}
+    reached = jax.jit(lambda raw: jax.lax.fori_loop(0, 1000, step, raw))(raw)
+    np.testing.assert_allclose(rpx.MaxNorm(1.0).apply(reached)["w"], target, rtol=1e-4)
+
+
+def test_max_norm_has_the_gradient_of_plain_weights_at_zero():
+    p = rpx.MaxNorm(0.5)
+    slope = pulled(p, p.init({"w": jnp.zeros((3, 2))}), normal(3, 2))["@max_norm"]["v"]
+    np.testing.assert_array_equal(slope, normal(3, 2))
+
+
+# ---- PoincareBall
+
+
+@pytest.mark.parametrize("curvature", [0.5, 1.0, 2.0])
+def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
+    v = np.concatenate([normal(5, 3), normal(5, 3, scale=1e-3), normal(5, 3, scale=1e-20), np.zeros((1, 3))])
+    s = np.sqrt(curvature) * length(v, -1)
+    with jax.enable_x64():
+        p = rpx.PoincareBall(curvature)
+        w = read(p, {"w": {"@poincare_ball": {"v": v}}})
+        back = p.init({"w": w})["w"]["@poincare_ball"]["v"]
+    np.testing.assert_allclose(w, np.tanh(s) * v / np.where(s == 0, 1, s), rtol=1e-12)
+    np.testing.assert_allclose(back, v, rtol=1e-10)
+
+
+def test_poincare_ball_puts_points_at_twice_the_length_of_their_tangent_vector():
+    v = normal(5, 3, dtype=np.float64)
+    with jax.enable_x64():
+        w = read(rpx.PoincareBall(), {"w": {"@poincare_ball": {"v": v}}})
+    squares = np.sum(np.square(w), axis=-1)
+    # The distance in the Poincaré metric; the conformal factor at the origin is 2.
+    np.testing.assert_allclose(np.arccosh(1 + 2 * squares / (1 - squares)), 2 * length(v, -1)[:, 0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dtype):
+    p = rpx.PoincareBall()
+    far = normal(50, 3, scale=100, dtype=dtype)
+    for w in (read(p, {"w": {"@poincare_ball": {"v": far}}}), p.project(far)):
+        assert p.contains(w)
+        direction = wide(far) / length(far, -1)
+        np.testing.assert_allclose(wide(w), direction, atol=8 * float(jnp.finfo(dtype).eps))
+
+
+def test_poincare_ball_is_open():
+    p = rpx.PoincareBall(4.0)
+    inside, border = jnp.array([[0.0, 0.49999]]), jnp.array([[0.0, 0.5]])
+    assert [bool(p.contains(inside)), bool(p.contains(border)), bool(p.contains(border, 1e-6))] == [True, False, True]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3])
+def test_poincare_ball_near_the_origin_has_the_gradient_of_plain_weights(scale):
+    w, dw = normal(4, 3, scale=scale), normal(4, 3, seed=1)
+    p = rpx.PoincareBall()
+    slope = pulled(p, p.init({"w": w}), dw)["@poincare_ball"]["v"]
+    np.testing.assert_allclose(slope, dw, rtol=1e-4)
+
+
+def test_samples_of_the_poincare_ball_are_images_of_normal_vectors(key):
+    points = rpx.PoincareBall().sample(key, (4096, 3))
+    tangent = np.asarray(rpx.PoincareBall().init({"w": points})["w"]["@poincare_ball"]["v"], np.float64)
+    # A normal number has variance 1, its square variance 2.
+    np.testing.assert_allclose((tangent**2).mean(0), 1, atol=5 * np.sqrt(2 / 4096))
+
+
+# ---- WeightStandardization
+
+
+def standardized(w, axis):
+    return (w - w.mean(axis, keepdims=True)) / np.sqrt(
+        np.mean(np.abs(w - w.mean(axis, keepdims=True)) ** 2, axis, keepdims=True)
+    )
+
+
+@pytest.mark.parametrize(("axis", "inputs"), [(-1, (0, 1)), (0, (1, 2)), (None, (0, 1, 2))], ids=str)
+def test_standardized_weights_have_mean_zero_and_variance_one(axis, inputs):
+    arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
+    assert_projects(rpx.WeightStandardization(axis), arrays, lambda w: standardized(w, inputs))
+
+
+def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_standardization():
+    p, v, g = rpx.WeightStandardization() >> rpx.WeightNorm(), normal(3, 3, 4, 5), normal(1, 1, 1, 5, seed=1)
+    raw = {"w": {"@weight_norm": {"g": g, "v": {"@weight_standardization": {"v": v}}}}}
+    # Brock, De and Smith 2021, equation 1: (W - mean) / (sqrt(N) std), times the gain.
+    inputs = (0, 1, 2)
+    expected = wide(g) * (v - v.mean(inputs)) / (np.sqrt(v[..., 0].size) * v.std(inputs))
+    np.testing.assert_allclose(read(p, raw), expected, rtol=2e-5)
+
+
+def test_standardization_with_a_gain_reproduces_weights_of_mean_zero_and_the_length_of_others():
+    p, w = rpx.WeightStandardization() >> rpx.WeightNorm(), normal(6, 4)
+    centred = w - w.mean(0)
+    np.testing.assert_allclose(read(p, p.init({"w": centred})), centred, atol=2e-6)
+    np.testing.assert_allclose(length(read(p, p.init({"w": w})), 0), length(w, 0), rtol=1e-6)
+
+
+def test_a_channel_of_equal_numbers_is_standardized_to_an_even_ramp():
+    w = jnp.full((3, 2), 0.1)
+    np.testing.assert_allclose(rpx.WeightStandardization().project(w)[:, 0], np.sqrt([1.5, 0, 1.5]) * [-1, 0, 1], 1e-6)
+
+
+def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
+    p = rpx.WeightStandardization() >> rpx.WeightNorm()
+    raw = p.init({"w": jnp.zeros((3, 2))})
+    np.testing.assert_array_equal(read(p, raw), np.zeros((3, 2)))
+    slope = pulled(p, raw, jnp.eye(3, 2))["@weight_norm"]["g"]
+    np.testing.assert_allclose(slope, [[-np.sqrt(0.5), 0]], atol=1e-6)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: rpx.Sphere("0"), TypeError, "Sphere takes an axis or a tuple of axes as axis, but got '0'."),
+        (
+            lambda: rpx.Sphere(radius=0),
+            ValueError,
+            "Sphere got radius=0.0, but takes a finite number greater than 0.",
+        ),
+        (lambda: rpx.MaxNorm(-1), ValueError, "MaxNorm got max=-1.0, but takes a finite number greater than 0."),
+        (
+            lambda: rpx.MaxNorm("1"),
+            TypeError,
+            "MaxNorm takes a real number or a real scalar array as max, but got '1'.",
+        ),
+        (
+            lambda: rpx.PoincareBall(np.inf),
+            ValueError,
+            "PoincareBall got curvature=inf, but takes a finite number greater than 0.",
+        ),
+        (
+            lambda: rpx.Sphere(2).init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "Sphere(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with "
+            "`where`, or give it a stage of its own.",
+        ),
+        (
+            lambda: rpx.PoincareBall(where="z").init({"z": jnp.ones((3, 2), complex)}),
+            ValueError,
+            "PoincareBall(where='z').init at 'z': expected a floating array, got complex64. Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.WeightStandardization().init({"w": jnp.ones((1, 2))}),
+            ValueError,
+            "WeightStandardization().init at 'w': expected several inputs for each index of axis -1, got one in shape "
+            "(1, 2). Leave it out with `where`, or give it a stage of its own.",
+        ),
+    ],
+)
+def test_what_spheres_and_balls_cannot_take(build, error, text):
+    with raises(error, text):
+        build()
+
+
+def test_a_traced_radius_compiles_once_and_has_a_gradient():
+    traces = []
+
+    @jax.jit
+    def slope(radius, v):
+        traces.append(radius)
+        return jax.grad(lambda r: jnp.sum(rpx.Sphere(radius=r).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
+
+    v = normal(2, 3)
+    expected = np.sum(v / length(v, -1))
+    np.testing.assert_allclose([slope(1.0, v), slope(2.0, v)], [expected, expected], rtol=1e-5)
+    assert len(traces) == 1
