@@ -84,12 +84,20 @@ class Parametrization(ABC):
         del key
         return raw
 
+    def rebase(self, raw: PyTree) -> PyTree:
+        """``raw`` with each stage's base at the current point, and the values that lead there from it at zero.
+
+        The effective tree stays the same. Momentum that an optimizer holds for these values is that of the old base,
+        where the same numbers mean another direction: set it to zero, or rebase seldom.
+        """
+        return raw
+
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
         return type(self).update is not Parametrization.update
 
-    # What a chain calls: as the public three, on a tree in which other stages have left their markers.
+    # What a chain calls: as the public four, on a tree in which other stages have left their markers.
     def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
         return self.init(tree, key)
 
@@ -98,6 +106,9 @@ class Parametrization(ABC):
 
     def _update(self, tree: PyTree, key: jax.Array | None) -> PyTree:
         return self.update(tree, key)
+
+    def _rebase(self, tree: PyTree) -> PyTree:
+        return self.rebase(tree)
 
     @property
     def deterministic(self) -> "Parametrization":
@@ -210,7 +221,13 @@ class Chain(Parametrization):
         for i, stage in enumerate(self.stages):
             if stage.advances:
                 seen = compose(self.stages[:i]).deterministic._apply(raw, None)
-                raw = _raw.graft(raw, seen, stage._update(seen, keys[i]))
+                raw = _raw.graft("update", raw, seen, stage._update(seen, keys[i]), free=False)
+        return raw
+
+    def rebase(self, raw: PyTree) -> PyTree:
+        for i, stage in enumerate(self.stages):
+            seen = compose(self.stages[:i]).deterministic._apply(raw, None)
+            raw = _raw.graft("rebase", raw, seen, stage._rebase(seen), free=True)
         return raw
 
     def _checked(self, key: jax.Array | None) -> jax.Array | None:

@@ -142,6 +142,10 @@ class Reparametrization(_Leafwise):
         del values
         return {}
 
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        """All raw values of the same effective array, with the base at the current point, where there is a base."""
+        return values
+
     @property
     def advances(self) -> bool:
         return type(self).update_leaf is not Reparametrization.update_leaf
@@ -168,6 +172,12 @@ class Reparametrization(_Leafwise):
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
         return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
 
+    def _rebase(self, tree: PyTree) -> PyTree:
+        if type(self).rebase_leaf is Reparametrization.rebase_leaf:
+            return tree
+        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
+        return self._at_nodes("rebase", tree, lambda node: {mark: self._node(self.rebase_leaf(_values(node)))})
+
     def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
         with _located(f"{call(self, 'init')} at {path!r}"):
@@ -176,6 +186,9 @@ class Reparametrization(_Leafwise):
             effective = self._abstract(values)
             if not self.changes_type:
                 _require_type(effective, array)
+        return self._node(values)
+
+    def _node(self, values: Mapping[str, Array]) -> dict[str, Any]:
         free = {name: value for name, value in values.items() if name not in self.fixed}
         fixed = {name: values[name] for name in self.fixed}
         return {**free, FIXED: fixed} if fixed else free
