@@ -26,6 +26,30 @@ def positive() -> dict[str, dict[str, jax.Array]]:
     return jax.tree.map(jnp.exp, model())
 
 
+def matrices() -> dict[str, jax.Array]:
+    """Square, tall and wide matrices, and a batch."""
+    shapes = {
+        "square": (3, 3),
+        "also square": (3, 3),
+        "tall": (4, 2),
+        "wide": (2, 4),
+        "batch": (2, 3, 2),
+        "small": (2, 2),
+    }
+    k = jax.random.split(jax.random.key(8), len(shapes))
+    return {name: jax.random.normal(k[i], shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def definite() -> dict[str, jax.Array]:
+    """The same matrices, the square ones with large numbers on their diagonals."""
+    params = matrices()
+    return {
+        **params,
+        "square": params["square"] + 4 * jnp.eye(3),
+        "also square": params["also square"] - 4 * jnp.eye(3),
+    }
+
+
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 CASES = {
@@ -44,6 +68,31 @@ CASES = {
     "positive": (rpx.Positive(), positive),
     "cast": (rpx.Cast("bfloat16"), model),
     "freeze": (rpx.Freeze(where="conv/.*"), model),
+    "orthogonal": (
+        rpx.Orthogonal(where="tall")
+        >> rpx.Orthogonal("expm", where="wide")
+        >> rpx.Orthogonal("householder", where="batch")
+        >> rpx.SpecialOrthogonal(where="square"),
+        matrices,
+    ),
+    "singular values": (
+        rpx.FixedRank(1, where="tall") >> rpx.SpecialLinear(where="square") >> rpx.AlmostOrthogonal(where="batch"),
+        matrices,
+    ),
+    "linear spaces": (
+        rpx.Symmetric(where="square")
+        >> rpx.Skew(where="also square")
+        >> rpx.BlockDiagonal(2, where="wide")
+        >> rpx.Kronecker((2, 1), where="tall"),
+        matrices,
+    ),
+    "definite": (
+        rpx.PositiveDefinite(where="square")
+        >> rpx.PositiveSemidefinite(where="small")
+        >> rpx.Hurwitz(0.1, where="also square")
+        >> rpx.Fibration(jnp.transpose, jnp.transpose, where="wide"),
+        definite,
+    ),
     "tie": (TIE, tied),
     "weight norm >> low rank >> noise": (rpx.WeightNorm() >> rpx.LowRank(2) >> rpx.VarNoise(0.1), model),
     "low rank >> weight norm": (rpx.LowRank(2) >> rpx.WeightNorm(), model),
