@@ -23,7 +23,7 @@ def eigen(w: Array) -> tuple[Array, Array]:
 def definite(w: Array) -> tuple[Array, Array]:
     """As ``eigen``, with eigenvalues raised to where one can tell them from zero."""
     values, vectors = eigen(widened(w))
-    return jnp.maximum(values, resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
+    return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
 
 def cholesky(values: Array, vectors: Array) -> Array:
@@ -57,7 +57,7 @@ class PositiveDefinite(Constraint):
     Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``: the rows of the lower triangular L, whose diagonal is
     softplus of these numbers (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for definite
     matrices, as far as the dtype can tell the smallest eigenvalue from zero; other matrices are made symmetric, and
-    their eigenvalues raised to 10 n units of rounding of the largest. Samples are Wishart matrices of mean I.
+    their eigenvalues raised to 2 n units of rounding of the largest. Samples are Wishart matrices of mean I.
 
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.

@@ -76,8 +76,8 @@ class Hurwitz(Constraint):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
         norm, one, excess = _norm(x), identity(x), self._excess(x)[..., None, None]
-        inside = excess < -resolution(w, norm) / 2
-        stable = x + (self.rate - jnp.where(inside, 0, excess + norm / 100)) * one
+        inside = excess < -resolution(x, norm) / 2
+        stable = x + (self.rate - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
         q = norm * one
         solution = _lyapunov(stable, q)
         values, vectors = definite(solution)
@@ -96,7 +96,7 @@ class Hurwitz(Constraint):
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = widened(jnp.asarray(w))
-        edge = -resolution(w, _norm(x)[..., 0, 0]) / 2 if tolerance is None else tolerance * jnp.max(jnp.abs(x))
+        edge = -resolution(x, _norm(x)[..., 0, 0]) / 2 if tolerance is None else tolerance * jnp.max(jnp.abs(x))
         return jnp.all(self._excess(x) < edge)
 
     def _excess(self, w: Array) -> Array:

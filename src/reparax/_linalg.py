@@ -33,11 +33,11 @@ def oriented(left: Array, right: Array) -> Array:
 
 
 def resolution(w: Array, largest: Array) -> Array:
-    """The singular value that one can just tell from zero in ``w``, of which ``largest`` is the largest.
+    """The singular value below which rounding may hide those of ``w``, of which ``largest`` is the largest.
 
-    Of a zero matrix, it is that of a matrix of norm 1.
+    It is numpy's threshold for the rank of a matrix; of a zero matrix, that for a matrix of norm 1.
     """
-    unit = 10 * max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
+    unit = max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
     return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
 
 

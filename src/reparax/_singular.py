@@ -95,7 +95,7 @@ class _Bounded(_Singular):
         return jax.nn.softplus(s) + self.least
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        return softplus_inverse(jnp.maximum(singular, jnp.maximum(2 * self.least, least)) - self.least)
+        return softplus_inverse(jnp.maximum(singular, 2 * jnp.maximum(self.least, least)) - self.least)
 
 
 class FixedRank(_Bounded):
