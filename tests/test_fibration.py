@@ -51,7 +51,12 @@ def test_frames_over_rotations_stay_frames_in_training():
 
 
 def test_a_whole_chain_may_act_in_the_total_space():
-    p = rpx.VarNoise(0.1) >> rpx.WeightNorm(axis=None, where="w") >> rpx.Symmetric() >> rpx.Fibration(jnp.diagonal, jnp.diag)
+    p = (
+        rpx.VarNoise(0.1)
+        >> rpx.WeightNorm(axis=None, where="w")
+        >> rpx.Symmetric()
+        >> rpx.Fibration(jnp.diagonal, jnp.diag)
+    )
     w = jnp.array([1.0, 2.0])
     raw = p.init({"w": w})
     np.testing.assert_allclose(p.fold(raw)["w"], w, rtol=1e-6)
