@@ -182,6 +182,17 @@ def test_a_zero_kronecker_product_trains():
             "Skew(where='b').init at 'b': expected square matrices, got shape (3,). Leave it out with `where`.",
         ),
         (
+            lambda: rpx.Skew().init({"w": jnp.ones((0, 0))}),
+            ValueError,
+            "Skew().init at 'w': expected square matrices, got shape (0, 0). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Kronecker((2, 2)).init({"w": jnp.ones((0, 4))}),
+            ValueError,
+            "Kronecker((2, 2)).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (0, 4). Leave it "
+            "out with `where`.",
+        ),
+        (
             lambda: rpx.BlockDiagonal(2).init({"w": jnp.ones((4, 3))}),
             ValueError,
             "BlockDiagonal(2).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (4, 3). Leave it out "

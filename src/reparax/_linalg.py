@@ -60,7 +60,7 @@ def no_matrix(w: Array) -> str | None:
 
 def no_square(w: Array) -> str | None:
     """What is wrong with an array that holds no square matrices, or None."""
-    if w.ndim >= 2 and w.shape[-1] == w.shape[-2]:
+    if w.ndim >= 2 and w.shape[-1] == w.shape[-2] > 0:
         return None
     return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
 
@@ -77,7 +77,7 @@ def no_rank(rank: int, w: Array) -> str | None:
 
 def undivided(blocks: tuple[int, int], w: Array) -> str | None:
     """What is wrong with the numbers of blocks that ``w`` is to fall into, or None."""
-    if w.ndim < 2 or all(size % number == 0 for size, number in zip(w.shape[-2:], blocks, strict=True)):
+    if w.ndim < 2 or all(size and size % number == 0 for size, number in zip(w.shape[-2:], blocks, strict=True)):
         return no_matrix(w)
     return (
         f"expected matrices of {blocks[0]} times {blocks[1]} equal blocks, got shape {w.shape}. "
