@@ -35,6 +35,7 @@ def matrices() -> dict[str, jax.Array]:
         "wide": (2, 4),
         "batch": (2, 3, 2),
         "small": (2, 2),
+        "column": (3, 1),
     }
     k = jax.random.split(jax.random.key(8), len(shapes))
     return {name: jax.random.normal(k[i], shape) for i, (name, shape) in enumerate(shapes.items())}
@@ -72,7 +73,9 @@ CASES = {
         rpx.Orthogonal(where="tall")
         >> rpx.Orthogonal("expm", where="wide")
         >> rpx.Orthogonal("householder", where="batch")
-        >> rpx.SpecialOrthogonal(where="square"),
+        >> rpx.SpecialOrthogonal(where="square")
+        >> rpx.Stiefel(where="also square")
+        >> rpx.Grassmann("householder", where="column"),
         matrices,
     ),
     "singular values": (
@@ -82,6 +85,7 @@ CASES = {
     "linear spaces": (
         rpx.Symmetric(where="square")
         >> rpx.Skew(where="also square")
+        >> rpx.Triangular(where="small")
         >> rpx.BlockDiagonal(2, where="wide")
         >> rpx.Kronecker((2, 1), where="tall"),
         matrices,

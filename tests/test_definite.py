@@ -9,6 +9,7 @@ from compiled import read, trained
 from errors import raises
 
 import reparax as rpx
+from reparax.testing import check_laws, gradients, plain_trees, right_inverse, types_kept
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -96,7 +97,8 @@ def test_a_stable_matrix_is_that_of_duan_and_patton():
         pytest.param(rpx.PositiveSemidefinite(), np.ones((3, 3)), id="semidefinite"),
         pytest.param(rpx.PositiveSemidefinite(1), np.array([[1, 1j], [-1j, 1]]), id="Hermitian"),
         pytest.param(rpx.Hurwitz(), stable(4, 0.5), id="stable"),
-        pytest.param(rpx.Hurwitz(0.5), np.stack([stable(3, 0.6), 1e3 * stable(3, 0.1, seed=1)]), id="stable, batch"),
+        pytest.param(rpx.Hurwitz(0.5), np.stack([stable(3, 0.6), 1e9 * stable(3, 0.1, seed=1)]), id="stable, batch"),
+        pytest.param(rpx.Hurwitz(), 1e-200 * stable(3, 0.6), id="stable, small"),
         pytest.param(rpx.Hurwitz(), np.array([[-1.0, 100.0], [0.0, -1.0]]), id="stable, far from normal"),
         pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, -1e-2]]), id="hardly damped"),
     ],
@@ -120,7 +122,7 @@ def test_the_raw_numbers_are_those_of_the_cholesky_factor_and_the_logarithm():
 
 def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
     w = stable(4, 0.2)
-    q = np.linalg.norm(w) * np.eye(4)
+    q = np.linalg.norm(w, np.inf) * np.eye(4)
     expected = np.linalg.inv(scipy.linalg.solve_continuous_lyapunov(w.T, -q))
     with jax.enable_x64():
         p = rpx.Hurwitz().init({"w": jnp.asarray(w)})["w"]["@hurwitz"]["p"]
@@ -157,7 +159,7 @@ def test_an_unstable_matrix_is_shifted_inside():
     got = projected(rpx.Hurwitz(0.5), w)
     shift = np.diag(w - got).mean()
     np.testing.assert_allclose(got, w - shift * np.eye(3), rtol=0, atol=1e-12)
-    assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * np.linalg.norm(w))
+    assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * np.linalg.norm(w, np.inf))
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,11 @@ def test_half_precision_is_computed_in_float32(stage):
     got = stage.project(jnp.asarray(w, jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.03 * np.abs(w).max())
+
+
+def test_the_laws_hold_for_exponentials_which_are_no_case_of_their_own(key):
+    params = {"w": jnp.asarray(wishart(2), jnp.float32)}
+    check_laws(rpx.PositiveDefinite("expm"), params, key, laws=(right_inverse, types_kept, gradients, plain_trees))
 
 
 # ---- membership

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
+from cases import matrices
 from compiled import read, trained
 from errors import raises
 
 import reparax as rpx
+from reparax.testing import check_laws, gradients, plain_trees, right_inverse, types_kept
 
 
 def normal(*shape, seed=0):
@@ -80,6 +82,11 @@ def test_half_precision_is_as_near_as_rounding_to_it(stage, shape, made):
     got = stage.project(w)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(w, np.float32))
+
+
+def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(key):
+    p = rpx.Diagonal(where="square") >> rpx.Circulant(where="also square") >> rpx.Toeplitz(where="small")
+    check_laws(p, matrices(), key, laws=(right_inverse, types_kept, gradients, plain_trees))
 
 
 def test_a_unit_diagonal_stays_and_is_no_free_number():

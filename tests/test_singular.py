@@ -9,6 +9,7 @@ from compiled import read, trained
 from errors import raises
 
 import reparax as rpx
+from reparax.testing import check_laws, gradients, plain_trees, right_inverse, types_kept
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -112,6 +113,11 @@ def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_train
     np.testing.assert_allclose(read(p, raw), w, rtol=0, atol=2e-5)
     assert p.contains(read(p, raw))
     assert np.abs(slopes["w"]["@invertible"]["s"]).min() > 1e-7
+
+
+def test_the_laws_hold_for_invertible_matrices_which_are_no_case_of_their_own(key):
+    params = {"w": jnp.asarray(normal(2, 2, dtype=np.float32))}
+    check_laws(rpx.Invertible(), params, key, laws=(right_inverse, types_kept, gradients, plain_trees))
 
 
 def test_the_sign_of_the_determinant_stays():

@@ -15,8 +15,8 @@ from reparax._precision import widened
 
 
 def _norm(w: Array) -> Array:
-    """The Frobenius norm of each matrix, of shape ``(..., 1, 1)``; 1 where it is zero."""
-    norm = jnp.linalg.norm(w, axis=(-2, -1), keepdims=True)
+    """The largest sum of a row of each matrix, of shape ``(..., 1, 1)``; 1 where it is zero."""
+    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True)
     return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
@@ -30,7 +30,7 @@ def _lyapunov(a: Array, q: Array) -> Array:
     def step(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
         a, q = state
         inverse = jnp.linalg.inv(a)
-        scale = jnp.sqrt(_norm(inverse) / _norm(a))
+        scale = jnp.sqrt(_norm(inverse)) / jnp.sqrt(_norm(a))
         return (scale * a + inverse / scale) / 2, (scale * q + product(inverse.mT, q, inverse) / scale) / 2
 
     return jax.lax.fori_loop(0, 40, step, (a, q))[1] / 2
@@ -43,7 +43,7 @@ class Hurwitz(Constraint):
     ``(..., n (n + 1) / 2)``, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s`` of shape
     ``(..., n (n - 1) / 2)``, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
     solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
-    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their norm inside the edge.
+    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum inside it.
 
     Args:
       rate: The decay rate alpha, not negative.

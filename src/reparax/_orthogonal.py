@@ -74,7 +74,8 @@ class Orthogonal(_Orthonormal):
     X, with B (``"householder"``). ``init`` gives ``x = 0``, and the base is ``w`` where that is orthogonal, else the
     nearest such matrix, its polar factor; so ``init`` is exact on the image, and weight decay pulls towards the
     base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
-    Of a tall or wide matrix, no array larger than twice ``w`` is made. Samples are uniform (Haar).
+    Arrays of more than two dimensions are batches of matrices. Of a tall or wide matrix, no array larger than twice
+    ``w`` is made. Samples are uniform (Haar).
 
     Args:
       map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that

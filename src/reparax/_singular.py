@@ -26,7 +26,7 @@ from reparax._precision import widened
 from reparax._trivialization import cayley
 
 
-class _Singular(Constraint):
+class _SingularValues(Constraint):
     r""":math:`W = U \operatorname{diag}(f(s)) V^H`, where U and V move from fixed bases by the Cayley map."""
 
     main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
@@ -75,7 +75,7 @@ class _Singular(Constraint):
         """The ``s`` of given singular values, or of the nearest ones that are possible and not below ``least``."""
 
 
-class _Bounded(_Singular):
+class _BoundedBelow(_SingularValues):
     """Singular values above ``least``: :math:`f(s) = least + log(1 + e^s)`."""
 
     least: float = field(default=1e-6, kw_only=True)
@@ -98,7 +98,7 @@ class _Bounded(_Singular):
         return softplus_inverse(jnp.maximum(singular, 2 * jnp.maximum(self.least, least)) - self.least)
 
 
-class FixedRank(_Bounded):
+class FixedRank(_BoundedBelow):
     r"""A matrix of rank ``rank``, neither more nor less: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
     Raw values, all main: ``u`` and ``v`` of shapes ``(..., n, rank)`` and ``(..., m, rank)``, which lead the singular
@@ -137,7 +137,7 @@ class FixedRank(_Bounded):
         return self.rank
 
 
-class Invertible(_Bounded):
+class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
     Raw values as for :class:`FixedRank` of full rank. The determinant of a real matrix keeps its sign: a start of
@@ -163,7 +163,7 @@ class Invertible(_Bounded):
         return no_square(w)
 
 
-class SpecialLinear(_Singular):
+class SpecialLinear(_SingularValues):
     r"""A square matrix of determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
     Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image; another matrix is turned round
@@ -198,7 +198,7 @@ class SpecialLinear(_Singular):
         return jnp.log(jnp.maximum(singular, least))
 
 
-class AlmostOrthogonal(_Singular):
+class AlmostOrthogonal(_SingularValues):
     r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
 
     Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image, to within rounding, else it
