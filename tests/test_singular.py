@@ -115,6 +115,14 @@ def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_train
     assert np.abs(slopes["w"]["@invertible"]["s"]).min() > 1e-7
 
 
+@pytest.mark.parametrize("size", [0.1, 10.0])
+def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
+    p = rpx.AlmostOrthogonal(0.5)
+    raw = p.init({"w": size * jnp.eye(2)})
+    slopes = jax.jit(jax.grad(lambda raw: jnp.trace(p.apply(raw)["w"])))(raw)
+    assert np.abs(slopes["w"]["@almost_orthogonal"]["s"]).min() > 1e-4
+
+
 def test_the_laws_hold_for_invertible_matrices_which_are_no_case_of_their_own(key):
     params = {"w": jnp.asarray(normal(2, 2, dtype=np.float32))}
     check_laws(rpx.Invertible(), params, key, laws=(right_inverse, types_kept, gradients, plain_trees))

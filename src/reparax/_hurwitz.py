@@ -44,6 +44,7 @@ class Hurwitz(Constraint):
     ``(..., n (n - 1) / 2)``, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
     solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
     are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum inside it.
+    The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest entry.
 
     Args:
       rate: The decay rate alpha, not negative.
