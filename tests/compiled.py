@@ -14,6 +14,18 @@ def read(p, raw):
 
 
 @jax.jit
+def projected(stage, w):
+    """The point of the image where ``stage`` starts from ``w``."""
+    return stage.project(w)
+
+
+@jax.jit
+def contained(stage, w):
+    """Whether ``w`` is a point of the image."""
+    return stage.contains(w)
+
+
+@jax.jit
 def pulled(p, raw, dw):
     """The gradient of the raw values of ``w`` where ``dw`` is that of the effective array."""
     return jax.vjp(p.apply, raw)[1]({"w": dw})[0]["w"]

@@ -7,7 +7,7 @@ import optax
 
 import reparax as rpx
 
-SYMBOLS, LETTERS, WAIT, BATCH, HIDDEN = 10, 8, 10, 32, 64
+SYMBOLS, LETTERS, WAIT, BATCH, HIDDEN = 10, 8, 10, 16, 64
 P = rpx.Orthogonal(where="recurrent")
 
 
@@ -52,7 +52,7 @@ def test_an_orthogonal_network_remembers_where_one_without_memory_can_only_guess
         "bias": jnp.zeros(HIDDEN),
         "output": jax.random.normal(k[2], (HIDDEN, LETTERS + 1)) / 8,
     }
-    got = losses(P.init(weights), jax.random.split(k[3], 150))
+    got = losses(P.init(weights), jax.random.split(k[3], 120))
     guess = SYMBOLS * np.log(LETTERS) / (WAIT + 2 * SYMBOLS)
     assert got[0] > guess
     assert got[-10:].max() < guess / 5
