@@ -70,11 +70,10 @@ CASES = {
     "cast": (rpx.Cast("bfloat16"), model),
     "freeze": (rpx.Freeze(where="conv/.*"), model),
     "orthogonal": (
-        rpx.Orthogonal(where="tall")
-        >> rpx.Orthogonal("expm", where="wide")
+        rpx.Orthogonal("expm", where="wide")
         >> rpx.Orthogonal("householder", where="batch")
         >> rpx.SpecialOrthogonal(where="square")
-        >> rpx.Stiefel(where="also square")
+        >> rpx.Stiefel(where="tall")
         >> rpx.Grassmann("householder", where="column"),
         matrices,
     ),
