@@ -44,6 +44,33 @@ PACK = rpx.Pack(
     sizes={"heads": 2},
 )
 HALVES = rpx.Pack({"wi": rpx.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
+
+
+def matrices() -> dict[str, jax.Array]:
+    """Square, tall and wide matrices, and a batch."""
+    shapes = {
+        "square": (3, 3),
+        "also square": (3, 3),
+        "tall": (4, 2),
+        "wide": (2, 4),
+        "batch": (2, 3, 2),
+        "small": (2, 2),
+        "column": (3, 1),
+    }
+    k = jax.random.split(jax.random.key(8), len(shapes))
+    return {name: jax.random.normal(k[i], shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def definite() -> dict[str, jax.Array]:
+    """The same matrices, the square ones with large numbers on their diagonals."""
+    params = matrices()
+    return {
+        **params,
+        "square": params["square"] + 4 * jnp.eye(3),
+        "also square": params["also square"] - 4 * jnp.eye(3),
+    }
+
+
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 
@@ -106,6 +133,33 @@ CASES = {
     "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.GlobalPrune(0.5), model),
     "cast": (rpx.Cast("bfloat16"), model),
     "freeze": (rpx.Freeze(where="conv/.*"), model),
+    "orthogonal": (
+        rpx.Orthogonal("expm", where="wide")
+        >> rpx.Orthogonal("householder", where="batch")
+        >> rpx.SpecialOrthogonal(where="square")
+        >> rpx.Stiefel(where="tall")
+        >> rpx.Grassmann("householder", where="column"),
+        matrices,
+    ),
+    "singular values": (
+        rpx.FixedRank(1, where="tall") >> rpx.SpecialLinear(where="square") >> rpx.AlmostOrthogonal(where="batch"),
+        matrices,
+    ),
+    "linear spaces": (
+        rpx.Symmetric(where="square")
+        >> rpx.Skew(where="also square")
+        >> rpx.Triangular(where="small")
+        >> rpx.BlockDiagonal(2, where="wide")
+        >> rpx.Kronecker((2, 1), where="tall"),
+        matrices,
+    ),
+    "definite": (
+        rpx.PositiveDefinite(where="square")
+        >> rpx.PositiveSemidefinite(where="small")
+        >> rpx.Hurwitz(0.1, where="also square")
+        >> rpx.Fibration(jnp.transpose, jnp.transpose, where="wide"),
+        definite,
+    ),
     "tie": (TIE, tied),
     "weight norm >> low rank >> noise": (rpx.WeightNorm() >> rpx.LowRank(2) >> rpx.VarNoise(0.1), model),
     "low rank >> weight norm": (rpx.LowRank(2) >> rpx.WeightNorm(), model),

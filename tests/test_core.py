@@ -293,11 +293,11 @@ def test_update_says_so_where_a_fixed_value_has_no_place():
             return jax.tree.map(lambda x: x + 0, raw["packed"])
 
     p = Rebuilt() >> Counter()
-    with pytest.raises(ValueError, match=r"^update advanced 'w/@counter/@fixed/") as error:
+    with pytest.raises(ValueError, match=r"^update changed 'w/@counter/@fixed/") as error:
         p.update(p.init({"w": jnp.ones(3)}))
     assert str(error.value).endswith(
         "but found no place for it in the raw tree: an earlier stage makes that value anew. "
-        "Let that stage pass fixed values through as they are."
+        "Let that stage pass the value through as it is."
     )
 
 

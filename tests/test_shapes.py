@@ -19,6 +19,7 @@ STAGES = {
     "weight norm of the whole": (rpx.WeightNorm(axis=None, where="w"), 0, ANY, 0),
     "spectral norm": (rpx.SpectralNorm(where="w"), 1, ANY, 0),
     "low rank": (rpx.LowRank(1), 2, ANY, 1),
+    "orthogonal": (rpx.Orthogonal(), 2, ANY, 0),
     "noise": (rpx.VarNoise(0.1), 0, ANY, 0),
     "dropout": (rpx.WeightDropout(0.3, where="w"), 0, ANY, 0),
     "dropout of rows": (rpx.WeightDropout(0.3, broadcast=-1, where="w"), 1, ANY, 0),

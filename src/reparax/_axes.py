@@ -33,6 +33,13 @@ def whole(value: Any, who: str, name: str) -> int:
     return int(value)
 
 
+def positive_whole(value: Any, who: str, name: str) -> int:
+    """``value``, which must be able to count and be at least 1."""
+    if whole(value, who, name) < 1:
+        raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
+    return int(value)
+
+
 def _several(axes: Axes) -> tuple[int, ...]:
     return (axes,) if isinstance(axes, int) else axes
 

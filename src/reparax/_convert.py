@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from reparax._block import names
 from reparax._layouts import Blocks, blocks, read, write
-from reparax._leafwise import located
+from reparax._nodes import located
 from reparax._paths import PyTree, is_array, named, text
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}

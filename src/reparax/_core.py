@@ -83,12 +83,20 @@ class Parametrization(ABC):
         del key
         return raw
 
+    def rebase(self, raw: PyTree) -> PyTree:
+        """``raw`` with each stage's base at the current point, and the values that lead there from it at zero.
+
+        The effective tree stays the same. Momentum that an optimizer holds for these values is that of the old base,
+        where the same numbers mean another direction: set it to zero, or rebase seldom.
+        """
+        return raw
+
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
         return type(self).update is not Parametrization.update
 
-    # What a chain calls: as the public three, on a tree in which other stages have left their markers.
+    # What a chain calls: as the public four, on a tree in which other stages have left their markers.
     def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
         return self.init(tree, key)
 
@@ -97,6 +105,9 @@ class Parametrization(ABC):
 
     def _update(self, tree: PyTree, key: jax.Array | None) -> PyTree:
         return self.update(tree, key)
+
+    def _rebase(self, tree: PyTree) -> PyTree:
+        return self.rebase(tree)
 
     @property
     def deterministic(self) -> "Parametrization":
@@ -142,12 +153,7 @@ class Parametrization(ABC):
         return compose((*_stages(self), *_stages(later)))
 
     def __repr__(self) -> str:
-        def text(name: str, value: object) -> str:
-            return _manifest.code(value) if name in required else f"{name}={_manifest.code(value)}"
-
-        required = _manifest.required(self)
-        arguments = ", ".join(text(name, value) for name, value in _manifest.arguments(self).items())
-        return f"{type(self).__name__}({arguments})"
+        return _manifest.expression(self)
 
     def to_json(self) -> str:
         """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
@@ -229,7 +235,13 @@ class Chain(Parametrization):
         for i, stage in enumerate(self.stages):
             if stage.advances:
                 seen = compose(self.stages[:i]).deterministic._apply(raw, None)
-                raw = _raw.graft(raw, seen, stage._update(seen, keys[i]))
+                raw = _raw.graft("update", raw, seen, stage._update(seen, keys[i]), free=False)
+        return raw
+
+    def rebase(self, raw: PyTree) -> PyTree:
+        for i, stage in enumerate(self.stages):
+            seen = compose(self.stages[:i]).deterministic._apply(raw, None)
+            raw = _raw.graft("rebase", raw, seen, stage._rebase(seen), free=True)
         return raw
 
     def _checked(self, key: jax.Array | None) -> jax.Array | None:
@@ -284,17 +296,3 @@ def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.
     tree = "params" if method == "init" else "raw"
     in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
     return None if key is None else _keys.checked(key, call(p, method), in_batches)
-
-
-def from_json(text: str) -> Parametrization:
-    """The parametrization whose ``to_json`` wrote ``text``.
-
-    Raises:
-      ValueError: If the text is not of that form, or names a stage that is not defined.
-
-    Example:
-      >>> import reparax as rpx
-      >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
-      WeightNorm(axis=0) >> VarNoise(0.1)
-    """
-    return compose(tuple(_manifest.loads(text)))

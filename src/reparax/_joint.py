@@ -11,7 +11,7 @@ from jax import Array
 
 from reparax import _raw, _where
 from reparax._core import call
-from reparax._leafwise import absent, located, node_of, require_named_arrays, require_type, require_values, values_under
+from reparax._nodes import absent, located, node_of, require_named_arrays, require_type, require_values, values_under
 from reparax._paths import PyTree, is_array
 from reparax._stage import Stage
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._block import Block, Concat, Sizes, cut, join, names
-from reparax._leafwise import located
+from reparax._nodes import located
 
 Blocks = Mapping[str, Block]
 

@@ -1,108 +1,295 @@
-"""A linearized program, of whose residuals some are kept and the others made again."""
+"""Linear spaces of matrices, each by its free numbers alone: the nearest matrix has the means of the entries."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import math
+from abc import abstractmethod
+from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax import Array
 
-from reparax import _program
-from reparax._program import Env, Known
+from reparax._axes import positive_whole
+from reparax._constraint import Constraint
+from reparax._linalg import divided, identity, no_square, undivided
+from reparax._precision import widened
 
 
-@dataclass(frozen=True)
-class Linearized:
-    """A program and its linear part.
+class _Pattern(Constraint):
+    """Square matrices whose entries are numbers of ``x`` or 0, each number at places of its own."""
 
-    Attributes:
-      program: Gives the outputs, then the residuals, which are what the linear part needs.
-      n_outs: How many outputs there are.
-      inputs: The value of each input of ``program``.
-      names: For each input of ``program`` that is one of the original program, its variable there.
-      known: Whether each value of ``program`` can be made again.
-      tree: The structure that turns residuals into the linear function.
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    min_ndim: ClassVar[int] = 2
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        n = w.shape[-1]
+        size, places = self.size(n), self.places(*_indices(n), n)
+        sums = jnp.zeros((*w.shape[:-2], size + 1), widened(w).dtype).at[..., places].add(widened(w))[..., :size]
+        counts = jnp.zeros(size + 1, sums.dtype).at[places].add(1)[:size]
+        return {"x": (sums / jnp.broadcast_to(counts, sums.shape)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        n = self.order(x.shape[-1])
+        padded = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
+        return padded[..., self.places(*_indices(n), n)]
+
+    @abstractmethod
+    def size(self, n: int) -> int:
+        """How many numbers make a matrix of n rows."""
+
+    @abstractmethod
+    def order(self, size: int) -> int:
+        """How many rows a matrix of that many numbers has."""
+
+    @abstractmethod
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        """Which number of ``x`` stands at row i and column j, -1 for a zero."""
+
+
+def _indices(n: int) -> tuple[Array, Array]:
+    i, j = jnp.indices((n, n))
+    return i, j
+
+
+def _triangle(i: Array, j: Array, *, strict: bool) -> Array:
+    """The places of a lower triangle, row after row; -1 above it, and on the diagonal of a strict one."""
+    row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
+    return jnp.where(i > j if strict else i >= j, row + j, -1)
+
+
+def _triangle_size(n: int, *, strict: bool) -> int:
+    return n * (n - 1) // 2 if strict else n * (n + 1) // 2
+
+
+def _triangle_order(size: int, *, strict: bool) -> int:
+    root = math.isqrt(8 * size + 1)
+    return (root + 1) // 2 if strict else (root - 1) // 2
+
+
+class Symmetric(_Pattern):
+    r"""Symmetric matrices: :math:`W = W^T`, of complex numbers too.
+
+    Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``, the lower triangle row after row. ``init`` gives that of
+    :math:`(W + W^T) / 2`; it is exact for symmetric matrices, else it starts at the nearest one.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Symmetric().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
+      {'w': {'@symmetric': {'x': Array([1., 3., 5.], dtype=float32)}}}
     """
 
-    program: Jaxpr
-    n_outs: int
-    inputs: Env
-    names: Env
-    known: Known
-    tree: Any
+    def size(self, n: int) -> int:
+        return _triangle_size(n, strict=False)
 
-    def forward(self) -> tuple[list[Any], list[Any]]:
-        """The outputs, and the values to keep."""
-        outvars = [*self.program.outvars[: self.n_outs], *self._saved]
-        forward = _program.live(_program.part(self.program, self.program.eqns, outvars))
-        values = _program.run(forward, _program.values(self.inputs, forward.invars))
-        return values[: self.n_outs], values[self.n_outs :]
+    def order(self, size: int) -> int:
+        return _triangle_order(size, strict=False)
 
-    def backward(self, env: Env, saved: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The linear function, from the original program's inputs that ``reads`` names, and the values kept."""
-        remade = self._remade
-        inputs = {v: env[self.names[v]] if v in self.names else self.inputs[v] for v in self._needed}
-        held = inputs | dict(zip(self._saved, saved, strict=True))
-        again = _program.run(remade, _program.values(held, remade.invars))
-        held |= dict(zip(remade.outvars, again, strict=True))
-        return jax.tree.unflatten(self.tree, _program.values(held, self._residuals))
-
-    @property
-    def reads(self) -> list[Any]:
-        """The original program's inputs that ``backward`` needs."""
-        return [self.names[v] for v in self._needed if v in self.names]
-
-    @property
-    def _residuals(self) -> list[Any]:
-        return self.program.outvars[self.n_outs :]
-
-    @cached_property
-    def _remade(self) -> Jaxpr:
-        """The program of all residuals that are made again."""
-        again = [v for v in _program.variables(self._residuals) if self.known[v] and v not in self.inputs]
-        return _program.remade(self.program, again, self.known)
-
-    @cached_property
-    def _needed(self) -> list[Any]:
-        atoms = _program.variables([*self._residuals, *self._remade.invars])
-        return [v for v in atoms if v in self.inputs]
-
-    @cached_property
-    def _saved(self) -> list[Any]:
-        remade = self._remade
-        atoms = _program.variables([*self._residuals, *remade.invars])
-        return [v for v in atoms if v not in self.inputs and v not in set(remade.outvars)]
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        del n
+        return _triangle(jnp.maximum(i, j), jnp.minimum(i, j), strict=False)
 
 
-def linearized(
-    program: Jaxpr, function: Callable[[Env], list[Any]], env: Env, moving: Sequence[Any], known: Known
-) -> Linearized:
-    """The linearization of ``function``, which runs ``program``, in the inputs ``moving``, traced but not yet run."""
-    trees: list[Any] = []
+class Skew(_Pattern):
+    r"""Skew-symmetric matrices: :math:`W = -W^T`, of complex numbers too.
 
-    def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
-        inputs = dict(zip(program.invars, args, strict=True))
+    Raw value: ``x`` (main) of shape ``(..., n (n - 1) / 2)``, the lower triangle without the diagonal, row after row.
+    ``init`` gives that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, else it starts at the
+    nearest one.
 
-        def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
-            outs = function(inputs | dict(zip(moving, values, strict=True)))
-            return [out for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)], outs
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
-        _, linear, outs = jax.linearize(of_moving, *[inputs[v] for v in moving], has_aux=True)
-        residuals, tree = jax.tree.flatten(linear)
-        trees.append(tree)
-        return outs, residuals
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Skew().project(jnp.array([[1.0, 2.0], [4.0, 5.0]]))
+      Array([[ 0., -1.],
+             [ 1.,  0.]], dtype=float32)
+    """
 
-    args = _program.values(env, program.invars)
-    closed = jax.make_jaxpr(of_inputs)(*args)
-    traced = _program.opened(closed)
-    names = dict(zip(traced.invars[len(closed.consts) :], program.invars, strict=True))
-    return Linearized(
-        program=traced,
-        n_outs=len(program.outvars),
-        inputs=dict(zip(traced.invars, [*closed.consts, *args], strict=True)),
-        names=names,
-        known=_program.known(traced, [v not in names or known[names[v]] for v in traced.invars]),
-        tree=trees[-1],
-    )
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        return super().init_leaf(((x - x.mT) / 2).astype(w.dtype))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        lower = super().apply_leaf(values)
+        return lower - lower.mT
+
+    def size(self, n: int) -> int:
+        return _triangle_size(n, strict=True)
+
+    def order(self, size: int) -> int:
+        return _triangle_order(size, strict=True)
+
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        del n
+        return _triangle(i, j, strict=True)
+
+
+class Triangular(_Pattern):
+    r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
+
+    Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``, the lower triangle row after row, or the upper one
+    column after column; with a unit diagonal, ``(..., n (n - 1) / 2)``. ``init`` keeps these numbers; it is exact for
+    triangular matrices, else it starts at the nearest one.
+
+    Args:
+      lower: Whether the zeros are above the diagonal, or below it.
+      unit_diagonal: Whether the diagonal is one of ones, which do not train.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Triangular(unit_diagonal=True).project(jnp.array([[3.0, 2.0], [4.0, 5.0]]))
+      Array([[1., 0.],
+             [4., 1.]], dtype=float32)
+    """
+
+    lower: bool = True
+    unit_diagonal: bool = False
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w = super().apply_leaf(values)
+        return w + identity(w) if self.unit_diagonal else w
+
+    def size(self, n: int) -> int:
+        return _triangle_size(n, strict=self.unit_diagonal)
+
+    def order(self, size: int) -> int:
+        return _triangle_order(size, strict=self.unit_diagonal)
+
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        del n
+        return _triangle(*((i, j) if self.lower else (j, i)), strict=self.unit_diagonal)
+
+
+class Diagonal(_Pattern):
+    r"""Diagonal matrices: :math:`W_{ij} = 0` for i unlike j.
+
+    Raw value: ``x`` (main) of shape ``(..., n)``, the diagonal. ``init`` keeps it; it is exact for diagonal matrices,
+    else it starts at the nearest one.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Diagonal().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
+      {'w': {'@diagonal': {'x': Array([1., 5.], dtype=float32)}}}
+    """
+
+    def size(self, n: int) -> int:
+        return n
+
+    def order(self, size: int) -> int:
+        return size
+
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        del n
+        return jnp.where(i == j, i, -1)
+
+
+class Circulant(_Pattern):
+    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) mod n}`.
+
+    Raw value: ``x`` (main) of shape ``(..., n)``, the first column. ``init`` takes the mean of each wrapped diagonal;
+    it is exact for circulant matrices, else it starts at the nearest one.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Circulant().project(jnp.array([[1.0, 0.0], [4.0, 3.0]]))
+      Array([[2., 2.],
+             [2., 2.]], dtype=float32)
+
+    References:
+      Davis, *Circulant Matrices*, 1979.
+    """
+
+    def size(self, n: int) -> int:
+        return n
+
+    def order(self, size: int) -> int:
+        return size
+
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        return (i - j) % n
+
+
+class Toeplitz(_Pattern):
+    r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
+
+    Raw value: ``x`` (main) of shape ``(..., 2 n - 1)``, the diagonals from the upper right to the lower left.
+    ``init`` takes the mean of each; it is exact for Toeplitz matrices, else it starts at the nearest one.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Toeplitz().init({"w": jnp.array([[1.0, 0.0], [4.0, 3.0]])})
+      {'w': {'@toeplitz': {'x': Array([0., 2., 4.], dtype=float32)}}}
+    """
+
+    def size(self, n: int) -> int:
+        return 2 * n - 1
+
+    def order(self, size: int) -> int:
+        return (size + 1) // 2
+
+    def places(self, i: Array, j: Array, n: int) -> Array:
+        return i - j + n - 1
+
+
+class BlockDiagonal(Constraint):
+    r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
+
+    Raw value: ``x`` (main) of shape ``(..., blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact
+    for block diagonal matrices, else it starts at the nearest one.
+
+    Args:
+      blocks: The number of blocks, which must divide n and m.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.BlockDiagonal(2).project(jnp.ones((2, 4)))
+      Array([[1., 1., 0., 0.],
+             [0., 0., 1., 1.]], dtype=float32)
+    """
+
+    blocks: int
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "blocks", positive_whole(self.blocks, "BlockDiagonal", "blocks"))
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return undivided((self.blocks, self.blocks), w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        diagonal = jnp.diagonal(divided(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
+        return {"x": jnp.moveaxis(diagonal, -1, -3)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        *batch, blocks, height, width = x.shape
+        here = jnp.eye(blocks, dtype=bool).reshape(blocks, 1, blocks, 1)
+        spread = jnp.where(jnp.broadcast_to(here, (*batch, blocks, height, blocks, width)), x[..., None, :], 0)
+        return spread.reshape(*batch, blocks * height, blocks * width)

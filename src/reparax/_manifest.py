@@ -55,6 +55,16 @@ def code(value: Any) -> str:
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
 
 
+def expression(stage: object) -> str:
+    """Code that builds ``stage``."""
+
+    def text(name: str, value: object) -> str:
+        return code(value) if name in named else f"{name}={code(value)}"
+
+    named = required(stage)
+    return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in arguments(stage).items())})"
+
+
 def _encode(stage: object, name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -1,16 +1,17 @@
 """Matrices made of factors."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import whole
-from reparax._leafwise import Reparametrization
+from reparax._axes import positive_whole, whole
+from reparax._constraint import Constraint
+from reparax._linalg import divided, no_rank, product, undivided
 from reparax._precision import widened
 
 
-class LowRank(Reparametrization):
+class LowRank(Constraint):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
     Raw values: ``u`` of shape ``(..., n, rank)`` and ``v`` of shape ``(..., rank, m)``, both main. ``init`` takes the
@@ -21,6 +22,7 @@ class LowRank(Reparametrization):
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -42,14 +44,7 @@ class LowRank(Reparametrization):
         object.__setattr__(self, "rank", whole(self.rank, "LowRank", "rank"))
 
     def refuse_leaf(self, w: Array) -> str | None:
-        if w.ndim < 2:
-            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
-        if not 1 <= self.rank <= min(w.shape[-2:]):
-            return (
-                f"expected 1 <= rank <= min{tuple(w.shape[-2:])} = {min(w.shape[-2:])}, got rank {self.rank}. "
-                f"Narrow the stage with `where`, or change `rank`."
-            )
-        return None
+        return no_rank(self.rank, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         left, singular, right = jnp.linalg.svd(widened(w), full_matrices=False)
@@ -61,4 +56,58 @@ class LowRank(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
-        return jnp.matmul(widened(u), widened(v), precision="highest").astype(u.dtype)
+        return product(widened(u), widened(v)).astype(u.dtype)
+
+
+class Kronecker(Constraint):
+    r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
+
+    Raw values, both main: ``a`` of shape ``(..., *shape)`` and ``b`` of shape ``(..., n / shape[0], m / shape[1])``.
+    ``init`` is exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
+    triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix keeps length 1, so
+    that it trains.
+
+    Args:
+      shape: The shape of A, which must divide that of W.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.Kronecker((1, 2)).init({"w": jnp.array([[1.0, 2.0, 3.0, 6.0]])})
+      >>> a, b = raw["w"]["@kronecker"]["a"], raw["w"]["@kronecker"]["b"]
+      >>> jnp.kron(a, b).round(5)
+      Array([[1., 2., 3., 6.]], dtype=float32)
+
+    References:
+      Van Loan and Pitsianis, *Approximation with Kronecker Products*, 1993.
+    """
+
+    shape: tuple[int, int]
+
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        got: Any = self.shape
+        if not isinstance(got, tuple | list) or len(got) != 2:
+            raise TypeError(f"Kronecker takes two whole numbers as shape, but got {got!r}.")
+        object.__setattr__(self, "shape", tuple(positive_whole(size, "Kronecker", "shape") for size in got))
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return undivided(self.shape, w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
+        *batch, rows, columns, height, width = blocks.shape
+        factors = LowRank(1).init_leaf(blocks.reshape(*batch, rows * columns, height * width))
+        return {
+            "a": factors["u"].reshape(*batch, rows, columns),
+            "b": factors["v"].reshape(*batch, height, width),
+        }
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        a, b = values["a"], values["b"]
+        blocks = widened(a)[..., :, None, :, None] * widened(b)[..., None, :, None, :]
+        *batch, rows, height, columns, width = blocks.shape
+        return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)

@@ -12,7 +12,7 @@ from reparax._axes import whole
 from reparax._block import Block, names, require_unique, texts
 from reparax._core import call
 from reparax._layouts import blocks, optional, read, write
-from reparax._leafwise import absent, located
+from reparax._nodes import absent, located
 from reparax._paths import IsLeaf, PyTree, described, is_array
 from reparax._raw import Slot
 from reparax._stage import Stage

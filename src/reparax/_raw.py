@@ -183,21 +183,21 @@ def count(tree: PyTree, kind: str) -> int:
     return max(numbers)
 
 
-def graft(raw: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """``raw`` with each fixed value that ``after`` holds anew in comparison with ``before``.
+def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:
+    """``raw`` with each fixed value, and if ``free`` each free one, that ``after`` holds anew in place of ``before``.
 
     A value is found in ``raw`` by its path; behind a stage that moves values about, by being the same object.
     """
     old = dict(zip(*named(before)[:2], strict=True))
     new = dict(zip(*named(after)[:2], strict=True))
-    fresh = {path: leaf for path, leaf in new.items() if FIXED in path and leaf is not old.get(path)}
+    fresh = {path: leaf for path, leaf in new.items() if (free or FIXED in path) and leaf is not old.get(path)}
     paths, leaves, treedef = named(raw)
     moved = {id(old.get(path)): path for path in fresh.keys() - set(paths)}
     places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
     for path in fresh.keys() - set(places):
         raise ValueError(
-            f"update advanced {text(path)!r}, but found no place for it in the raw tree: an earlier stage makes that "
-            f"value anew. Let that stage pass fixed values through as they are."
+            f"{method} changed {text(path)!r}, but found no place for it in the raw tree: an earlier stage makes that "
+            f"value anew. Let that stage pass the value through as it is."
         )
     return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
-from reparax import _linear, _nested, _program
+from reparax import _linearized, _nested, _program
 from reparax._program import Env, Flags, Known
 
 
@@ -69,7 +69,7 @@ def _smooth(v: Any) -> bool:
 def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
     moving, outvars = halves.moving(dots), halves.late.outvars
-    linear = _linear.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
+    linear = _linearized.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
     outs, saved = linear.forward()
     needed = [v for v in _program.variables([*halves.early.invars, *linear.reads]) if v in inputs]
 

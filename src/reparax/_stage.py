@@ -9,7 +9,7 @@ from reparax._paths import PyTree
 
 
 class Stage(Parametrization):
-    """A stage that a chain calls by ``_init``, ``_apply`` and ``_update``, on trees with markers of other stages."""
+    """A stage that a chain calls by ``_init``, ``_apply`` and so on, on trees with markers of other stages."""
 
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         return Chain((self,)).init(params, key)
@@ -20,9 +20,15 @@ class Stage(Parametrization):
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         return Chain((self,)).update(raw, key)
 
+    def rebase(self, raw: PyTree) -> PyTree:
+        return Chain((self,)).rebase(raw)
+
     @property
     def advances(self) -> bool:
         return False
+
+    def _rebase(self, tree: PyTree) -> PyTree:
+        return tree
 
     @abstractmethod
     def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...

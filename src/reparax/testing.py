@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reparax import _paths, _raw, _roundtrip
-from reparax._core import Chain, Parametrization, from_json
+from reparax._core import Chain, Parametrization
 from reparax._evidence import (
     arrays,
     compiled_apply,
@@ -41,6 +41,7 @@ from reparax._evidence import (
     without_row,
     zeros,
 )
+from reparax._json import from_json
 from reparax._paths import PyTree
 from reparax._raw import combine, partition
 from reparax._stage import Stage

@@ -1,0 +1,85 @@
+"""Linear algebra on batches of matrices that several families share, and what they say of an array that holds none."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def product(*factors: Array) -> Array:
+    """The matrix product, in the full precision of the dtype on every device."""
+    return functools.reduce(lambda a, b: jnp.matmul(a, b, precision="highest"), factors)
+
+
+def adjoint(w: Array) -> Array:
+    """The conjugate transpose."""
+    return w.mT.conj()
+
+
+def identity(like: Array) -> Array:
+    """The identity matrix, in the batch and of the size of ``like``."""
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+
+
+def polar(w: Array) -> Array:
+    """The nearest matrix of orthonormal columns or rows."""
+    left, _, right = jnp.linalg.svd(w, full_matrices=False)
+    return product(left, right)
+
+
+def oriented(left: Array, right: Array) -> Array:
+    """``left`` with its last column turned round where the product with ``right`` has determinant -1."""
+    return left.at[..., -1].multiply(jnp.sign(jnp.linalg.det(product(left, right)))[..., None])
+
+
+def resolution(w: Array, largest: Array) -> Array:
+    """The singular value below which rounding may hide those of ``w``, of which ``largest`` is the largest.
+
+    It is numpy's threshold for the rank of a matrix; of a zero matrix, that for a matrix of norm 1.
+    """
+    unit = max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
+    return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
+
+
+def divided(w: Array, rows: int, columns: int) -> Array:
+    """``w`` as ``rows`` times ``columns`` blocks, of shape ``(..., rows, height, columns, width)``."""
+    return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
+
+
+def softplus_inverse(y: Array) -> Array:
+    """The number whose softplus is ``y``."""
+    return y + jnp.log(-jnp.expm1(-y))
+
+
+def no_matrix(w: Array) -> str | None:
+    """What is wrong with an array of less than two dimensions, or None."""
+    if w.ndim >= 2:
+        return None
+    return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+
+
+def no_square(w: Array) -> str | None:
+    """What is wrong with an array that holds no square matrices, or None."""
+    if w.ndim >= 2 and w.shape[-1] == w.shape[-2] > 0:
+        return None
+    return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
+
+
+def no_rank(rank: int, w: Array) -> str | None:
+    """What is wrong with ``rank`` as that of the matrices in ``w``, or None."""
+    if w.ndim < 2 or 1 <= rank <= min(w.shape[-2:]):
+        return no_matrix(w)
+    return (
+        f"expected 1 <= rank <= min{tuple(w.shape[-2:])} = {min(w.shape[-2:])}, got rank {rank}. "
+        f"Narrow the stage with `where`, or change `rank`."
+    )
+
+
+def undivided(blocks: tuple[int, int], w: Array) -> str | None:
+    """What is wrong with the numbers of blocks that ``w`` is to fall into, or None."""
+    if w.ndim < 2 or all(size and size % number == 0 for size, number in zip(w.shape[-2:], blocks, strict=True)):
+        return no_matrix(w)
+    return (
+        f"expected matrices of {blocks[0]} times {blocks[1]} equal blocks, got shape {w.shape}. "
+        f"Leave it out with `where`."
+    )

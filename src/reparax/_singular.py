@@ -1,0 +1,237 @@
+"""Matrices whose singular values keep to a set."""
+
+import math
+from abc import abstractmethod
+from dataclasses import field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes import whole
+from reparax._constraint import Constraint
+from reparax._linalg import (
+    adjoint,
+    no_matrix,
+    no_rank,
+    no_square,
+    oriented,
+    polar,
+    product,
+    resolution,
+    softplus_inverse,
+)
+from reparax._precision import widened
+from reparax._trivialization import cayley
+
+
+class _SingularValues(Constraint):
+    r""":math:`W = U \operatorname{diag}(f(s)) V^H`, where U and V move from fixed bases by the Cayley map."""
+
+    main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
+    fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
+    min_ndim: ClassVar[int] = 2
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_matrix(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x, rank = widened(w), self.rank_of(w)
+        left, singular, right = jnp.linalg.svd(x, full_matrices=False)
+        u, v = self.turned(left, right)[..., :rank], adjoint(right)[..., :rank]
+        s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
+        free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
+        return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        wide = {name: widened(value) for name, value in values.items()}
+        u, v = cayley(wide["base_u"], wide["u"]), cayley(wide["base_v"], wide["v"])
+        singular = self.spectrum(wide["s"])[..., None, :]
+        return product(u * singular.astype(u.dtype), adjoint(v)).astype(values["u"].dtype)
+
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        def moved(side: str) -> dict[str, Array]:
+            base, x = values[f"base_{side}"], values[side]
+            return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
+
+        return {**values, **moved("u"), **moved("v")}
+
+    def rank_of(self, w: Array) -> int:
+        """How many singular values there are."""
+        return min(w.shape[-2:])
+
+    def turned(self, left: Array, right: Array) -> Array:
+        """The left singular vectors to start from."""
+        del right
+        return left
+
+    @abstractmethod
+    def spectrum(self, s: Array) -> Array:
+        """The singular values."""
+
+    @abstractmethod
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        """The ``s`` of given singular values, or of the nearest ones that are possible and not below ``least``."""
+
+
+class _BoundedBelow(_SingularValues):
+    """Singular values above ``least``: :math:`f(s) = least + log(1 + e^s)`."""
+
+    least: float = field(default=1e-6, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.least < math.inf:
+            raise ValueError(f"{type(self).__name__} got least={self.least}, but a bound is finite and not negative.")
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        x, rank = widened(jnp.asarray(w)), self.rank_of(w)
+        singular = jnp.linalg.svd(x, compute_uv=False)
+        plain = singular[..., rank - 1] > jnp.maximum(self.least, resolution(w, singular[..., 0]) / 2)
+        return super().contains(w, tolerance) & jnp.all(plain)
+
+    def spectrum(self, s: Array) -> Array:
+        return jax.nn.softplus(s) + self.least
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        return softplus_inverse(jnp.maximum(singular, 2 * jnp.maximum(self.least, least)) - self.least)
+
+
+class FixedRank(_BoundedBelow):
+    r"""A matrix of rank ``rank``, neither more nor less: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+
+    Raw values, all main: ``u`` and ``v`` of shapes ``(..., n, rank)`` and ``(..., m, rank)``, which lead the singular
+    vectors away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(..., rank)``, real.
+    Fixed: ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
+    value decomposition; it is exact for a matrix of that rank whose singular values are at least twice ``least`` and
+    can be told from zero in the dtype. Else it starts at the nearest such matrix. :meth:`rebase` moves the bases.
+
+    Args:
+      rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
+      least: The bound epsilon that all ``rank`` singular values stay above.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.FixedRank(2).init({"w": jnp.eye(4, 3)})
+      >>> jax.tree.map(jnp.shape, raw["w"]["@fixed_rank"])
+      {'@fixed': {'base_u': (4, 2), 'base_v': (3, 2)}, 's': (2,), 'u': (4, 2), 'v': (3, 2)}
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rank", whole(self.rank, "FixedRank", "rank"))
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_rank(self.rank, w)
+
+    def rank_of(self, w: Array) -> int:
+        del w
+        return self.rank
+
+
+class Invertible(_BoundedBelow):
+    r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+
+    Raw values as for :class:`FixedRank` of full rank. The determinant of a real matrix keeps its sign: a start of
+    positive determinant stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as for
+    :class:`FixedRank`; singular matrices start at the nearest matrix that is not.
+
+    Args:
+      least: The bound that all singular values stay above.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p, w = rpx.Invertible(), jnp.array([[2.0, 1.0], [4.0, 2.0]])
+      >>> bool(p.contains(w)), bool(p.contains(p.project(w)))
+      (False, True)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+
+class SpecialLinear(_SingularValues):
+    r"""A square matrix of determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
+
+    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image; another matrix is turned round
+    along its smallest singular value where its determinant is negative, and scaled to determinant 1.
+
+    Args:
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.SpecialLinear().project(jnp.diag(jnp.array([8.0, 2.0]))).round(5)
+      Array([[2. , 0. ],
+             [0. , 0.5]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def turned(self, left: Array, right: Array) -> Array:
+        return oriented(left, right)
+
+    def spectrum(self, s: Array) -> Array:
+        return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        return jnp.log(jnp.maximum(singular, least))
+
+
+class AlmostOrthogonal(_SingularValues):
+    r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
+
+    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image, to within rounding, else it
+    starts at the nearest such matrix: singular values are cut off to the interval.
+
+    Args:
+      radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
+      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.AlmostOrthogonal(0.5).project(jnp.diag(jnp.array([4.0, 1.25]))).round(5)
+      Array([[1.5 , 0.  ],
+             [0.  , 1.25]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    radius: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.radius <= 1:
+            raise ValueError(f"AlmostOrthogonal got radius={self.radius}, but takes more than 0 and at most 1.")
+
+    def spectrum(self, s: Array) -> Array:
+        return 1 + self.radius * jnp.sin(s)
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        del least
+        edge = 1 - 8 * float(
+            jnp.finfo(singular.dtype).eps
+        )  # at the edge itself the sine is flat, and s would not train
+        return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

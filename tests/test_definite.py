@@ -1,0 +1,305 @@
+"""Definite, semidefinite and stable matrices against numpy and scipy in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from compiled import contained, projected, read, trained
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws, plain_trees, right_inverse, types_kept
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def wishart(n, seed=0):
+    factor = normal(n, 2 * n, seed=seed)
+    return factor @ factor.T / n
+
+
+def stable(n, margin, seed=0):
+    """A matrix whose largest real part of an eigenvalue is ``-margin``."""
+    w = normal(n, n, seed=seed)
+    return w - (np.linalg.eigvals(w).real.max() + margin) * np.eye(n)
+
+
+def lower(x, diagonal=np.asarray):
+    """The lower triangular matrix of numbers row after row, with a function of them on its diagonal."""
+    n = round((2 * len(x)) ** 0.5 - 0.5)
+    w = np.zeros((n, n))
+    w[np.tril_indices(n)] = x
+    return np.tril(w, -1) + np.diag(diagonal(np.diag(w)))
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def symmetric(x):
+    return lower(x) + np.tril(lower(x), -1).T
+
+
+def in_double(stage, values):
+    """The effective matrix of raw values, in double precision."""
+    with jax.enable_x64():
+        return np.asarray(read(stage, {"w": {f"@{stage.kind}": jax.tree.map(jnp.asarray, values)}}))
+
+
+def nearest(stage, w):
+    """Where the stage starts from ``w``, in double precision."""
+    with jax.enable_x64():
+        return np.asarray(projected(stage, jnp.asarray(w)))
+
+
+# ---- the formulas
+
+
+def test_a_positive_definite_matrix_is_the_product_of_its_cholesky_factors():
+    x = normal(6)
+    factor = lower(x, softplus)
+    np.testing.assert_allclose(in_double(rpx.PositiveDefinite(), {"x": x}), factor @ factor.T, rtol=0, atol=1e-14)
+
+
+def test_a_positive_definite_matrix_is_the_exponential_of_a_symmetric_one():
+    x = normal(6)
+    expected = scipy.linalg.expm(symmetric(x))
+    np.testing.assert_allclose(in_double(rpx.PositiveDefinite("expm"), {"x": x}), expected, rtol=1e-13)
+
+
+def test_a_positive_semidefinite_matrix_is_a_product_with_the_adjoint():
+    x = normal(2, 4, 2) + 1j * normal(2, 4, 2, seed=1)
+    got = in_double(rpx.PositiveSemidefinite(2), {"x": x})
+    np.testing.assert_allclose(got, x @ x.conj().swapaxes(1, 2), rtol=0, atol=1e-14)
+
+
+def test_a_stable_matrix_is_that_of_duan_and_patton():
+    p, q, s = normal(6), normal(6, seed=1), normal(3, seed=2)
+    skew = np.zeros((3, 3))
+    skew[np.tril_indices(3, -1)] = s
+    left, right = (lower(x, softplus) @ lower(x, softplus).T for x in (p, q))
+    expected = left @ (skew - skew.T - right / 2) - 0.3 * np.eye(3)
+    np.testing.assert_allclose(in_double(rpx.Hurwitz(0.3), {"p": p, "q": q, "s": s}), expected, rtol=0, atol=1e-13)
+
+
+# ---- init
+
+
+@pytest.mark.parametrize(
+    ("stage", "w"),
+    [
+        pytest.param(rpx.PositiveDefinite(), wishart(4), id="cholesky"),
+        pytest.param(rpx.PositiveDefinite(), np.stack([wishart(2), 1e-20 * wishart(2), 1e20 * wishart(2)]), id="sizes"),
+        pytest.param(rpx.PositiveDefinite("expm"), wishart(4), id="expm"),
+        pytest.param(rpx.PositiveDefinite("expm"), np.eye(3), id="expm, equal eigenvalues"),
+        pytest.param(rpx.PositiveSemidefinite(), np.ones((3, 3)), id="semidefinite"),
+        pytest.param(rpx.PositiveSemidefinite(1), np.array([[1, 1j], [-1j, 1]]), id="Hermitian"),
+        pytest.param(rpx.Hurwitz(), stable(4, 0.5), id="stable"),
+        pytest.param(rpx.Hurwitz(0.5), np.stack([stable(3, 0.6), 1e9 * stable(3, 0.1, seed=1)]), id="stable, batch"),
+        pytest.param(rpx.Hurwitz(), 1e-200 * stable(3, 0.6), id="stable, small"),
+        pytest.param(rpx.Hurwitz(), np.array([[-1.0, 100.0], [0.0, -1.0]]), id="stable, far from normal"),
+        pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, -1e-2]]), id="hardly damped"),
+    ],
+)
+def test_init_is_exact_on_the_image(stage, w):
+    with jax.enable_x64():
+        got = jax.jit(lambda w: stage.fold(stage.init({"w": w})))(jnp.asarray(w))["w"]
+    largest = np.abs(w).max(axis=(-2, -1), keepdims=True)
+    np.testing.assert_allclose(np.asarray(got) / largest, w / largest, rtol=0, atol=1e-12)
+
+
+def test_the_raw_numbers_are_those_of_the_cholesky_factor_and_the_logarithm():
+    w = wishart(3)
+    factor, logarithm = np.linalg.cholesky(w), scipy.linalg.logm(w)
+    with jax.enable_x64():
+        x = rpx.PositiveDefinite().init({"w": jnp.asarray(w)})["w"]["@positive_definite"]["x"]
+        y = rpx.PositiveDefinite("expm").init({"w": jnp.asarray(w)})["w"]["@positive_definite"]["x"]
+    np.testing.assert_allclose(lower(np.asarray(x), softplus), factor, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(symmetric(np.asarray(y)), logarithm, rtol=0, atol=1e-13)
+
+
+def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
+    w = stable(4, 0.2)
+    q = np.linalg.norm(w, np.inf) * np.eye(4)
+    expected = np.linalg.inv(scipy.linalg.solve_continuous_lyapunov(w.T, -q))
+    with jax.enable_x64():
+        p = rpx.Hurwitz().init({"w": jnp.asarray(w)})["w"]["@hurwitz"]["p"]
+    factor = lower(np.asarray(p), softplus)
+    np.testing.assert_allclose(factor @ factor.T, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("map", ["cholesky", "expm"])
+def test_an_indefinite_matrix_starts_at_its_positive_part(map):
+    w = normal(4, 4)
+    values, vectors = np.linalg.eigh((w + w.T) / 2)
+    got = nearest(rpx.PositiveDefinite(map), w)
+    np.testing.assert_allclose(got, (vectors * np.maximum(values, 0)) @ vectors.T, rtol=0, atol=1e-13)
+    assert np.linalg.eigvalsh(got).min() > 0
+
+
+def test_the_nearest_semidefinite_matrix_is_that_of_higham():
+    w = normal(4, 4)
+    values, vectors = np.linalg.eigh((w + w.T) / 2)
+    values[:-1] = 0
+    got = nearest(rpx.PositiveSemidefinite(1), w)
+    np.testing.assert_allclose(got, (vectors * values) @ vectors.T, rtol=0, atol=1e-14)
+
+
+def test_columns_of_eigenvalue_zero_train():
+    p = rpx.PositiveSemidefinite()
+    raw = p.init({"w": jnp.ones((3, 3))})
+    slopes = jax.grad(lambda raw: jnp.sum(p.apply(raw)["w"] * jnp.diag(jnp.arange(1.0, 4.0))))(raw)
+    assert np.abs(slopes["w"]["@positive_semidefinite"]["x"]).max(axis=0).min() > 1e-4
+
+
+def test_an_unstable_matrix_is_shifted_inside():
+    w = stable(3, -1.0)
+    got = nearest(rpx.Hurwitz(0.5), w)
+    shift = np.diag(w - got).mean()
+    np.testing.assert_allclose(got, w - shift * np.eye(3), rtol=0, atol=1e-12)
+    assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * np.linalg.norm(w, np.inf))
+
+
+@pytest.mark.parametrize(
+    "stage", [rpx.PositiveDefinite(), rpx.PositiveDefinite("expm"), rpx.PositiveSemidefinite(), rpx.Hurwitz()], ids=repr
+)
+def test_half_precision_is_computed_in_float32(stage):
+    w = -wishart(3) if stage == rpx.Hurwitz() else wishart(3)
+    got = projected(stage, jnp.asarray(w, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.03 * np.abs(w).max())
+
+
+def test_the_laws_hold_for_exponentials_which_are_no_case_of_their_own(key):
+    params = {"w": jnp.asarray(wishart(2), jnp.float32)}
+    check_laws(rpx.PositiveDefinite("expm"), params, key, laws=(right_inverse, types_kept, plain_trees))
+
+
+# ---- membership
+
+
+FAMILY = (
+    rpx.PositiveDefinite(where="cholesky")
+    >> rpx.PositiveDefinite("expm", where="expm")
+    >> rpx.PositiveSemidefinite(2, where="semidefinite")
+    >> rpx.Hurwitz(0.1, where="stable")
+)
+
+
+def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
+    params = {name: jnp.asarray(wishart(3), jnp.float32) for name in ("cholesky", "expm", "semidefinite")}
+    params["stable"] = jnp.asarray(stable(3, 1.0), jnp.float32)
+    target = {name: -w for name, w in params.items()}
+    effective, losses = trained(FAMILY, jax.jit(FAMILY.init)(params), target)
+    assert losses[-1] < losses[0] / 2
+    for name in ("cholesky", "expm"):
+        assert np.linalg.eigvalsh(np.asarray(effective[name], np.float64)).min() > 0, name
+    values = np.linalg.eigvalsh(np.asarray(effective["semidefinite"], np.float64))
+    np.testing.assert_allclose(np.minimum(values, [0, np.inf, np.inf]), [0, *np.maximum(values[1:], 0)], atol=1e-6)
+    assert np.linalg.eigvals(np.asarray(effective["stable"], np.float64)).real.max() < -0.1
+
+
+@pytest.mark.parametrize(
+    ("stage", "w", "member"),
+    [
+        pytest.param(rpx.PositiveDefinite(), np.diag([1.0, 1e-3]), True, id="definite"),
+        pytest.param(rpx.PositiveDefinite(), np.ones((2, 2)), False, id="singular"),
+        pytest.param(rpx.PositiveDefinite(), np.zeros((2, 2)), False, id="zero"),
+        pytest.param(rpx.PositiveDefinite(), np.diag([1.0, -1e-3]), False, id="indefinite"),
+        pytest.param(rpx.PositiveDefinite(), np.array([[2.0, 1.0], [0.9, 2.0]]), False, id="not symmetric"),
+        pytest.param(rpx.PositiveSemidefinite(), np.ones((2, 2)), True, id="semidefinite"),
+        pytest.param(rpx.PositiveSemidefinite(), np.zeros((2, 2)), True, id="zero, semidefinite"),
+        pytest.param(rpx.PositiveSemidefinite(1), np.eye(2), False, id="rank too high"),
+        pytest.param(rpx.PositiveSemidefinite(), np.diag([1.0, -1e-3]), False, id="negative eigenvalue"),
+        pytest.param(rpx.Hurwitz(), np.array([[-1.0, 9.0], [0.0, -1.0]]), True, id="stable"),
+        pytest.param(rpx.Hurwitz(1.5), np.array([[-1.0, 9.0], [0.0, -1.0]]), False, id="too slow"),
+        pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, 0.0]]), False, id="undamped"),
+        pytest.param(rpx.Hurwitz(), np.zeros((2, 2)), False, id="zero, not stable"),
+    ],
+)
+def test_contains_tells_the_image_from_other_matrices(stage, w, member):
+    assert bool(contained(stage, jnp.asarray(w, jnp.float32))) is member
+
+
+def test_contains_takes_a_tolerance_for_the_edge_of_stability():
+    assert rpx.Hurwitz().contains(jnp.array([[0.0, 1.0], [-1.0, 0.0]]), tolerance=1e-3)
+
+
+def test_samples_are_wishart_matrices_of_mean_one(key):
+    stage, count = rpx.PositiveDefinite(), 1000
+    w = np.asarray(jax.jit(jax.vmap(lambda k: stage.sample(k, (3, 3))))(jax.random.split(key, count)), np.float64)
+    # With 3 degrees of freedom, an entry has variance 1/3, 2/3 on the diagonal.
+    assert (np.abs(w.mean(0) - np.eye(3)) < 5 * np.sqrt(2 / 3 / count)).all()
+    assert (np.linalg.eigvalsh(w) > 0).all()
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (
+            lambda: rpx.PositiveDefinite("svd"),
+            ValueError,
+            "PositiveDefinite takes map='cholesky' or 'expm', but got 'svd'.",
+        ),
+        (
+            lambda: rpx.PositiveDefinite().init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "PositiveDefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.PositiveDefinite(outside="refuse").init({"w": jnp.ones((2, 2))}),
+            ValueError,
+            "PositiveDefinite(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or let `outside='project'` do it.",
+        ),
+        (
+            lambda: rpx.PositiveSemidefinite(4).init({"w": jnp.ones((3, 3))}),
+            ValueError,
+            "PositiveSemidefinite(rank=4).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 4. Narrow the "
+            "stage with `where`, or change `rank`.",
+        ),
+        (
+            lambda: rpx.PositiveSemidefinite(0).init({"w": jnp.ones((3, 3))}),
+            ValueError,
+            "PositiveSemidefinite(rank=0).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 0. Narrow the "
+            "stage with `where`, or change `rank`.",
+        ),
+        (
+            lambda: rpx.PositiveSemidefinite().init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "PositiveSemidefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with "
+            "`where`.",
+        ),
+        (
+            lambda: rpx.PositiveSemidefinite(1.5),
+            TypeError,
+            "PositiveSemidefinite takes a whole number as rank, but got 1.5.",
+        ),
+        (
+            lambda: rpx.Hurwitz(-1.0),
+            ValueError,
+            "Hurwitz got rate=-1.0, but a decay rate is finite and not negative.",
+        ),
+        (
+            lambda: rpx.Hurwitz().init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "Hurwitz().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Hurwitz(outside="refuse").init({"w": jnp.eye(2)}),
+            ValueError,
+            "Hurwitz(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+            "`stage.project(w)`, or let `outside='project'` do it.",
+        ),
+    ],
+    ids=lambda x: x[:60] if isinstance(x, str) else "",
+)
+def test_bad_input_is_refused(build, error, text):
+    with raises(error, text):
+        build()

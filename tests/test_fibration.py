@@ -1,0 +1,90 @@
+"""The adapter to a total space: frames over rotations, as geotorch builds them, and any other stage or chain inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from compiled import read, trained
+from errors import raises
+
+import reparax as rpx
+
+
+def first_columns(q):
+    return q[:, :2]
+
+
+def completed(w):
+    """A rotation that has the columns of ``w`` as its first ones."""
+    q, r = jnp.linalg.qr(w, mode="complete")
+    signs = jnp.sign(jnp.diagonal(r))
+    q = jnp.concatenate([q[:, :2] * signs[None], q[:, 2:]], axis=1)
+    return q.at[:, -1].multiply(jnp.linalg.det(q))
+
+
+STIEFEL = rpx.SpecialOrthogonal("expm") >> rpx.Fibration(first_columns, completed)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_frames_over_rotations_start_at_the_frame_and_are_the_columns_of_geotorch():
+    w = scipy.linalg.polar(normal(4, 2))[0]
+    raw = STIEFEL.init({"w": jnp.asarray(w)})
+    np.testing.assert_allclose(read(STIEFEL, raw), w, rtol=0, atol=1e-6)
+    node = raw["w"]["@fibration"]["x"]["@special_orthogonal"]
+    base, x = np.asarray(node["@fixed"]["base"], np.float64), normal(4, 2, seed=1).astype(np.float64)
+    # geotorch's raw value is n x k, below the diagonal, padded with zeros to n x n, and in the basis of the base.
+    padded = np.pad(np.tril(x, -1), ((0, 0), (0, 2)))
+    expected = (base @ scipy.linalg.expm(padded - padded.T))[:, :2]
+    node["x"] = jnp.asarray(base @ padded, jnp.float32)
+    np.testing.assert_allclose(read(STIEFEL, raw), expected, rtol=0, atol=1e-5)
+
+
+def test_frames_over_rotations_stay_frames_in_training():
+    target = {"w": jnp.asarray(normal(4, 2, seed=1))}
+    effective, losses = trained(STIEFEL, STIEFEL.init({"w": jnp.asarray(normal(4, 2))}), target)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(effective["w"].T @ effective["w"], np.eye(2), rtol=0, atol=1e-5)
+
+
+def test_a_whole_chain_may_act_in_the_total_space():
+    p = (
+        rpx.VarNoise(0.1)
+        >> rpx.WeightNorm(axis=None, where="w")
+        >> rpx.Symmetric()
+        >> rpx.Fibration(jnp.diagonal, jnp.diag)
+    )
+    w = jnp.array([1.0, 2.0])
+    raw = p.init({"w": w})
+    np.testing.assert_allclose(p.fold(raw)["w"], w, rtol=1e-6)
+    assert not np.allclose(p.apply(raw, jax.random.key(0))["w"], w)
+
+
+def test_functions_of_jax_have_a_form_in_json():
+    p = rpx.Fibration(jnp.diagonal, jnp.diag)
+    assert repr(p) == "Fibration(jnp.diagonal, jnp.diag)"
+    assert rpx.from_json(p.to_json()) == p
+
+
+def test_an_embedding_that_is_no_right_inverse_is_refused_where_shapes_say_so():
+    with raises(
+        ValueError,
+        "Fibration(jnp.diagonal, jnp.transpose).init at 'w': apply_leaf must give float32[3, 2], as the model has it, "
+        "but gives float32[2]. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`.",
+    ):
+        rpx.Fibration(jnp.diagonal, jnp.transpose).init({"w": jnp.ones((3, 2))})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((None, jnp.diag), "Fibration takes a function as project, but got None."),
+        ((jnp.diagonal, "diag"), "Fibration takes a function as embed, but got 'diag'."),
+    ],
+)
+def test_what_is_no_function_is_refused(arguments, text):
+    with raises(TypeError, text):
+        rpx.Fibration(*arguments)

@@ -1,0 +1,235 @@
+"""Linear spaces of matrices against numpy and scipy: their members, their free numbers, and the nearest of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from cases import matrices
+from compiled import contained, projected, read, trained
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws, plain_trees, right_inverse, types_kept
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def rows_of_triangle(x, k=0):
+    """The lower triangular matrix that has the numbers row after row."""
+    n = next(n for n in range(9) if len(np.tril_indices(n, k)[0]) == len(x) and n > 0)
+    w = np.zeros((n, n), x.dtype)
+    w[np.tril_indices(n, k)] = x
+    return w
+
+
+def symmetric(x):
+    lower = rows_of_triangle(x)
+    return lower + np.tril(lower, -1).T
+
+
+# Each stage with the shape of its numbers for its matrix, and how a second source makes the matrix of them.
+SPACES = {
+    "symmetric": (rpx.Symmetric(), (10,), symmetric),
+    "skew": (rpx.Skew(), (6,), lambda x: rows_of_triangle(x, -1) - rows_of_triangle(x, -1).T),
+    "lower triangular": (rpx.Triangular(), (10,), rows_of_triangle),
+    "upper triangular": (rpx.Triangular(lower=False), (10,), lambda x: rows_of_triangle(x).T),
+    "diagonal": (rpx.Diagonal(), (4,), np.diag),
+    "circulant": (rpx.Circulant(), (4,), scipy.linalg.circulant),
+    "toeplitz": (rpx.Toeplitz(), (7,), lambda x: scipy.linalg.toeplitz(x[3:], x[3::-1])),
+    "block diagonal": (rpx.BlockDiagonal(2), (2, 2, 3), lambda x: scipy.linalg.block_diag(*x)),
+}
+GRID = pytest.mark.parametrize(("stage", "shape", "made"), SPACES.values(), ids=SPACES.keys())
+
+
+def matrix(stage, x):
+    """The effective matrix of free numbers."""
+    return read(stage, {"w": {f"@{stage.kind}": {"x": x}}})
+
+
+@GRID
+def test_the_matrix_has_its_numbers_where_numpy_and_scipy_put_them(stage, shape, made):
+    x = np.stack([normal(*shape), normal(*shape, seed=1)]) + 1j * normal(2, *shape)
+    with jax.enable_x64():
+        got = matrix(stage, jnp.asarray(x))
+    np.testing.assert_array_equal(got, [made(x[0]), made(x[1])])
+
+
+def nearest(shape, made, w):
+    """The numbers of the nearest matrix, by least squares, and that matrix."""
+    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
+    basis = np.stack([made(unit).ravel() for unit in units], axis=-1)
+    x = np.linalg.lstsq(basis, w.ravel())[0]
+    return x.reshape(shape), (basis @ x).reshape(w.shape)
+
+
+@GRID
+def test_init_gives_the_numbers_of_the_nearest_matrix_which_are_least_squares(stage, shape, made):
+    w = normal(*made(np.zeros(shape)).shape)
+    x, expected = nearest(shape, made, w)
+    with jax.enable_x64():
+        got = stage.init({"w": jnp.asarray(w)})["w"][f"@{stage.kind}"]["x"]
+        start = projected(stage, jnp.asarray(w))
+    np.testing.assert_allclose(got, x, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(start, expected, rtol=0, atol=1e-14)
+
+
+@GRID
+def test_half_precision_is_as_near_as_rounding_to_it(stage, shape, made):
+    w = jnp.asarray(made(normal(*shape)), jnp.bfloat16)
+    got = projected(stage, w)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(w, np.float32))
+
+
+def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(key):
+    p = rpx.Diagonal(where="square") >> rpx.Circulant(where="also square") >> rpx.Toeplitz(where="small")
+    check_laws(p, matrices(), key, laws=(right_inverse, types_kept, plain_trees))
+
+
+def test_a_unit_diagonal_stays_and_is_no_free_number():
+    w = normal(3, 3)
+    for lower, part in ((True, np.tril), (False, np.triu)):
+        stage = rpx.Triangular(lower=lower, unit_diagonal=True)
+        raw = stage.init({"w": jnp.asarray(w, jnp.float32)})
+        expected = part(w) - np.diag(np.diag(w)) + np.eye(3)
+        assert raw["w"]["@triangular"]["x"].shape == (3,)
+        np.testing.assert_allclose(read(stage, raw), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(rpx.Skew(), 0.0), (rpx.Triangular(unit_diagonal=True), 1.0)], ids=repr
+)
+def test_a_matrix_of_one_entry_may_have_no_free_number(stage, expected):
+    np.testing.assert_array_equal(projected(stage, jnp.full((2, 1, 1), 3.0)), np.full((2, 1, 1), expected))
+
+
+@GRID
+def test_contains_tells_members_from_others(stage, shape, made):
+    member = jnp.asarray(made(normal(*shape)), jnp.float32)
+    assert contained(stage, member)
+    assert not contained(stage, member + 0.01 * jnp.asarray(normal(*member.shape), jnp.float32))
+
+
+def test_matrices_stay_in_their_space_for_a_hundred_steps_with_weight_decay():
+    spaces = {name.replace(" ", "_"): space for name, space in SPACES.items()}
+    family = rpx.Chain(tuple(type(stage)(**fields(stage), where=name) for name, (stage, _, _) in spaces.items()))
+    units = {name: made(np.zeros(shape)) for name, (_, shape, made) in spaces.items()}
+    params = {name: jnp.asarray(normal(*zero.shape), jnp.float32) for name, zero in units.items()}
+    target = {name: jnp.asarray(normal(*zero.shape, seed=1), jnp.float32) for name, zero in units.items()}
+    effective, losses = trained(family, family.init(params), target)
+    assert losses[-1] < losses[0] - 10
+    for name, (_, shape, made) in spaces.items():
+        w = np.asarray(effective[name], np.float64)
+        np.testing.assert_allclose(w, nearest(shape, made, w)[1], rtol=0, atol=1e-6, err_msg=name)
+
+
+def fields(stage):
+    """The arguments that the stage was built with, but for where."""
+    return {name: getattr(stage, name) for name in ("lower", "blocks") if hasattr(stage, name)}
+
+
+# ---- Kronecker
+
+
+def rearranged(w, rows, columns):
+    """The entries of each block as a row, by numpy."""
+    blocks = [block for row in np.split(w, rows) for block in np.split(row, columns, axis=1)]
+    return np.stack([block.ravel() for block in blocks])
+
+
+def test_a_kronecker_product_is_that_of_numpy():
+    a, b = normal(2, 3), normal(4, 2, seed=1)
+    with jax.enable_x64():
+        got = read(rpx.Kronecker((2, 3)), {"w": {"@kronecker": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}})
+        reproduced = projected(rpx.Kronecker((2, 3)), jnp.asarray(np.kron(a, b)))
+    np.testing.assert_array_equal(got, np.kron(a, b))
+    np.testing.assert_allclose(reproduced, np.kron(a, b), rtol=0, atol=1e-14)
+
+
+def test_the_nearest_kronecker_product_leaves_all_but_the_first_singular_value():
+    w = normal(8, 6) + 1j * normal(8, 6, seed=1)
+    singular = np.linalg.svd(rearranged(w, 2, 3), compute_uv=False)
+    with jax.enable_x64():
+        got = np.asarray(projected(rpx.Kronecker((2, 3)), jnp.asarray(w)))
+    assert np.linalg.norm(w - got) == pytest.approx(np.linalg.norm(singular[1:]), rel=1e-12)
+
+
+def test_batches_and_half_precision_have_kronecker_products_too():
+    w = np.stack([np.kron(normal(2, 2, seed=s), normal(1, 2, seed=s + 9)) for s in range(3)])
+    got = projected(rpx.Kronecker((2, 2)), jnp.asarray(w, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.02 * np.abs(w).max())
+
+
+def test_a_zero_kronecker_product_trains():
+    p = rpx.Kronecker((2, 2))
+    raw = p.init({"w": jnp.zeros((4, 4))})
+    slopes = jax.grad(lambda raw: jnp.sum(p.apply(raw)["w"]))(raw)
+    np.testing.assert_array_equal(read(p, raw), np.zeros((4, 4)))
+    assert np.abs(slopes["w"]["@kronecker"]["a"]).max() > 0.1
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (
+            lambda: rpx.Symmetric().init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "Symmetric().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Skew(where="b").init({"b": jnp.ones(3)}),
+            ValueError,
+            "Skew(where='b').init at 'b': expected square matrices, got shape (3,). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Skew().init({"w": jnp.ones((0, 0))}),
+            ValueError,
+            "Skew().init at 'w': expected square matrices, got shape (0, 0). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Kronecker((2, 2)).init({"w": jnp.ones((0, 4))}),
+            ValueError,
+            "Kronecker((2, 2)).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (0, 4). Leave it "
+            "out with `where`.",
+        ),
+        (
+            lambda: rpx.BlockDiagonal(2).init({"w": jnp.ones((4, 3))}),
+            ValueError,
+            "BlockDiagonal(2).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (4, 3). Leave it out "
+            "with `where`.",
+        ),
+        (
+            lambda: rpx.BlockDiagonal(2, where="b").init({"b": jnp.ones(4)}),
+            ValueError,
+            "BlockDiagonal(2, where='b').init at 'b': expected an array of two or more dimensions, got shape (4,). "
+            "Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Kronecker((2, 3)).init({"w": jnp.ones((3, 3))}),
+            ValueError,
+            "Kronecker((2, 3)).init at 'w': expected matrices of 2 times 3 equal blocks, got shape (3, 3). Leave it "
+            "out with `where`.",
+        ),
+        (lambda: rpx.BlockDiagonal(0), ValueError, "BlockDiagonal got blocks=0, but takes at least 1."),
+        (lambda: rpx.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes a whole number as blocks, but got 2.0."),
+        (lambda: rpx.Kronecker(2), TypeError, "Kronecker takes two whole numbers as shape, but got 2."),
+        (lambda: rpx.Kronecker((2, 0)), ValueError, "Kronecker got shape=0, but takes at least 1."),
+        (
+            lambda: rpx.Skew(outside="refuse").init({"w": jnp.eye(2)}),
+            ValueError,
+            "Skew(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+            "`stage.project(w)`, or let `outside='project'` do it.",
+        ),
+    ],
+    ids=lambda x: x[:60] if isinstance(x, str) else "",
+)
+def test_bad_input_is_refused(build, error, text):
+    with raises(error, text):
+        build()

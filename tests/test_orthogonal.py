@@ -1,0 +1,390 @@
+"""Orthogonal, Stiefel and Grassmann matrices against dense formulas in numpy and scipy, in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from compiled import contained, projected, read, trained
+from errors import raises
+from jax.extend.core import jaxprs_in_params
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def unitary(*shape):
+    return scipy.linalg.polar(normal(*shape) + 1j * normal(*shape, seed=1))[0]
+
+
+def orthogonal(*shape, seed=0):
+    return scipy.linalg.polar(normal(*shape, seed=seed))[0]
+
+
+def marked(base, x, mark="@orthogonal"):
+    """A raw tree at a place of one's own choice."""
+    return {"w": {mark: {"x": jnp.asarray(x), "@fixed": {"base": jnp.asarray(base)}}}}
+
+
+# ---- the maps
+
+
+def skew(base, x):
+    return x @ base.conj().T - base @ x.conj().T
+
+
+def by_cayley(base, x):
+    one = np.eye(len(base))
+    return np.linalg.solve(one - skew(base, x) / 2, (one + skew(base, x) / 2) @ base)
+
+
+def by_expm(base, x):
+    return scipy.linalg.expm(skew(base, x)) @ base
+
+
+def by_householder(base, x):
+    product = base
+    for j in reversed(range(base.shape[1])):
+        before = base[:, : j + 1]
+        v = base[:, j] + x[:, j] - before @ (before.T @ x[:, j])
+        product = product - 2 * np.outer(v, v @ product) / (v @ v)
+    return -product
+
+
+DENSE = {"cayley": by_cayley, "expm": by_expm, "householder": by_householder}
+
+
+@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("shape", [(5, 2), (3, 3), (4, 1)], ids=str)
+def test_each_map_is_its_dense_formula(map, shape):
+    base, x = orthogonal(*shape), normal(*shape, seed=1)
+    with jax.enable_x64():
+        got = read(rpx.Orthogonal(map), marked(base, x))
+    np.testing.assert_allclose(got, DENSE[map](base, x), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("map", ["cayley", "expm"])
+def test_each_map_of_complex_matrices_is_its_dense_formula(map):
+    base, x = unitary(5, 2), normal(5, 2, seed=2) + 1j * normal(5, 2, seed=3)
+    with jax.enable_x64():
+        got = read(rpx.Orthogonal(map), marked(base, x))
+    np.testing.assert_allclose(got, DENSE[map](base, x), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_wide_matrices_and_batches_are_the_transposed_ones_one_by_one(map):
+    base, x = np.stack([orthogonal(4, 2, seed=s) for s in range(3)]), normal(3, 4, 2)
+    with jax.enable_x64():
+        got = read(rpx.Orthogonal(map), marked(base.swapaxes(1, 2), x.swapaxes(1, 2)))
+    expected = [DENSE[map](*pair).T for pair in zip(base, x, strict=True)]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_grassmann_counts_what_lies_across_the_base_alone(map):
+    base, x = orthogonal(5, 2), normal(5, 2, seed=1)
+    with jax.enable_x64():
+        got = read(rpx.Grassmann(map), marked(base, x, "@grassmann"))
+    np.testing.assert_allclose(got, DENSE[map](base, x - base @ base.T @ x), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_far_from_the_base_the_columns_are_still_orthonormal(map):
+    base, x = orthogonal(6, 3).astype(np.float32), 10 * normal(6, 3, dtype=np.float32)
+    q = np.asarray(read(rpx.Orthogonal(map), marked(base, x)), np.float64)
+    np.testing.assert_allclose(q.T @ q, np.eye(3), rtol=0, atol=1e-5)
+
+
+# ---- init
+
+
+ON_THE_IMAGE = {
+    "tall": orthogonal(5, 2),
+    "wide": orthogonal(2, 5),
+    "rotation": orthogonal(3, 3) * np.sign(np.linalg.det(orthogonal(3, 3))),
+    "reflection": -orthogonal(3, 3) * np.sign(np.linalg.det(orthogonal(3, 3))),
+    "identity": np.eye(4),
+    "rotation by a half turn": np.diag([-1.0, -1.0, 1.0]),
+    "batch": np.stack([orthogonal(3, 2, seed=s) for s in range(4)]),
+    "unitary": unitary(4, 2),
+}
+
+
+def test_init_is_exact_on_the_image_with_the_matrix_as_base_and_nothing_to_go():
+    p = rpx.Orthogonal()
+    with jax.enable_x64():
+        raw = jax.jit(p.init)({name: jnp.asarray(w) for name, w in ON_THE_IMAGE.items()})
+        effective = jax.jit(p.fold)(raw)
+    for name, w in ON_THE_IMAGE.items():
+        np.testing.assert_allclose(effective[name], w, rtol=0, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(raw[name]["@orthogonal"]["@fixed"]["base"], w, rtol=0, atol=1e-14, err_msg=name)
+        np.testing.assert_array_equal(raw[name]["@orthogonal"]["x"], np.zeros_like(w))
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (2, 5), (3, 3)], ids=str)
+def test_init_starts_at_the_polar_factor(shape):
+    w = normal(*shape)
+    with jax.enable_x64():
+        got = projected(rpx.Orthogonal(), jnp.asarray(w))
+    tall = w if shape[0] >= shape[1] else w.T
+    expected = scipy.linalg.polar(tall)[0]
+    np.testing.assert_allclose(got, expected if tall is w else expected.T, rtol=0, atol=1e-14)
+
+
+def test_the_nearest_rotation_is_that_of_kabsch():
+    w = normal(3, 3)
+    w = -w * np.sign(np.linalg.det(w))
+    left, _, right = np.linalg.svd(w)
+    expected = left @ np.diag([1, 1, np.linalg.det(left @ right)]) @ right
+    with jax.enable_x64():
+        got = projected(rpx.SpecialOrthogonal(), jnp.asarray(w))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
+    assert np.linalg.det(got) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_half_precision_is_orthogonal_as_far_as_its_entries_are_rounded(dtype):
+    p, w = rpx.Orthogonal(), jnp.asarray(normal(6, 3)).astype(dtype)
+    raw = p.init({"w": w})
+    raw["w"]["@orthogonal"]["x"] = jnp.asarray(normal(6, 3, seed=1)).astype(dtype)
+    q = read(p, raw)
+    assert (q.dtype, raw["w"]["@orthogonal"]["@fixed"]["base"].dtype) == (dtype, jnp.float32)
+    wide = np.asarray(q, np.float64)
+    np.testing.assert_allclose(wide.T @ wide, np.eye(3), rtol=0, atol=3 * float(jnp.finfo(dtype).eps))
+
+
+# ---- weight decay, large matrices
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_weight_decay_pulls_to_the_base_and_never_to_zero(map):
+    base, x = orthogonal(4, 2), normal(4, 2, seed=1)
+    for decay in (0.999, 0.1, 1e-30, 0.0):
+        q = np.asarray(read(rpx.Orthogonal(map), marked(base.astype(np.float32), (decay * x).astype(np.float32))))
+        np.testing.assert_allclose(q.T @ q, np.eye(2), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(q, base, rtol=0, atol=1e-6)
+
+
+def sizes(jaxpr):
+    """The sizes of all arrays that a program makes, those of the programs in it too."""
+    for equation in jaxpr.eqns:
+        yield from (out.aval.size for out in equation.outvars if hasattr(out.aval, "size"))
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes(inner)
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_a_tall_matrix_needs_no_square_array(map):
+    p, w = rpx.Stiefel(map), jax.ShapeDtypeStruct((30000, 50), jnp.float32)
+    raw = jax.eval_shape(p.init, {"w": w})
+    programs = [
+        jax.make_jaxpr(p.init)({"w": w}),
+        jax.make_jaxpr(lambda raw: jax.vjp(p.apply, raw)[1]({"w": jnp.ones(w.shape)}))(raw),
+    ]
+    assert max(size for program in programs for size in sizes(program.jaxpr)) <= 2 * w.size
+
+
+# ---- rebase
+
+
+@pytest.mark.parametrize("map", DENSE)
+def test_rebase_moves_the_base_to_the_current_point_and_keeps_it(map):
+    p, raw = rpx.Orthogonal(map), marked(orthogonal(2, 4).astype(np.float32), normal(2, 4, dtype=np.float32))
+    moved = jax.jit(p.rebase)(raw)
+    values = moved["w"]["@orthogonal"]
+    np.testing.assert_allclose(values["@fixed"]["base"], read(p, raw), rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(values["x"], np.zeros((2, 4)))
+    np.testing.assert_allclose(read(p, moved), read(p, raw), rtol=0, atol=1e-6)
+
+
+def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
+    p = rpx.FixedRank(2)
+    raw = jax.jit(p.init)({"w": jnp.asarray(normal(4, 3, dtype=np.float32))})
+    free, fixed = rpx.partition(raw)
+    raw = rpx.combine(jax.tree.map(lambda x: x + 0.5, free), fixed)
+    moved = jax.jit(p.rebase)(raw)
+    np.testing.assert_allclose(read(p, moved), read(p, raw), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["u"], np.zeros((4, 2)))
+    np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["s"], raw["w"]["@fixed_rank"]["s"])
+    assert not np.allclose(moved["w"]["@fixed_rank"]["@fixed"]["base_v"], fixed["w"]["@fixed_rank"]["@fixed"]["base_v"])
+
+
+def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
+    p = rpx.VarNoise(0.5) >> rpx.Orthogonal(where="w") >> rpx.WeightNorm(where="w") >> rpx.WeightNorm(where="v")
+    raw = p.init({"w": jnp.asarray(normal(3, 2, dtype=np.float32)), "v": jnp.ones((2, 2))})
+    raw["w"]["@weight_norm@2"]["v"]["@orthogonal"]["x"] += 0.3
+    moved = p.rebase(raw)
+    node = moved["w"]["@weight_norm@2"]
+    assert moved["v"]["@weight_norm"] is not raw["v"]
+    np.testing.assert_array_equal(moved["v"]["@weight_norm"]["v"], raw["v"]["@weight_norm"]["v"])
+    np.testing.assert_array_equal(node["v"]["@orthogonal"]["x"], np.zeros((3, 2)))
+    np.testing.assert_array_equal(node["g"], raw["w"]["@weight_norm@2"]["g"])
+    np.testing.assert_allclose(p.fold(moved)["w"], p.fold(raw)["w"], rtol=0, atol=1e-6)
+
+
+def test_rebase_says_so_where_another_stage_makes_the_values_that_lead_from_the_base():
+    p = rpx.LowRank(1, where="w") >> rpx.Orthogonal(where="w")
+    raw = p.init({"w": jnp.eye(3, 2)})
+    with raises(
+        ValueError,
+        "rebase changed 'w/@orthogonal/x', but found no place for it in the raw tree: an earlier stage makes that "
+        "value anew. Let that stage pass the value through as it is.",
+    ):
+        p.rebase(raw)
+
+
+def test_a_chain_without_bases_has_nothing_to_rebase():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = p.init({"w": jnp.ones((3, 2))})
+    moved = p.rebase(raw)
+    assert all(a is b for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(raw), strict=True))
+
+
+# ---- membership, samples
+
+
+FAMILY = (
+    rpx.Orthogonal(where="tall")
+    >> rpx.Orthogonal("expm", where="wide")
+    >> rpx.Orthogonal("householder", where="batch")
+    >> rpx.SpecialOrthogonal("householder", where="rotation")
+    >> rpx.Stiefel(where="frame")
+    >> rpx.Grassmann("cayley", where="subspace")
+    >> rpx.AlmostOrthogonal(0.2, where="almost")
+)
+SHAPES = {
+    "tall": (5, 2),
+    "wide": (2, 4),
+    "batch": (2, 4, 3),
+    "rotation": (3, 3),
+    "frame": (4, 4),
+    "subspace": (5, 3),
+    "almost": (4, 3),
+}
+
+
+def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
+    params = {name: jnp.asarray(normal(*shape, dtype=np.float32)) for name, shape in SHAPES.items()}
+    target = {name: 5 * jnp.asarray(normal(*shape, seed=1, dtype=np.float32)) for name, shape in SHAPES.items()}
+    effective, losses = trained(FAMILY, jax.jit(FAMILY.init)(params), target)
+    assert losses[-1] < losses[0] - 10
+    for name in ("tall", "frame", "rotation", "subspace", "batch"):
+        q = np.asarray(effective[name], np.float64)
+        expected = np.broadcast_to(np.eye(q.shape[-1]), (*q.shape[:-2], q.shape[-1], q.shape[-1]))
+        np.testing.assert_allclose(q.swapaxes(-1, -2) @ q, expected, rtol=0, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(effective["wide"] @ effective["wide"].T, np.eye(2), rtol=0, atol=1e-5)
+    assert np.linalg.det(effective["rotation"]) == pytest.approx(1, abs=1e-5)
+    singular = np.linalg.svd(effective["almost"], compute_uv=False)
+    assert (np.abs(singular - 1) <= 0.2 + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("stage", "w", "member"),
+    [
+        pytest.param(rpx.Orthogonal(), orthogonal(4, 2), True, id="orthonormal columns"),
+        pytest.param(rpx.Orthogonal(), orthogonal(2, 4), True, id="orthonormal rows"),
+        pytest.param(rpx.Orthogonal(), 1.01 * orthogonal(4, 2), False, id="another length"),
+        pytest.param(rpx.Orthogonal(), np.zeros((2, 2)), False, id="zero"),
+        pytest.param(rpx.SpecialOrthogonal(), np.eye(3), True, id="rotation"),
+        pytest.param(rpx.SpecialOrthogonal(), -np.eye(3), False, id="reflection"),
+        pytest.param(rpx.AlmostOrthogonal(0.1), np.diag([1.1, 0.9]), True, id="almost orthogonal"),
+        pytest.param(rpx.AlmostOrthogonal(0.1), np.diag([1.11, 0.9]), False, id="not so"),
+    ],
+)
+def test_contains_tells_the_image_from_other_matrices(stage, w, member):
+    assert bool(contained(stage, jnp.asarray(w, jnp.float32))) is member
+
+
+def test_samples_of_rotations_are_uniform(key):
+    stage, count = rpx.SpecialOrthogonal(), 2000
+    q = np.asarray(jax.jit(jax.vmap(lambda k: stage.sample(k, (3, 3))))(jax.random.split(key, count)), np.float64)
+    np.testing.assert_allclose(np.linalg.det(q), 1, rtol=1e-5)
+    # Each entry has mean 0 and variance 1/3; the trace has mean 0 and variance 1; all are bounded by 3.
+    assert (np.abs(q.mean(0)) < 5 * np.sqrt(1 / 3 / count)).all()
+    assert (np.abs((q**2).mean(0) - 1 / 3) < 5 * np.sqrt(4 / 45 / count)).all()
+    assert abs(np.trace(q, axis1=1, axis2=2).mean()) < 5 / np.sqrt(count)
+
+
+# ---- examples of geotorch
+
+
+@jax.jit
+def ascended(p, raw, a):
+    """The largest trace of Q^T A Q that five hundred steps of gradient ascent find."""
+
+    def trace(raw):
+        q = p.apply(raw)["w"]
+        return jnp.trace(jnp.matmul(q.T, jnp.matmul(a, q, precision="highest"), precision="highest"))
+
+    def step(_, raw):
+        return p.rebase(jax.tree.map(lambda x, slope: x + 0.02 * slope, raw, jax.grad(trace)(raw)))
+
+    return trace(jax.lax.fori_loop(0, 500, step, raw))
+
+
+@pytest.mark.parametrize("stage", [rpx.Grassmann("expm"), rpx.Stiefel()], ids=repr)
+def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
+    a = normal(8, 8)
+    a = a + a.T
+    raw = stage.init({"w": jnp.asarray(normal(8, 3, seed=2, dtype=np.float32))})
+    best = np.linalg.eigvalsh(a)[-3:].sum()
+    assert float(ascended(stage, raw, jnp.asarray(a, jnp.float32))) == pytest.approx(best, rel=1e-4)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: rpx.Orthogonal("qr"),
+            "Orthogonal takes map='cayley', 'expm' or 'householder', but got 'qr'.",
+        ),
+        (
+            lambda: rpx.Orthogonal(where="b").init({"b": jnp.ones(3)}),
+            "Orthogonal(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it "
+            "out with `where`.",
+        ),
+        (
+            lambda: rpx.Orthogonal("householder").init({"w": jnp.ones((3, 2), jnp.complex64)}),
+            "Orthogonal(map='householder').init at 'w': expected a real array, as not every unitary matrix is a "
+            "product of reflections, got complex64. Choose map='cayley' or 'expm'.",
+        ),
+        (
+            lambda: rpx.SpecialOrthogonal().init({"w": jnp.ones((3, 2))}),
+            "SpecialOrthogonal().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.SpecialOrthogonal(where="w").init({"w": jnp.ones((2, 2), jnp.complex64)}),
+            "SpecialOrthogonal(where='w').init at 'w': expected a floating array, got complex64. Leave it out with "
+            "`where`.",
+        ),
+        (
+            lambda: rpx.Stiefel().init({"w": jnp.ones((2, 3))}),
+            "Stiefel().init at 'w': expected matrices of at least as many rows as columns, got shape (2, 3). Leave it "
+            "out with `where`, or take `Orthogonal`.",
+        ),
+        (
+            lambda: rpx.Grassmann().init({"w": jnp.ones((3, 3))}),
+            "Grassmann().init at 'w': expected matrices of more rows than columns, got shape (3, 3). Leave it out with "
+            "`where`.",
+        ),
+        (
+            lambda: rpx.Orthogonal().init({"w": jnp.full((3, 2), jnp.nan)}),
+            "Orthogonal().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it "
+            "out with `where`.",
+        ),
+        (
+            lambda: rpx.AlmostOrthogonal(0.0),
+            "AlmostOrthogonal got radius=0.0, but takes more than 0 and at most 1.",
+        ),
+    ],
+    ids=lambda x: "" if callable(x) else x[:60],
+)
+def test_bad_input_is_refused(build, text):
+    with raises(ValueError, text):
+        build()

@@ -1,0 +1,237 @@
+"""Matrices of bounded singular values and of low rank, against numpy in double precision and geotorch's formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from compiled import contained, projected, read, trained
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws, plain_trees, right_inverse, types_kept
+
+
+def normal(*shape, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def with_singular_values(*values, shape):
+    left, _, right = np.linalg.svd(normal(*shape), full_matrices=False)
+    return (left[:, : len(values)] * values) @ right[: len(values)]
+
+
+def singular_values(w):
+    return np.linalg.svd(np.asarray(w, np.float64), compute_uv=False)
+
+
+# ---- the formulas, from the published ones of geotorch
+
+
+def by_cayley(base, x):
+    a, one = x @ base.conj().T - base @ x.conj().T, np.eye(len(base))
+    return np.linalg.solve(one - a / 2, (one + a / 2) @ base)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def unit_product(x):
+    return np.exp(x - x.mean())
+
+
+SPECTRA = {
+    "fixed rank": (rpx.FixedRank(2), (4, 3), 2, lambda s: softplus(s) + 1e-6),
+    "invertible": (rpx.Invertible(least=0.5), (3, 3), 3, lambda s: softplus(s) + 0.5),
+    "special linear": (rpx.SpecialLinear(), (3, 3), 3, unit_product),
+    "almost orthogonal": (rpx.AlmostOrthogonal(0.3), (2, 4), 2, lambda s: 1 + 0.3 * np.sin(s)),
+}
+
+
+@pytest.mark.parametrize(("stage", "shape", "rank", "spectrum"), SPECTRA.values(), ids=SPECTRA.keys())
+def test_the_matrix_is_its_singular_value_decomposition(stage, shape, rank, spectrum):
+    bases = [scipy.linalg.polar(normal(size, rank, seed=size))[0] for size in shape]
+    u, v = (normal(size, rank, seed=10 + i) for i, size in enumerate(shape))
+    s = normal(rank, seed=20)
+    fixed = {"base_u": bases[0], "base_v": bases[1]}
+    with jax.enable_x64():
+        tree = {"u": u, "v": v, "s": s, "@fixed": fixed}
+        got = read(stage, {"w": {f"@{stage.kind}": jax.tree.map(jnp.asarray, tree)}})
+    expected = (by_cayley(bases[0], u) * spectrum(s)) @ by_cayley(bases[1], v).T
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
+
+
+# ---- init
+
+
+@pytest.mark.parametrize(
+    ("stage", "w"),
+    [
+        pytest.param(rpx.FixedRank(2), with_singular_values(3.0, 1e-3, shape=(4, 3)), id="fixed rank"),
+        pytest.param(rpx.FixedRank(2), with_singular_values(2.0, 2.0, shape=(2, 5)), id="equal singular values"),
+        pytest.param(rpx.Invertible(), normal(3, 3), id="invertible"),
+        pytest.param(rpx.Invertible(), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
+        pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
+        pytest.param(rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.8, shape=(4, 2)), id="almost orthogonal"),
+        pytest.param(rpx.AlmostOrthogonal(0.2), np.eye(3), id="identity"),
+    ],
+)
+def test_init_is_exact_on_the_image(stage, w):
+    with jax.enable_x64():
+        got = jax.jit(lambda w: stage.fold(stage.init({"w": w})))(jnp.asarray(w))["w"]
+    np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
+
+
+def test_the_nearest_matrices_cut_singular_values_off():
+    w = normal(4, 3)
+    left, singular, right = np.linalg.svd(w, full_matrices=False)
+    with jax.enable_x64():
+        low = projected(rpx.FixedRank(1), jnp.asarray(w))
+        almost = projected(rpx.AlmostOrthogonal(0.5), jnp.asarray(w))
+    np.testing.assert_allclose(low, singular[0] * np.outer(left[:, 0], right[0]), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(almost, (left * np.clip(singular, 0.5, 1.5)) @ right, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_special_linear_scales_to_determinant_one_turning_the_smallest_singular_value_if_need_be(sign):
+    w = normal(3, 3)
+    w = sign * w * np.sign(np.linalg.det(w))
+    left, singular, right = np.linalg.svd(w)
+    expected = (left * singular * [1, 1, sign]) @ right / singular.prod() ** (1 / 3)
+    with jax.enable_x64():
+        got = projected(rpx.SpecialLinear(), jnp.asarray(w))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
+    assert np.linalg.det(got) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("w", [np.zeros((3, 3)), np.ones((3, 3))], ids=["zero", "rank 1"])
+def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_trains(w):
+    p = rpx.Invertible()
+    raw = jax.jit(p.init)({"w": jnp.asarray(w, jnp.float32)})
+    slopes = jax.jit(jax.grad(lambda raw: jnp.sum(p.apply(raw)["w"] * jnp.asarray(normal(3, 3), jnp.float32))))(raw)
+    np.testing.assert_allclose(read(p, raw), w, rtol=0, atol=2e-5)
+    assert contained(p, read(p, raw))
+    assert np.abs(slopes["w"]["@invertible"]["s"]).min() > 1e-7
+
+
+@pytest.mark.parametrize("size", [0.1, 10.0])
+def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
+    p = rpx.AlmostOrthogonal(0.5)
+    raw = jax.jit(p.init)({"w": size * jnp.eye(2)})
+    slopes = jax.jit(jax.grad(lambda raw: jnp.trace(p.apply(raw)["w"])))(raw)
+    assert np.abs(slopes["w"]["@almost_orthogonal"]["s"]).min() > 1e-4
+
+
+def test_the_laws_hold_for_invertible_matrices_which_are_no_case_of_their_own(key):
+    params = {"w": jnp.asarray(normal(2, 2, dtype=np.float32))}
+    check_laws(rpx.Invertible(), params, key, laws=(right_inverse, types_kept, plain_trees))
+
+
+def test_the_sign_of_the_determinant_stays():
+    p = rpx.Invertible()
+    w = normal(3, 3, dtype=np.float32)
+    target = {"w": jnp.asarray(-w)}
+    effective, losses = trained(p, jax.jit(p.init)({"w": jnp.asarray(w)}), target)
+    assert losses[-1] < losses[0] / 2
+    assert np.sign(np.linalg.det(effective["w"])) == np.sign(np.linalg.det(w))
+
+
+# ---- membership
+
+
+FAMILY = (
+    rpx.FixedRank(2, where="fixed")
+    >> rpx.LowRank(2, where="low")
+    >> rpx.Invertible(least=0.1, where="invertible")
+    >> rpx.SpecialLinear(where="special")
+)
+
+
+def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
+    shapes = {"fixed": (4, 3), "low": (3, 4), "invertible": (3, 3), "special": (3, 3)}
+    params = {name: jnp.asarray(normal(*shape, dtype=np.float32)) for name, shape in shapes.items()}
+    target = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    effective, losses = trained(FAMILY, jax.jit(FAMILY.init)(params), target)
+    assert losses[-1] < losses[0] / 2
+    fixed, low = singular_values(effective["fixed"]), singular_values(effective["low"])
+    assert fixed[1] >= 1e-6
+    assert fixed[2] < 1e-6 * fixed[0]
+    assert low[2] < 1e-6
+    assert singular_values(effective["invertible"]).min() >= 0.1 - 1e-6
+    assert np.linalg.det(effective["special"]) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "w", "member"),
+    [
+        pytest.param(rpx.LowRank(1), np.ones((3, 2)), True, id="low rank"),
+        pytest.param(rpx.LowRank(1), np.zeros((3, 2)), True, id="low rank, zero"),
+        pytest.param(rpx.LowRank(1), np.eye(2), False, id="rank too high"),
+        pytest.param(rpx.FixedRank(1), np.ones((3, 2)), True, id="fixed rank"),
+        pytest.param(rpx.FixedRank(2), np.ones((3, 2)), False, id="rank too low"),
+        pytest.param(rpx.FixedRank(1), np.eye(3), False, id="rank too high for one"),
+        pytest.param(rpx.FixedRank(1), np.zeros((3, 2)), False, id="fixed rank, zero"),
+        pytest.param(rpx.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
+        pytest.param(rpx.Invertible(), np.ones((2, 2)), False, id="singular"),
+        pytest.param(rpx.Invertible(least=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
+        pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
+        pytest.param(rpx.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
+        pytest.param(rpx.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),
+    ],
+)
+def test_contains_tells_the_image_from_other_matrices(stage, w, member):
+    assert bool(contained(stage, jnp.asarray(w, jnp.float32))) is member
+
+
+def test_samples_of_low_rank_have_that_rank(key):
+    low = jax.jit(lambda key: rpx.LowRank(2).sample(key, (5, 4)))(key)
+    fixed = jax.jit(lambda key: rpx.FixedRank(3).sample(key, (2, 4, 5)))(key)
+    assert np.linalg.matrix_rank(low, tol=1e-5) == 2
+    assert np.linalg.matrix_rank(fixed, tol=1e-5).tolist() == [3, 3]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: rpx.FixedRank(4).init({"w": jnp.ones((4, 3))}),
+            "FixedRank(4).init at 'w': expected 1 <= rank <= min(4, 3) = 3, got rank 4. Narrow the stage with `where`, "
+            "or change `rank`.",
+        ),
+        (
+            lambda: rpx.FixedRank(1, where="b").init({"b": jnp.ones(3)}),
+            "FixedRank(1, where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave "
+            "it out with `where`.",
+        ),
+        (
+            lambda: rpx.Invertible().init({"w": jnp.ones((4, 3))}),
+            "Invertible().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Invertible(outside="refuse").init({"w": jnp.ones((2, 2))}),
+            "Invertible(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+            "`stage.project(w)`, or let `outside='project'` do it.",
+        ),
+        (
+            lambda: rpx.Invertible().init({"w": jnp.full((2, 2), jnp.inf)}),
+            "Invertible().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it "
+            "out with `where`.",
+        ),
+        (
+            lambda: rpx.SpecialLinear().init({"w": jnp.ones((4, 3))}),
+            "SpecialLinear().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.FixedRank(2, least=-1.0),
+            "FixedRank got least=-1.0, but a bound is finite and not negative.",
+        ),
+    ],
+    ids=lambda x: x[:60] if isinstance(x, str) else "",
+)
+def test_bad_input_is_refused(build, text):
+    with raises(ValueError, text):
+        build()
