@@ -30,15 +30,24 @@ def _bytes(aval):
 
 def contractions(f, *args):
     """How many matmuls and convolutions a program holds."""
-    return _count(jax.make_jaxpr(f)(*args).jaxpr)
+    return sum(eqn.primitive.name in ("dot_general", "conv_general_dilated") for eqn, _ in _equations(f, *args))
 
 
-def _count(jaxpr):
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += eqn.primitive.name in ("dot_general", "conv_general_dilated")
-        for value in eqn.params.values():
-            for x in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(x, Jaxpr | ClosedJaxpr):
-                    total += _count(getattr(x, "jaxpr", x))
-    return total
+def draws(f, *args):
+    """How many draws a program holds, and how many of them in the body of a scan."""
+    inside = [in_scan for eqn, in_scan in _equations(f, *args) if eqn.primitive.name == "random_bits"]
+    return len(inside), sum(inside)
+
+
+def _equations(f, *args):
+    """Each equation of a program, here and inside of others, and whether it is inside of a scan."""
+
+    def visited(jaxpr, *, in_scan):
+        for eqn in jaxpr.eqns:
+            yield eqn, in_scan
+            for value in eqn.params.values():
+                for x in value if isinstance(value, tuple | list) else (value,):
+                    if isinstance(x, Jaxpr | ClosedJaxpr):
+                        yield from visited(getattr(x, "jaxpr", x), in_scan=in_scan or eqn.primitive.name == "scan")
+
+    return visited(jax.make_jaxpr(f)(*args).jaxpr, in_scan=False)

@@ -11,7 +11,7 @@ from errors import raises
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from residuals import contractions, kept
+from residuals import contractions, draws, kept
 
 import reparax as rpx
 
@@ -164,6 +164,20 @@ def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
 
 
 # ---- Noise
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm under scan", "flax gru under scan"])
+def test_noise_is_drawn_at_most_once_in_each_pass_and_never_in_each_step(name, key):
+    network, weights, x = NETWORKS[name]
+    p = rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1, where=".*kernel")
+
+    def loss(weights, key, x):
+        return network(p.apply(weights, key), x)
+
+    forward, _ = draws(loss, weights, key, x)
+    both, in_steps = draws(jax.grad(rpx.remat(loss)), weights, key, x)
+    assert forward < both <= 2 * forward  # what is added to a bias, no gradient needs
+    assert in_steps == 0
 
 
 def test_the_noise_of_the_backward_pass_is_that_of_the_forward_pass(key):
