@@ -118,13 +118,18 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 
 def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs."""
-    env = known(jaxpr, given)
-    early = [eqn for eqn in jaxpr.eqns if all(flags(env, eqn.invars)) and not has_effects(eqn)]
+    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs.
+
+    What is known of an equation that mixes is made there, so all that follows from it is late.
+    """
+    early, made = list[JaxprEqn](), {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
+    for eqn in jaxpr.eqns:
+        if made.issuperset(variables(eqn.invars)) and not has_effects(eqn):
+            early.append(eqn)
+            made.update(eqn.outvars)
     chosen = set(map(id, early))
     late = part(jaxpr, [eqn for eqn in jaxpr.eqns if id(eqn) not in chosen], jaxpr.outvars)
-    made = {v for eqn in early for v in eqn.outvars}
-    return part(jaxpr, early, [v for v in late.invars if v in made]), late
+    return part(jaxpr, early, [v for v in late.invars if v in made and v not in jaxpr.invars]), late
 
 
 def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
