@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from reparax import _program
-from reparax._arguments import Argnums, Arguments, checked_argnums
+from reparax._arguments import Argnums, Arguments, caller
 from reparax._split import split
 
 
@@ -33,7 +33,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
         that ``fun`` closes over is taken for data.
 
     Raises:
-      TypeError: If ``argnums`` is no position or names an argument that is not there.
+      TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -48,10 +48,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     References:
       Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
-    who = f"remat({getattr(fun, '__name__', repr(fun))})"
-    if not callable(fun):
-        raise TypeError(f"remat takes a function, but got {fun!r} of type {type(fun).__name__}.")
-    checked_argnums(who, argnums)
+    who = caller("remat", fun, argnums)
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
