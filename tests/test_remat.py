@@ -358,6 +358,35 @@ def test_what_follows_from_a_value_of_weights_alone_that_is_made_among_the_data(
     assert kept(rpx.remat(of_raw), raw, ROOT, X)["weights"] == 0
 
 
+def test_constants_beside_the_loss():
+    constants = {"flag": True, "rate": 0.5, "step": 3, "half": np.float16(2)}
+
+    def with_constants(raw, key, x):
+        return loss(raw, key, x), constants
+
+    assert jax.value_and_grad(rpx.remat(with_constants), has_aux=True)(RAW, ROOT, X)[0][1] == constants
+    assert all(isinstance(x, jax.Array) for x in rpx.remat(with_constants)(RAW, ROOT, X)[1].values())
+
+
+@pytest.mark.parametrize(
+    "stopped", [jax.lax.stop_gradient, lambda w: (w > 0).astype(w.dtype)], ids=["stop_gradient", "comparison"]
+)
+def test_weights_behind_which_there_is_no_gradient(stopped):
+    def network(w, x):
+        frozen = stopped(w["layer0"]["kernel"].T)
+        # This loop has no backward pass, and needs none.
+        n = jax.lax.while_loop(lambda c: jnp.sum(c**2) > 0.1, lambda c: 0.01 * c @ frozen, jax.lax.stop_gradient(x))
+        return jnp.mean((jnp.tanh(x @ frozen) @ w["layer1"]["kernel"] * n) ** 2)
+
+    def of_raw(raw, key, x):
+        return network(P.apply(raw, key), x)
+
+    trees_close(jax.grad(rpx.remat(of_raw))(RAW, ROOT, X), jax.grad(of_raw)(RAW, ROOT, X))
+    plain = kept(lambda w, _, x: network(w, x), WEIGHTS, ROOT, X)
+    assert kept(rpx.remat(of_raw), RAW, ROOT, X) == {"weights": 0, "others": plain["others"]}
+    assert contractions(jax.grad(rpx.remat(of_raw)), RAW, ROOT, X) == contractions(jax.grad(network), WEIGHTS, X)
+
+
 def test_gradients_in_the_data_and_in_the_key_free_case():
     for argnums in (2, (0, 2)):
         expected = jax.grad(loss, argnums)(RAW, ROOT, X)

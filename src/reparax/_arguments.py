@@ -76,8 +76,8 @@ def caller(method: str, fun: Any, argnums: Any) -> str:
     several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
         raise TypeError(
-            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got {_shown(argnums)!r}. "
-            f"Count positional arguments from 0."
+            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
+            f"{_shown(argnums)!r}. Count positional arguments from 0."
         )
     return who
 

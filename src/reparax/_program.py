@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -28,8 +29,13 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """The value of each atom."""
-    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
+    """The value of each atom, as an array: that of a literal may be of a private type of JAX."""
+    return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
+
+
+def smooth(atom: Any) -> bool:
+    """Whether an atom has tangents."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
