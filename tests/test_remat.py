@@ -240,6 +240,30 @@ def test_what_a_parametrization_reads_is_named_wherever_it_comes_from():
     assert kept(count, RAW, ROOT, X)["weights"] == 0
 
 
+def test_what_a_parametrization_reads_inside_of_jit_and_of_scan_is_named_too():
+    @jax.jit
+    def step(h, raw_and_key):
+        raw, key = raw_and_key
+        return jnp.tanh(jnp.tanh(h @ P.apply(raw, key)["kernel"])), None
+
+    def inside(x, raw, keys):
+        return jnp.mean(jax.lax.scan(step, x, (raw, keys))[0] ** 2)
+
+    f = rpx.remat(inside, argnums=())
+    raw, keys = jax.vmap(P.init)({"kernel": normal(3, 8, 8)}), jax.random.split(ROOT, 3)
+    assert kept(lambda raw, keys, x: f(x, raw, keys), raw, keys, X)["weights"] == 0
+    trees_close(jax.grad(f, 1)(X, raw, keys), jax.grad(inside, 1)(X, raw, keys))
+
+
+def test_few_data_from_which_weights_are_made_stay_data():
+    def hyper(w, key, x):
+        raw = {"kernel": jnp.tanh(x @ w)}
+        return jnp.mean(jnp.tanh(rpx.VarNoise(0.1).apply(raw, key)["kernel"]))
+
+    args = normal(4, 4), ROOT, normal(1, 4)
+    assert contractions(jax.grad(rpx.remat(hyper)), *args) == contractions(jax.grad(hyper), *args)
+
+
 def test_arguments_by_keyword_are_data():
     f = rpx.remat(lambda raw, key, *, x: loss(raw, key, x))
     assert kept(lambda raw, key, x: f(raw, key, x=x), RAW, ROOT, X) == {"weights": 0, "others": OTHERS}

@@ -28,9 +28,10 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
       fun: A loss, or any function of arrays, pure as JAX asks. Leaves of its arguments that are no arrays are
         constants.
       argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
-        change the noise. Default: the first argument, and those that hold nothing but PRNG keys. What ``p.apply`` reads
-        counts as named wherever ``fun`` has it from, and so do keys and numbers that this is computed from. An array
-        that ``fun`` closes over is taken for data.
+        change the noise. Default: the first argument, and those that hold nothing but PRNG keys (or uint32 arrays whose
+        last axis has the 2 or 4 entries of a legacy key). What ``p.apply`` reads counts as named wherever ``fun`` has
+        it from, and so do keys and numbers that this is computed from. An array that ``fun`` closes over is taken for
+        data.
 
     Raises:
       TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.
