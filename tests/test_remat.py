@@ -1,5 +1,8 @@
 """Nothing that parameters and key can make again is kept, in every context; all else is as without ``remat``."""
 
+import functools
+import re
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -251,9 +254,43 @@ def test_what_a_parametrization_reads_is_named_wherever_it_comes_from():
     assert kept(count, RAW, ROOT, X)["weights"] == 0
 
 
+def test_what_a_parametrization_reads_inside_of_jit_and_of_scan_is_named_too():
+    @jax.jit
+    def step(h, raw_and_key):
+        raw, key = raw_and_key
+        return jnp.tanh(jnp.tanh(h @ P.apply(raw, key)["kernel"])), None
+
+    def inside(x, raw, keys):
+        return jnp.mean(jax.lax.scan(step, x, (raw, keys))[0] ** 2)
+
+    f = rpx.remat(inside, argnums=())
+    raw, keys = jax.vmap(P.init)({"kernel": normal(3, 8, 8)}), jax.random.split(ROOT, 3)
+    assert kept(lambda raw, keys, x: f(x, raw, keys), raw, keys, X)["weights"] == 0
+    trees_close(jax.grad(f, 1)(X, raw, keys), jax.grad(inside, 1)(X, raw, keys))
+
+
+def test_few_data_from_which_weights_are_made_stay_data():
+    def hyper(w, key, x):
+        raw = {"kernel": jnp.tanh(x @ w)}
+        return jnp.mean(jnp.tanh(rpx.VarNoise(0.1).apply(raw, key)["kernel"]))
+
+    args = normal(4, 4), ROOT, normal(1, 4)
+    assert contractions(jax.grad(rpx.remat(hyper)), *args) == contractions(jax.grad(hyper), *args)
+
+
 def test_arguments_by_keyword_are_data():
     f = rpx.remat(lambda raw, key, *, x: loss(raw, key, x))
     assert kept(lambda raw, key, x: f(raw, key, x=x), RAW, ROOT, X) == {"weights": 0, "others": OTHERS}
+
+
+def test_numbers_and_flags_of_python_are_constants():
+    def repeated(raw, key, x, n, *, train=False):
+        for _ in range(n):
+            x = jnp.tanh(x)
+        return loss(raw, key, x) if train else jnp.sum(x)
+
+    gradient = jax.grad(rpx.remat(repeated))(RAW, ROOT, X, 2, train=True)
+    trees_close(gradient, jax.grad(repeated)(RAW, ROOT, X, 2, train=True))
 
 
 def test_leaves_that_are_no_arrays_are_constants():
@@ -287,6 +324,30 @@ def test_an_argument_that_is_not_there_is_refused():
 def test_what_is_no_function_is_refused():
     with raises(TypeError, "remat takes a function, but got 3 of type int."):
         rpx.remat(3)
+    with raises(TypeError, "remat takes a function, but got {'w': 'float32[2]'} of type dict."):
+        rpx.remat({"w": normal(2)})
+
+
+def test_errors_name_a_function_without_the_arrays_that_it_holds():
+    class Model:
+        def __init__(self):
+            self.deleted = normal(2)
+            self.deleted.delete()
+
+        def __repr__(self):
+            return repr(self.deleted)
+
+        def loss(self, raw):
+            return raw
+
+        __call__ = loss
+
+    text = "takes the position of an argument, or a tuple of positions, as argnums, but got ['float32[2]']. Count"
+    model = Model()
+    for fun, name in ((model.loss, "loss"), (model, "Model"), (functools.partial(loss, RAW), "loss")):
+        rpx.remat(fun)
+        with pytest.raises(TypeError, match=f"^{re.escape(f'remat({name}) {text}')}"):
+            rpx.remat(fun, argnums=[normal(2)])
 
 
 # ---- Derivatives of every kind
@@ -307,6 +368,61 @@ def test_values_and_gradients_with_aux():
 
     sizes = [v.aval.size * v.aval.dtype.itemsize for v in jax.make_jaxpr(residuals)(RAW, ROOT, X).jaxpr.outvars[:-1]]
     assert max(sizes) <= X.nbytes * 2
+
+
+def test_what_follows_from_a_value_of_weights_alone_that_is_made_among_the_data():
+    @jax.jit
+    def transposed_too(w, x):
+        return w.T, x @ w
+
+    def network(w, x):
+        transposed, h = transposed_too(w["kernel"], x)
+        chosen = jax.lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, w["kernel"])
+
+        def step(carry, _):
+            u, h = carry
+            u = w["kernel"] @ u
+            return (u / jnp.linalg.norm(u), jnp.tanh(h @ w["kernel"])), None
+
+        (u, h), _ = jax.lax.scan(step, (jnp.ones(8), h), None, length=3)
+        return jnp.mean(jnp.tanh(h * jnp.sin(u)[None, :] @ jnp.exp(transposed + chosen)) ** 2)
+
+    def of_raw(raw, key, x):
+        return network(P.apply(raw, key), x)
+
+    weights = WEIGHTS["layer0"]
+    raw = P.init(weights)
+    trees_close(jax.grad(rpx.remat(of_raw))(raw, ROOT, X), jax.grad(of_raw)(raw, ROOT, X))
+    assert kept(rpx.remat(of_raw), raw, ROOT, X)["weights"] == 0
+
+
+def test_constants_beside_the_loss():
+    constants = {"flag": True, "rate": 0.5, "step": 3, "half": np.float16(2)}
+
+    def with_constants(raw, key, x):
+        return loss(raw, key, x), constants
+
+    assert jax.value_and_grad(rpx.remat(with_constants), has_aux=True)(RAW, ROOT, X)[0][1] == constants
+    assert all(isinstance(x, jax.Array) for x in rpx.remat(with_constants)(RAW, ROOT, X)[1].values())
+
+
+@pytest.mark.parametrize(
+    "stopped", [jax.lax.stop_gradient, lambda w: (w > 0).astype(w.dtype)], ids=["stop_gradient", "comparison"]
+)
+def test_weights_behind_which_there_is_no_gradient(stopped):
+    def network(w, x):
+        frozen = stopped(w["layer0"]["kernel"].T)
+        # This loop has no backward pass, and needs none.
+        n = jax.lax.while_loop(lambda c: jnp.sum(c**2) > 0.1, lambda c: 0.01 * c @ frozen, jax.lax.stop_gradient(x))
+        return jnp.mean((jnp.tanh(x @ frozen) @ w["layer1"]["kernel"] * n) ** 2)
+
+    def of_raw(raw, key, x):
+        return network(P.apply(raw, key), x)
+
+    trees_close(jax.grad(rpx.remat(of_raw))(RAW, ROOT, X), jax.grad(of_raw)(RAW, ROOT, X))
+    plain = kept(lambda w, _, x: network(w, x), WEIGHTS, ROOT, X)
+    assert kept(rpx.remat(of_raw), RAW, ROOT, X) == {"weights": 0, "others": plain["others"]}
+    assert contractions(jax.grad(rpx.remat(of_raw)), RAW, ROOT, X) == contractions(jax.grad(network), WEIGHTS, X)
 
 
 def test_gradients_in_the_data_and_in_the_key_free_case():

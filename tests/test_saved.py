@@ -81,6 +81,11 @@ def test_without_floating_parameters_there_is_no_gradient():
         rpx.saved(lambda n, w: jnp.sum(n * w), jnp.arange(3), jnp.ones(3))
 
 
+def test_a_value_is_no_function():
+    with raises(TypeError, "saved takes a function, but got 'float32[]' of type ArrayImpl."):
+        rpx.saved(loss(PARAMS, KEY, X), PARAMS)
+
+
 @pytest.mark.parametrize("kind", ["weight", None])
 def test_unknown_kinds_are_refused(kind):
     with raises(ValueError, f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."):

@@ -1,5 +1,6 @@
 """The arguments of a user's function as flat arrays: which of them the user has named, and by what path they go."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._paths import is_traceable, named, text
+from reparax._paths import described, is_array, is_traceable, named, text
 
 Argnums = int | Sequence[int] | None
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. What is no array, such as a function in a module, stays where it is."""
+    """The arguments of one call. What is no array, such as a function or a flag of Python, stays where it is."""
 
     fun: Callable[..., Any]
     leaves: list[Any]
@@ -30,7 +31,7 @@ class Arguments:
         chosen = _chosen(who, argnums, args)
         flags = [i in chosen for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, int | float | complex) or is_traceable(leaf)]
+        places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
         return cls(fun, leaves, treedef, places, [flags[i] for i in places])
 
     @property
@@ -63,14 +64,27 @@ class Arguments:
         return self.fun(*args, **kwargs)
 
 
-def checked_argnums(who: str, argnums: Any) -> None:
-    """Refuses what cannot name arguments."""
+def caller(method: str, fun: Any, argnums: Any) -> str:
+    """How errors name a call that takes ``fun`` and ``argnums``, which are checked."""
+    if not callable(fun):
+        raise TypeError(f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}.")
+    named = fun
+    while isinstance(named, functools.partial):
+        named = named.func
+    # Not by its repr, which may hold arrays.
+    who = f"{method}({getattr(named, '__name__', type(named).__name__)})"
     several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
         raise TypeError(
-            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got {argnums!r}. "
-            f"Count positional arguments from 0."
+            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
+            f"{_shown(argnums)!r}. Count positional arguments from 0."
         )
+    return who
+
+
+def _shown(x: Any) -> Any:
+    """``x`` as an error shows it, with the types of arrays in the place of their numbers."""
+    return jax.tree.map(lambda leaf: described(leaf) if is_array(leaf) else leaf, x)
 
 
 def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:

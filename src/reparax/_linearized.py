@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from reparax import _program
@@ -87,7 +86,7 @@ def linearized(
 
         def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
             outs = function(inputs | dict(zip(moving, values, strict=True)))
-            return [out for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)], outs
+            return [out for v, out in zip(program.outvars, outs, strict=True) if _program.smooth(v)], outs
 
         _, linear, outs = jax.linearize(of_moving, *[inputs[v] for v in moving], has_aux=True)
         residuals, tree = jax.tree.flatten(linear)

@@ -24,15 +24,32 @@ def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
     """``given``, and whatever parametrizations read: their inputs, and the keys and numbers that these come from."""
     read, behind = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
-        if is_apply(eqn):
-            read.update(_program.variables(eqn.invars))
-        if is_apply(eqn) or any(v in behind for v in eqn.outvars):
+        own = _read(eqn)
+        read.update(own)
+        behind.update(own)
+        if any(v in behind for v in eqn.outvars):
             behind.update(_program.variables(eqn.invars))
+    return [
+        known or v in read or (v in behind and _is_key_or_number(v))
+        for v, known in zip(jaxpr.invars, given, strict=True)
+    ]
 
-    def is_root(v: Any) -> bool:
-        return v in read or (v in behind and (jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) or v.aval.size <= 4))
 
-    return [known or is_root(v) for v, known in zip(jaxpr.invars, given, strict=True)]
+def _read(eqn: JaxprEqn) -> list[Any]:
+    """What an equation takes that is ``apply``, or that the ``apply`` inside of it reads."""
+    if is_apply(eqn):
+        return _program.variables(eqn.invars)
+    if eqn.primitive.name not in _REBOUND or not _holds_apply(eqn):
+        return []
+    jaxpr, consts = _body(eqn)
+    roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
+    return _program.variables(v for v, root in zip(eqn.invars, roots, strict=True) if root)
+
+
+def _is_key_or_number(v: Any) -> bool:
+    dtype, shape = v.aval.dtype, v.aval.shape
+    legacy = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
+    return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -28,8 +29,13 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """The value of each atom."""
-    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
+    """The value of each atom, as an array: that of a literal may be of a private type of JAX."""
+    return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
+
+
+def smooth(atom: Any) -> bool:
+    """Whether an atom has tangents."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
@@ -118,13 +124,18 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 
 def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs."""
-    env = known(jaxpr, given)
-    early = [eqn for eqn in jaxpr.eqns if all(flags(env, eqn.invars)) and not has_effects(eqn)]
+    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs.
+
+    What is known of an equation that mixes is made there, so all that follows from it is late.
+    """
+    early, made = list[JaxprEqn](), {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
+    for eqn in jaxpr.eqns:
+        if made.issuperset(variables(eqn.invars)) and not has_effects(eqn):
+            early.append(eqn)
+            made.update(eqn.outvars)
     chosen = set(map(id, early))
     late = part(jaxpr, [eqn for eqn in jaxpr.eqns if id(eqn) not in chosen], jaxpr.outvars)
-    made = {v for eqn in early for v in eqn.outvars}
-    return part(jaxpr, early, [v for v in late.invars if v in made]), late
+    return part(jaxpr, early, [v for v in late.invars if v in made and v not in jaxpr.invars]), late
 
 
 def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from reparax import _program
-from reparax._arguments import Argnums, Arguments, checked_argnums
+from reparax._arguments import Argnums, Arguments, caller
 from reparax._split import split
 
 
@@ -28,12 +28,13 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
       fun: A loss, or any function of arrays, pure as JAX asks. Leaves of its arguments that are no arrays are
         constants.
       argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
-        change the noise. Default: the first argument, and those that hold nothing but PRNG keys. What ``p.apply`` reads
-        counts as named wherever ``fun`` has it from, and so do keys and numbers that this is computed from. An array
-        that ``fun`` closes over is taken for data.
+        change the noise. Default: the first argument, and those that hold nothing but PRNG keys (or uint32 arrays whose
+        last axis has the 2 or 4 entries of a legacy key). What ``p.apply`` reads counts as named wherever ``fun`` has
+        it from, and so do keys and numbers that this is computed from. An array that ``fun`` closes over is taken for
+        data.
 
     Raises:
-      TypeError: If ``argnums`` is no position or names an argument that is not there.
+      TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -48,10 +49,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     References:
       Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
-    who = f"remat({getattr(fun, '__name__', repr(fun))})"
-    if not callable(fun):
-        raise TypeError(f"remat takes a function, but got {fun!r} of type {type(fun).__name__}.")
-    checked_argnums(who, argnums)
+    who = caller("remat", fun, argnums)
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:

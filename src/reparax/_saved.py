@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.source_info_util import summarize
 
 from reparax import _program
-from reparax._arguments import Argnums, Arguments, checked_argnums
+from reparax._arguments import Argnums, Arguments, caller
 from reparax._paths import described
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
@@ -102,8 +102,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
       0
     """
-    who = f"saved({getattr(fun, '__name__', repr(fun))})"
-    checked_argnums(who, argnums)
+    who = caller("saved", fun, argnums)
     given = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(given, given.arrays):
         raise TypeError(

@@ -56,42 +56,63 @@ class _Halves:
         special = _nested.cutting(self.known, split)
         return _program.run(self.late, _program.values(env, self.late.invars), special)
 
-    def moving(self, dots: Env) -> list[Any]:
-        """The inputs of the late half that have a tangent where those of ``dots`` have one."""
-        still = _program.known(self.early, [v not in dots for v in self.early.invars])
-        return [v for v in self.late.invars if v in dots or (_smooth(v) and not still.get(v, True))]
+    def moved(self, inputs: Env, dots: Env) -> set[Any]:
+        """The values of the early half that have a tangent where the inputs ``dots`` have one.
 
+        JAX itself tells: there is none behind ``stop_gradient`` or a comparison, and nothing of it may be kept.
+        """
+        roots, values = (
+            [v for v in self.early.invars if v in dots],
+            [v for v in self.early.outvars if _program.smooth(v)],
+        )
+        found = set[Any]()
 
-def _smooth(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        @jax.custom_jvp
+        def watched(*args: Any) -> tuple[Any, ...]:
+            return args
+
+        def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            pairs = zip(values, tangents, strict=True)
+            found.update(v for v, dot in pairs if not isinstance(dot, SymbolicZero))
+            return primals, tangents
+
+        def of_roots(*args: Any) -> tuple[Any, ...]:
+            env = self.weights(inputs | dict(zip(roots, args, strict=True)))
+            return watched(*[env[v] for v in values])
+
+        watched.defjvp(derivative, symbolic_zeros=True)
+        if roots and values:
+            jax.eval_shape(lambda: jax.jvp(of_roots, [inputs[v] for v in roots], [dots[v] for v in roots]))
+        return found
 
 
 def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
-    moving, outvars = halves.moving(dots), halves.late.outvars
+    moved, outvars = halves.moved(inputs, dots), halves.late.outvars
+    moving = [v for v in halves.late.invars if v in dots or v in moved]
     linear = _linearized.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
     outs, saved = linear.forward()
     needed = [v for v in _program.variables([*halves.early.invars, *linear.reads]) if v in inputs]
 
     @jax.checkpoint
     def tangents(given: list[Any], saved: list[Any], given_dots: list[Any]) -> list[Any]:
-        again, pushed = _again(halves, dict(zip(needed, given, strict=True)), dict(zip(dots, given_dots, strict=True)))
+        held, held_dots = dict(zip(needed, given, strict=True)), dict(zip(dots, given_dots, strict=True))
+        again, pushed = _again(halves, held, held_dots, [v for v in moving if v in moved])
         return linear.backward(again, saved)(*[pushed[v] for v in moving])
 
     pushed = iter(tangents([inputs[v] for v in needed], saved, list(dots.values())) if moving else [])
 
     def tangent(v: Any, out: Any) -> Any:
-        if not _smooth(v):
+        if not _program.smooth(v):
             return np.zeros(v.aval.shape, jax.dtypes.float0)
         return next(pushed) if moving else jnp.zeros_like(out)
 
     return outs, [tangent(v, out) for v, out in zip(outvars, outs, strict=True)]
 
 
-def _again(halves: _Halves, inputs: Env, dots: Env) -> tuple[Env, Env]:
-    """The inputs and what the early half makes of them, and the tangents of all that."""
+def _again(halves: _Halves, inputs: Env, dots: Env, made: list[Any]) -> tuple[Env, Env]:
+    """The inputs and what the early half makes of them, and the tangents of the inputs and of ``made``."""
     roots = [v for v in halves.early.invars if v in dots]
-    made = [v for v in halves.moving(dots) if v not in dots]
 
     def of_roots(*values: Any) -> tuple[list[Any], list[Any]]:
         env = halves.weights(inputs | dict(zip(roots, values, strict=True)))
