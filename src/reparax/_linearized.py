@@ -16,6 +16,9 @@ from reparax._program import Env, Known
 class Linearized:
     """A program and its linear part.
 
+    Each residual is an input of ``program``; or kept by ``forward``, where it comes from unknown inputs too; or made
+    again by ``backward``, from known ones. ``names`` leads from an input back to the original program.
+
     Attributes:
       program: Gives the outputs, then the residuals, which are what the linear part needs.
       n_outs: How many outputs there are.

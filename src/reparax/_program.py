@@ -1,6 +1,6 @@
 """Traced programs as data: which values come from given inputs alone, and programs cut along that line.
 
-All that this library knows of how JAX writes programs down stands here, and in ``_remat`` what it does with it.
+All that this library knows of how JAX writes programs down stands here and in ``_nested``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -76,7 +76,11 @@ def flags(env: Known, atoms: Iterable[Any]) -> Flags:
 
 
 def known(program: Jaxpr | ClosedJaxpr, given: Flags) -> Known:
-    """For each value of a program, whether it comes from the given inputs and constants alone."""
+    """For each value of a program, whether it comes from the given inputs and constants alone.
+
+    Such a value can be made again without the other inputs, though the equation that makes it may mix: a scan with
+    other outputs beside it, or a cond on data, of which the branch taken is kept.
+    """
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     env: Known = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
@@ -94,7 +98,7 @@ def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
         return [all(given) and not has_effects(eqn)] * n
     if name == "scan":
         return _outs(programs[0], steady(eqn, given))
-    if name == "cond":  # which branch is taken is saved, so that a value of every branch can be made again
+    if name == "cond":
         return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in programs], strict=True)]
     if name != "while" and len(programs) == 1 and _arity(programs[0]) == (len(given), n):
         return _outs(programs[0], given)
@@ -121,6 +125,12 @@ def steady(scan: JaxprEqn, given: Flags) -> Flags:
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation must run exactly once. Naming an axis of a mesh is no such effect."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def has_refs(jaxpr: Jaxpr) -> bool:
+    """Whether a program reads or writes mutable arrays."""
+    made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
+    return any(type(v.aval).__name__ == "AbstractRef" for v in (*jaxpr.constvars, *jaxpr.invars, *made))
 
 
 def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:

@@ -17,7 +17,8 @@ def mark(*_: Any, **__: Any) -> bool:
 def recomputing(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
     """``fun(tree, key)``, of which the backward pass keeps nothing but ``tree``, ``key`` and the result.
 
-    Leaves that are no arrays, and those that ``fun`` passes on, come out as they went in.
+    Leaves that are no arrays, and those that ``fun`` passes on, come out as they went in: JAX traces ``of_arrays``
+    exactly once, in this call, so that it can leave word of them.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]

@@ -22,11 +22,12 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
 
     The bodies of scans that are met on the way are treated in the same manner: where a scan runs over stacked layers
     and calls ``apply`` in its body, each layer's weights are made again in its own backward step. For a layer or a
-    scan body alone, name the arguments: ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``.
+    scan body alone, name the arguments: ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``. Where gradients are
+    taken inside of ``fun``, as in meta-learning, let ``remat`` be the outermost.
 
     Args:
-      fun: A loss, or any function of arrays, pure as JAX asks. Leaves of its arguments that are no arrays are
-        constants.
+      fun: A loss, or any function of arrays, pure as JAX asks: what it writes into an argument, as nnx modules write
+        their statistics, is lost. Leaves of its arguments that are no arrays are constants.
       argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and those that hold nothing but PRNG keys (or uint32 arrays whose
         last axis has the 2 or 4 entries of a legacy key). What ``p.apply`` reads counts as named wherever ``fun`` has
@@ -34,7 +35,8 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
         data.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.
+      TypeError: If ``fun`` is no function or uses mutable arrays, or ``argnums`` is no position or names an argument
+        that is not there.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -55,6 +57,11 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     def function(*args: Any, **kwargs: Any) -> Any:
         given = Arguments.of(who, fun, argnums, args, kwargs)
         closed, shape = jax.make_jaxpr(lambda *arrays: given.call(arrays), return_shape=True)(*given.arrays)
+        if _program.has_refs(closed.jaxpr):
+            raise TypeError(
+                f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
+                f"it out of the function, and return its value beside the loss."
+            )
         known = [False for _ in closed.consts] + given.given
         outs = split(_program.opened(closed), known)(*closed.consts, *given.arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)

@@ -38,6 +38,8 @@ def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
 
 @dataclass(frozen=True)
 class _Halves:
+    """The two programs, and whether each value of the whole is known: made of the given inputs alone, early or late."""
+
     early: Jaxpr
     late: Jaxpr
     known: Known
@@ -56,39 +58,10 @@ class _Halves:
         special = _nested.cutting(self.known, split)
         return _program.run(self.late, _program.values(env, self.late.invars), special)
 
-    def moved(self, inputs: Env, dots: Env) -> set[Any]:
-        """The values of the early half that have a tangent where the inputs ``dots`` have one.
-
-        JAX itself tells: there is none behind ``stop_gradient`` or a comparison, and nothing of it may be kept.
-        """
-        roots, values = (
-            [v for v in self.early.invars if v in dots],
-            [v for v in self.early.outvars if _program.smooth(v)],
-        )
-        found = set[Any]()
-
-        @jax.custom_jvp
-        def watched(*args: Any) -> tuple[Any, ...]:
-            return args
-
-        def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            pairs = zip(values, tangents, strict=True)
-            found.update(v for v, dot in pairs if not isinstance(dot, SymbolicZero))
-            return primals, tangents
-
-        def of_roots(*args: Any) -> tuple[Any, ...]:
-            env = self.weights(inputs | dict(zip(roots, args, strict=True)))
-            return watched(*[env[v] for v in values])
-
-        watched.defjvp(derivative, symbolic_zeros=True)
-        if roots and values:
-            jax.eval_shape(lambda: jax.jvp(of_roots, [inputs[v] for v in roots], [dots[v] for v in roots]))
-        return found
-
 
 def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents."""
-    moved, outvars = halves.moved(inputs, dots), halves.late.outvars
+    moved, outvars = _moved(halves, inputs, dots), halves.late.outvars
     moving = [v for v in halves.late.invars if v in dots or v in moved]
     linear = _linearized.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
     outs, saved = linear.forward()
@@ -108,6 +81,34 @@ def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[An
         return next(pushed) if moving else jnp.zeros_like(out)
 
     return outs, [tangent(v, out) for v, out in zip(outvars, outs, strict=True)]
+
+
+def _moved(halves: _Halves, inputs: Env, dots: Env) -> set[Any]:
+    """The values of the early half that have a tangent where the inputs ``dots`` have one.
+
+    JAX itself tells: there is none behind ``stop_gradient`` or a comparison, and nothing of it may be kept.
+    """
+    roots = [v for v in halves.early.invars if v in dots]
+    values = [v for v in halves.early.outvars if _program.smooth(v)]
+    found = set[Any]()
+
+    @jax.custom_jvp
+    def watched(*args: Any) -> tuple[Any, ...]:
+        return args
+
+    def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        pairs = zip(values, tangents, strict=True)
+        found.update(v for v, dot in pairs if not isinstance(dot, SymbolicZero))
+        return primals, tangents
+
+    def of_roots(*args: Any) -> tuple[Any, ...]:
+        env = halves.weights(inputs | dict(zip(roots, args, strict=True)))
+        return watched(*[env[v] for v in values])
+
+    watched.defjvp(derivative, symbolic_zeros=True)
+    if roots and values:
+        jax.eval_shape(lambda: jax.jvp(of_roots, [inputs[v] for v in roots], [dots[v] for v in roots]))
+    return found
 
 
 def _again(halves: _Halves, inputs: Env, dots: Env, made: list[Any]) -> tuple[Env, Env]:
