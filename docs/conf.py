@@ -1,6 +1,7 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
 from importlib.metadata import version as version_of
+from typing import Any
 
 project = "reparax"
 author = "the reparax authors"
@@ -13,6 +14,7 @@ exclude_patterns = ["_build"]
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 
 myst_enable_extensions = ["dollarmath"]
@@ -33,3 +35,14 @@ html_theme_options = {
 }
 html_show_sourcelink = False
 html_copy_source = False
+
+
+def setup(app: Any) -> None:
+    """Leaves out of signatures what a fused stage remembers of its parts, which nobody passes."""
+    app.connect("autodoc-process-signature", without_terms)
+
+
+def without_terms(*event: Any) -> tuple[str | None, str | None]:
+    """The signature and what is returned, the last two arguments of the event."""
+    signature, returned = event[-2:]
+    return signature and signature.replace(", terms=()", ""), returned
