@@ -70,8 +70,9 @@ def test_a_stage_of_no_library_class_is_seen_too():
 
 def test_notebooks_show_the_same_table_in_html():
     report = rpx.summary(rpx.Freeze(), {"a<b": jnp.ones(3)})
-    left, right = ('style="text-align: left"', 'style="text-align: right"')
+    left, right = (f'style="text-align: {side}; white-space: nowrap; padding: 0 0.5em"' for side in ("left", "right"))
     assert report._repr_html_() == (
+        '<div style="overflow-x: auto">'
         "<table><caption>Freeze()</caption><thead><tr>"
         f"<th {left}>path</th><th {left}>raw value</th><th {left}>type</th>"
         f"<th {right}>free</th><th {right}>fixed</th><th {right}>bytes</th><th {left}>stages</th>"
@@ -81,5 +82,5 @@ def test_notebooks_show_the_same_table_in_html():
         "</tr><tr>"
         f"<td {left}>total</td><td {left}></td><td {left}></td>"
         f"<td {right}>0</td><td {right}>3</td><td {right}>12 B</td><td {left}></td>"
-        "</tr></tbody></table>"
+        "</tr></tbody></table></div>"
     )

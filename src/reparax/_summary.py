@@ -14,6 +14,7 @@ from reparax._sizes import readable, size_in_bytes
 
 _TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "stages")
 _LEFT = ("path", "raw value", "type", "stages")
+_CELL = "white-space: nowrap; padding: 0 0.5em"
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ class Summary:
         def line(cells: Sequence[str], tag: str) -> str:
             sides = ("left" if title in _LEFT else "right" for title in _TITLES)
             columns = zip(cells, sides, strict=True)
-            return "".join(f'<{tag} style="text-align: {side}">{escape(x)}</{tag}>' for x, side in columns)
+            return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
 
         head, *body = self._table()
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
         titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
-        return f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
+        table = f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
 
 
 def summary(p: Parametrization, params: PyTree) -> Summary:
