@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers lint format clean
+.PHONY: demo test test-peers docs lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -17,6 +17,10 @@ test: $(VENV)/test.stamp
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q tests/test_peers*.py
+
+docs: $(VENV)/docs.stamp
+	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html
+	@echo 'The home page is docs/_build/html/index.html.'
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check

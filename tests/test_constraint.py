@@ -67,6 +67,13 @@ def test_what_is_traced_is_not_looked_at():
     p.check(Centered().init({"w": jnp.array([1.0, 3.0])}), like={"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
 
 
+def test_known_arrays_are_looked_at_inside_of_jit_too():
+    outside, p = {"w": jnp.array([1.0, 3.0])}, Centered(outside="refuse")
+    jax.jit(lambda: p.init({"w": jnp.array([-1.0, 1.0])}))()
+    with pytest.raises(ValueError, match="expected a point of the image, got one outside"):
+        jax.jit(lambda: p.init(outside))()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_numbers_that_are_not_finite_are_refused(bad):
     with raises(

@@ -1,4 +1,4 @@
-"""Every Python block of the README and every cell of a notebook runs, in order; networks and optax promote."""
+"""Every Python block of the README and every cell of a notebook runs, in order, and the API pages have every name."""
 
 import doctest
 import re
@@ -8,11 +8,15 @@ import jax
 import matplotlib
 import pytest
 
+import reparax as rpx
+
 matplotlib.use("agg")
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+COMING_FROM = ROOT / "docs" / "coming_from.md"
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +48,22 @@ def test_readme_runs(blocks):
         globs |= examples.globs
     assert runner.summarize(verbose=False).failed == 0
     assert len(blocks) >= 6
+
+
+def test_our_side_of_every_task_runs():
+    globs: dict[str, object] = {}
+    with jax.numpy_rank_promotion("allow"):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", COMING_FROM.read_text(), flags=re.DOTALL)):
+            exec(compile(block, f"{COMING_FROM.name}, block {number}", "exec"), globs)
+    assert globs["grads"]["scale"]["@positive"]["x"].tolist() == [0.5, 2.0]  # of x in exp x, at x = log 0.5, log 2
+
+
+def test_the_api_pages_have_every_public_name_once():
+    documented = [
+        f"{module}.{name}"
+        for page in API
+        for block in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        for module, name in [(block[0], name) for name in re.findall(r"auto(?:class|function):: (\w+)", block[1])]
+    ]
+    public = [f"reparax.{name}" for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
+    assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])

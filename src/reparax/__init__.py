@@ -60,6 +60,8 @@ from reparax._sphere import MaxNorm as MaxNorm
 from reparax._sphere import PoincareBall as PoincareBall
 from reparax._sphere import Sphere as Sphere
 from reparax._standardization import WeightStandardization as WeightStandardization
+from reparax._summary import Summary as Summary
+from reparax._summary import summary as summary
 from reparax._tie import Tie as Tie
 from reparax._where import selected as selected
 

@@ -76,11 +76,12 @@ class Constraint(Reparametrization):
         why = super().refuse(w)
         if why is not None or isinstance(w, Tracer | jax.ShapeDtypeStruct):
             return why
-        if not jnp.all(jnp.isfinite(w)):
-            return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
-        if self.outside == "refuse" and not self.contains(w):
-            return (
-                "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
-                "`outside='project'` do it."
-            )
+        with jax.ensure_compile_time_eval():  # of a known array, also where `init` is called under `jax.jit`
+            if not jnp.all(jnp.isfinite(w)):
+                return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+            if self.outside == "refuse" and not self.contains(w):
+                return (
+                    "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
+                    "`outside='project'` do it."
+                )
         return None

@@ -14,6 +14,7 @@ from jax.extend.source_info_util import summarize
 from reparax import _program
 from reparax._arguments import Argnums, Arguments, caller
 from reparax._paths import described
+from reparax._sizes import readable, size_in_bytes
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -59,11 +60,11 @@ class Saved:
         return sum(each.bytes for each in self.kept if each.kind == kind)
 
     def __str__(self) -> str:
-        lines = [f"kept for the backward pass: {_size(sum(each.bytes for each in self.kept))}"]
+        lines = [f"kept for the backward pass: {readable(sum(each.bytes for each in self.kept))}"]
         for kind, title in _TITLES.items():
-            lines.append(f"  {title}: {_size(self.bytes(kind))}")
+            lines.append(f"  {title}: {readable(self.bytes(kind))}")
             of_kind = sorted((each for each in self.kept if each.kind == kind), key=lambda each: -each.bytes)
-            lines += [f"    {_size(each.bytes):>10}  {each.type:<20} {each.origin}" for each in of_kind]
+            lines += [f"    {readable(each.bytes):>10}  {each.type:<20} {each.origin}" for each in of_kind]
         return "\n".join(lines)
 
 
@@ -142,7 +143,7 @@ def _kept(program: Jaxpr, given: list[bool], origins: list[str]) -> Iterator[Kep
     for v in _program.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
         origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v))
-        yield Kept(kind, described(v.aval), _bytes(v.aval), origin)
+        yield Kept(kind, described(v.aval), size_in_bytes(v.aval), origin)
 
 
 def _source(eqn: JaxprEqn, i: int) -> str:
@@ -154,17 +155,3 @@ def _source(eqn: JaxprEqn, i: int) -> str:
                 return line
     frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
     return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "".join(frames[:1]))
-
-
-def _bytes(aval: Any) -> int:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return aval.size * aval.dtype.itemsize
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            break
-        n /= 1024
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

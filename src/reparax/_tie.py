@@ -235,7 +235,8 @@ def _differ(target: Any, source: Any, transform: Transform) -> bool:
     """Whether values are known and further apart than rounding."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
-    got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
+    with jax.ensure_compile_time_eval():  # of known arrays, also where `init` is called under `jax.jit`
+        got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
     eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64
     return not np.allclose(got.astype(wide), want.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)
