@@ -1,7 +1,7 @@
 """Random arrays for the whole library, made with the sharding of the weight that they meet.
 
-The numbers are those of ``jax.random`` for the same key: words and uniform numbers bit for bit, normal numbers but for
-the last bit, where compilers may round a fused ``erf_inv`` in their own way. For JAX's default keys they are written out.
+The numbers are those of ``jax.random`` for the same key: words, uniform numbers and masks bit for bit, normal numbers
+but for the last bits, where a compiler may round a fused ``erf_inv`` in its own way.
 """
 
 import functools
@@ -23,7 +23,7 @@ def normal(key: Array, w: Array) -> Array:
 
 
 def mask(key: Array, keep: Array, w: Array, shared: tuple[int, ...]) -> Array:
-    """``jax.random.bernoulli``: True with probability ``keep``, to within 2^-23; one draw along each ``shared`` axis."""
+    """Booleans that are True with probability ``keep``, to within 2^-23; one draw along each axis of ``shared``."""
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
     return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared)) < keep.astype(jnp.float32)
 

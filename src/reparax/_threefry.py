@@ -29,13 +29,13 @@ def handles(key: Array, shape: tuple[int, ...]) -> bool:
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Uniform words of ``width`` bits, 32 or 64."""
     first, second = jax.random.key_data(key)
-    high, low = _cipher((first, second), (jnp.uint32(0), _counter(shape, sharding)))
+    high, low = cipher((first, second), (jnp.uint32(0), _counter(shape, sharding)))
     if width == 32:
         return high ^ low
     return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
 
 
-def _cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
     """The two words that 20 rounds of Threefry make of a counter."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
