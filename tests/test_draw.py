@@ -25,7 +25,7 @@ def mask(key, keep, w):
 
 
 def assert_normal(got, key, shape, dtype=jnp.float32):
-    """That ``got`` is what JAX draws, up to the last bits of ``erf_inv``, which the compiler may round in its own way."""
+    """That ``got`` is what JAX draws, but for the last bits, where a compiler may round ``erf_inv`` in its own way."""
     expected = jax.random.normal(key, shape, dtype)
     assert got.dtype == expected.dtype
     eps = jnp.finfo(dtype).eps
@@ -73,6 +73,11 @@ def test_normal_numbers_of_any_dtype_are_those_of_jax(dtype):
 def test_masks_are_those_of_bernoulli(keep):
     got = mask(KEY, jnp.float32(keep), jnp.zeros((1000, 3)))
     np.testing.assert_array_equal(got, jax.random.bernoulli(KEY, keep, (1000, 3)))
+
+
+def test_a_number_equal_to_the_share_that_is_kept_is_dropped():
+    drawn = jax.random.uniform(KEY, (4, 2))
+    np.testing.assert_array_equal(mask(KEY, drawn[2, 1], jnp.zeros((4, 2))), drawn < drawn[2, 1])
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
