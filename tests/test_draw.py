@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from scipy import stats
 
 import reparax as rpx
@@ -105,6 +106,13 @@ def test_only_up_to_the_last_word_that_32_bits_count():
 def test_a_draw_of_more_words_than_32_bits_count_is_left_to_jax():
     huge = jax.ShapeDtypeStruct((2**16, 2**16 + 1), jnp.float32)
     assert "random_bits" in str(jax.make_jaxpr(_draw.normal)(KEY, huge))
+
+
+def test_symbolic_shapes_are_left_to_jax():
+    (size,) = export.symbolic_shape("n")
+    args = jax.eval_shape(lambda: KEY), jax.ShapeDtypeStruct((size, 3), jnp.float32)
+    noise = export.export(jax.jit(_draw.normal))(*args).call(KEY, jnp.zeros((5, 3)))
+    assert_normal(noise, KEY, (5, 3))
 
 
 # ---- under every transformation

@@ -12,7 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 from jax.sharding import NamedSharding
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -22,8 +22,8 @@ GROUPS = 5
 
 def handles(key: Array, shape: tuple[int, ...]) -> bool:
     """Whether ``bits`` makes the words of ``jax.random.bits``: one for each count of 32 bits, JAX's default."""
-    partitionable: bool = jax.threefry_partitionable.value
-    return str(jax.random.key_impl(key)) == "threefry2x32" and partitionable and math.prod(shape) <= 2**32
+    counted: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
+    return counted and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32
 
 
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
