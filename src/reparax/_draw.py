@@ -1,9 +1,31 @@
-"""Random arrays for the whole library, made with the sharding of the weight that they meet."""
+"""Random arrays for the whole library, made with the sharding of the weight that they meet.
+
+The numbers are those of ``jax.random`` for the same key: words, uniform numbers and masks bit for bit, normal numbers
+but for the last bits, where a compiler may round a fused ``erf_inv`` in its own way.
+"""
+
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+
+from reparax import _threefry
+
+
+def normal(key: Array, w: Array) -> Array:
+    """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
+    return _normal(key, w.shape, w.dtype, _sharding(w))
+
+
+def mask(key: Array, keep: Array, w: Array, shared: tuple[int, ...]) -> Array:
+    """Booleans that are True with probability ``keep``, to within 2^-23; one draw along each axis of ``shared``."""
+    shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
+    return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared)) < keep.astype(jnp.float32)
 
 
 def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
@@ -13,13 +35,25 @@ def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-def normal(key: Array, w: Array) -> Array:
-    """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
-    return jax.random.normal(key, w.shape, w.dtype, out_sharding=_sharding(w))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    """Numbers in [0, 1): random digits behind the point of a 1, which is then subtracted."""
+    if not _threefry.handles(key, shape):
+        return jax.random.uniform(key, shape, dtype, out_sharding=sharding)
+    digits = jnp.finfo(dtype)
+    words = _threefry.bits(key, shape, digits.bits, sharding)
+    one = np.ones((), dtype).view(words.dtype)
+    mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
+    return jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1)
 
 
-def mask(key: Array, keep: Array, w: Array, shared: tuple[int, ...]) -> Array:
-    """Booleans that are True with probability ``keep``, to within 2^-23; one draw along each axis of ``shared``."""
-    shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
-    uniform = jax.random.uniform(key, shape, jnp.float32, out_sharding=_sharding(w, shared))
-    return uniform < keep.astype(jnp.float32)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    if not _threefry.handles(key, shape):
+        return jax.random.normal(key, shape, dtype, out_sharding=sharding)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in jax.random.split(key))
+        return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
+    below_one = np.nextafter(dtype.type(1), dtype.type(0))
+    uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
+    return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

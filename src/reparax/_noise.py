@@ -64,7 +64,8 @@ class VarNoise(Perturbation):
 class WeightDropout(Perturbation):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
-    The raw tree is the model's own. Two in a row with equal ``broadcast`` fuse: the keep probabilities multiply.
+    The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two in a row with equal ``broadcast``
+    fuse: the keep probabilities multiply.
 
     Args:
       rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
