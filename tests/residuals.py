@@ -34,8 +34,8 @@ def contractions(f, *args):
 
 
 def draws(f, *args):
-    """How many draws a program holds, and how many of them in the body of a scan."""
-    inside = [in_scan for eqn, in_scan in _equations(f, *args) if eqn.primitive.name == "random_bits"]
+    """How many draws a program holds, each of which reads the words of a key, and how many in the body of a scan."""
+    inside = [in_scan for eqn, in_scan in _equations(f, *args) if eqn.primitive.name == "random_unwrap"]
     return len(inside), sum(inside)
 
 

@@ -12,7 +12,7 @@ import reparax as rpx
 LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
 
 
-class Affine(rpx.Joint):
+class AffineInAnother(rpx.Joint):
     """A matrix that is an affine function of another one: B = M A + C."""
 
     rank: int = 1
@@ -71,15 +71,15 @@ def test_each_array_has_its_raw_values_in_its_own_place():
 
 
 def test_a_weight_is_affine_in_another_one():
-    p = Affine({"a": "one/kernel", "b": "two/kernel"})
+    p = AffineInAnother({"a": "one/kernel", "b": "two/kernel"})
     params = {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2, seed=1), "bias": normal(2)}}
     raw = p.init(params)
     np.testing.assert_allclose(p.apply(raw)["two"]["kernel"], params["two"]["kernel"], rtol=1e-5, atol=1e-6)
-    raw["one"]["kernel"]["@affine"]["a"] = jnp.asarray(normal(3, 2, seed=2))
-    m, c = (np.asarray(raw["two"]["kernel"]["@affine"][name]) for name in ("m", "c"))
+    raw["one"]["kernel"]["@affine_in_another"]["a"] = jnp.asarray(normal(3, 2, seed=2))
+    m, c = (np.asarray(raw["two"]["kernel"]["@affine_in_another"][name]) for name in ("m", "c"))
     np.testing.assert_allclose(p.apply(raw)["two"]["kernel"], m @ normal(3, 2, seed=2) + c, rtol=1e-5, atol=1e-6)
     labels = rpx.labels(raw, main="main", aux="aux")
-    assert labels["two"]["kernel"] == {"@affine": {"c": "main", "m": "aux"}}
+    assert labels["two"]["kernel"] == {"@affine_in_another": {"c": "main", "m": "aux"}}
 
 
 def test_an_array_without_values_of_its_own_leaves_an_empty_node_and_fixed_ones_stand_apart():
