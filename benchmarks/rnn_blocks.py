@@ -5,9 +5,9 @@ block itself as the parameter, gates that are joined anew in each step of the lo
 the same on views of one raw block (``Split``), and torch's LSTM where torch is installed; on a GPU cuDNN's kernel too,
 on the vector that ``CudnnLSTM`` makes. All run in one process and in turn, so that ratios are of one machine and hour.
 
-On two busy cores of a CPU (x86_64, jax 0.10.2, 20 repeats) packing once took 2.1 ms at 64 units, the block itself as
-the parameter 1.9, joining in the loop 3.0, separate gates 3.2; at 256 and 512 units all were within each other's
-quartiles. So packing costs next to nothing and pays for small cells; for large ones XLA leaves no difference.
+On two busy cores of a CPU (x86_64, jax 0.10.2, 20 repeats, torch not installed) packing once took 2.03 ms at 64 units,
+joining in the loop 2.00, the block itself as the parameter 1.89, separate gates 2.46. At 256 and 512 units all were
+within each other's quartiles: a fused block is worth a fifth for small cells there, and nothing for large ones.
 
 Run: python benchmarks/rnn_blocks.py [repeats]
 """
