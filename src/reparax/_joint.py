@@ -11,7 +11,7 @@ from jax import Array
 
 from reparax import _raw, _where
 from reparax._core import call
-from reparax._nodes import absent, located, node_of, require_named_arrays, require_type, require_values, values_under
+from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
 from reparax._paths import PyTree, is_array
 from reparax._stage import Stage
 
@@ -77,10 +77,7 @@ class Joint(Stage):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        number = _raw.count(tree, self.kind)
-        if number == 0:
-            raise ValueError(absent(call(self, "apply"), self.kind, tree))
-        mark = _raw.marker(self.kind, number)
+        mark = last_mark(call(self, "apply"), self.kind, tree)
         is_node = _raw.is_node(mark)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         for group in self._groups("apply", slots, list(map(is_node, leaves))):

@@ -11,7 +11,7 @@ from jax import Array
 
 from reparax import _keys, _paths, _raw, _where
 from reparax._core import Chain, Parametrization, call
-from reparax._nodes import absent, located, node_of, require_named_arrays, require_type, require_values, values_under
+from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
 from reparax._paths import PyTree
 from reparax._raw import FIXED
 from reparax._stage import Stage
@@ -200,10 +200,7 @@ class Reparametrization(_Leafwise):
             raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
 
     def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
-        number = _raw.count(tree, self.kind)
-        if number == 0:
-            raise ValueError(absent(call(self, method), self.kind, tree))
-        mark = _raw.marker(self.kind, number)
+        mark = last_mark(call(self, method), self.kind, tree)
         is_node = _raw.is_node(mark)
         paths, leaves, treedef = _paths.named(tree, is_node)
 

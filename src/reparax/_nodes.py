@@ -13,12 +13,15 @@ from reparax._paths import PyTree
 from reparax._raw import FIXED
 
 
-def absent(who: str, kind: str, tree: PyTree) -> str:
-    """What to say of a tree without the stage's marker: it is plain, or another chain made it."""
+def last_mark(who: str, kind: str, tree: PyTree) -> str:
+    """The marker of the last stage of ``kind`` that the tree went through."""
+    number = _raw.count(tree, kind)
+    if number:
+        return _raw.marker(kind, number)
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
-        return f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}"
-    return (
+        raise ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}")
+    raise ValueError(
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
         f"the whole chain, and pass `raw`."
     )

@@ -12,7 +12,7 @@ from reparax._axes import whole
 from reparax._block import Block, names, require_unique, texts
 from reparax._core import call
 from reparax._layouts import blocks, optional, read, write
-from reparax._nodes import absent, located
+from reparax._nodes import last_mark, located
 from reparax._paths import IsLeaf, PyTree, described, is_array
 from reparax._raw import Slot
 from reparax._stage import Stage
@@ -83,10 +83,7 @@ class _Rearranged(Stage):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        number = _raw.count(tree, self.kind)
-        if number == 0:
-            raise ValueError(absent(call(self, "apply"), self.kind, tree))
-        mark = _raw.marker(self.kind, number)
+        mark = last_mark(call(self, "apply"), self.kind, tree)
         is_node = _raw.is_node(mark)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         cells = self._cells("apply", _found(leaves, slots, is_node))
