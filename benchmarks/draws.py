@@ -6,25 +6,16 @@ time to trace and to compile noise on many arrays of one shape, array by array a
 from one loop over the keys, of which only the body is compiled. All run in one process and in shuffled order, so that
 ratios are of one machine and hour.
 
-On two busy cores of a CPU (x86_64, jax 0.10.2, 15 repeats) words took 0.07 to 0.15 of the time of ``jax.random``,
-``VarNoise`` 0.27 to 0.31 and ``WeightDropout`` 0.09 to 0.13, the same as masks of 16 bits within the spread; so masks
-have all 32 bits, and are those of ``jax.random.bernoulli``. Noise on 100 arrays took 1.23 of the time of ``jax.random``
-to compile array by array, within its quartiles, and 0.24 by one loop.
-
 Run: python benchmarks/draws.py [repeats [arrays ...]]
 """
 
-import os
-import platform
-import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from timing import heading, shuffled, table
 
 import reparax as rpx
 from reparax import _draw, _keys, _threefry
@@ -82,19 +73,6 @@ BUILDS: dict[str, Way] = {
 }
 
 
-def shuffled(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, in shuffled order, as a call may slow down the next one."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffler = list(calls.items()), random.Random(0)
-    for _ in range(repeats):
-        shuffler.shuffle(order)
-        for name, call in order:
-            start = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
 def stepped(way: Way, key: jax.Array, w: jax.Array) -> Callable[[], Any]:
     """A call that runs ``way``, compiled, and waits for it."""
     compiled = jax.jit(way).lower(key, w).compile()
@@ -111,20 +89,9 @@ def built(way: Way, key: jax.Array, tree: dict[str, jax.Array]) -> Callable[[], 
     return call
 
 
-def table(title: str, times: dict[str, list[float]]) -> None:
-    """Prints medians and quartiles, and ratios to the first row."""
-    print(f"\n{title}")
-    first = statistics.median(next(iter(times.values())))
-    for name, ms in times.items():
-        low, middle, high = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
-        print(f"  {name:24} {middle:10.2f} ({low:.2f} to {high:.2f})  x {middle / first:.2f}")
-
-
 def main(repeats: int, counts: Sequence[int]) -> None:
     """Prints all tables."""
-    machine, device = platform.machine(), jax.devices()[0].device_kind
-    print(f"{machine}, {os.cpu_count()} cores, device {device}, Python {platform.python_version()}")
-    print(f"jax {jax.__version__}, float32, {repeats} repeats, milliseconds: median (first to third quartile)")
+    heading(repeats)
     key, w = jax.random.key(0), jnp.ones(SHAPE)
     calls = {(what, name): stepped(way, key, w) for what, ways in STEPS.items() for name, way in ways.items()}
     times = shuffled({f"{what}/{name}": call for (what, name), call in calls.items()}, repeats)

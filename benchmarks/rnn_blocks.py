@@ -5,26 +5,18 @@ block itself as the parameter, gates that are joined anew in each step of the lo
 the same on views of one raw block (``Split``), and torch's LSTM where torch is installed; on a GPU cuDNN's kernel too,
 on the vector that ``CudnnLSTM`` makes. All run in one process and in turn, so that ratios are of one machine and hour.
 
-On two busy cores of a CPU (x86_64, jax 0.10.2, 20 repeats, torch not installed) packing once took 2.03 ms at 64 units,
-joining in the loop 2.00, the block itself as the parameter 1.89, separate gates 2.46. At 256 and 512 units all were
-within each other's quartiles: a fused block is worth a fifth for small cells there, and nothing for large ones.
-
 Run: python benchmarks/rnn_blocks.py [repeats]
 """
 
 import importlib.util
-import os
-import platform
-import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import heading, shuffled, table
 
 import reparax as rpx
 
@@ -137,26 +129,9 @@ def in_torch(xs: jax.Array) -> dict[str, Callable[[], Any]]:
     return {f"torch {torch.__version__}": gradient}
 
 
-def measured(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call, after one that compiles; in shuffled order, as a call may slow down the next one."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for call in ways.values():
-        call()
-    order, shuffler = list(ways.items()), random.Random(0)
-    for _ in range(repeats):
-        shuffler.shuffle(order)
-        for name, call in order:
-            start = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
 def main(repeats: int) -> None:
     """Prints a table for each size."""
-    machine, device = platform.machine(), jax.devices()[0].device_kind
-    print(f"{machine}, {os.cpu_count()} cores, device {device}, Python {platform.python_version()}")
-    print(f"jax {jax.__version__}, float32, {repeats} repeats, milliseconds: median (first to third quartile)")
+    heading(repeats)
     for batch, steps, hidden in SIZES:
         keys = jax.random.split(jax.random.key(0), len(PARTS) + 1)
         shapes = {"input": (hidden, hidden), "hidden": (hidden, hidden), "bias": (hidden,)}
@@ -166,12 +141,11 @@ def main(repeats: int) -> None:
         }
         xs = jax.random.normal(keys[-1], (steps, batch, hidden))
         peers = in_torch(xs) if importlib.util.find_spec("torch") else {}
-        times = measured(in_jax(parts, xs) | peers, repeats)
-        first = statistics.median(next(iter(times.values())))
-        print(f"\nbatch {batch}, {steps} time steps, {hidden} inputs and hidden units")
-        for name, ms in times.items():
-            low, middle, high = statistics.quantiles(ms, n=4)
-            print(f"  {name:36} {middle:8.2f} ({low:.2f} to {high:.2f})  x {middle / first:.2f}")
+        calls = in_jax(parts, xs) | peers
+        for call in calls.values():
+            call()  # compiles
+        title = f"batch {batch}, {steps} time steps, {hidden} inputs and hidden units"
+        table(title, shuffled(calls, repeats))
 
 
 if __name__ == "__main__":

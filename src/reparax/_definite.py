@@ -10,9 +10,10 @@ from jax.scipy.linalg import expm
 
 from reparax._axes import whole
 from reparax._constraint import Constraint
-from reparax._linalg import adjoint, identity, no_rank, no_square, product, resolution, softplus_inverse
+from reparax._linalg import adjoint, identity, no_rank, no_square, product, resolution
 from reparax._linear import Symmetric, Triangular
 from reparax._precision import widened
+from reparax._scalar import softplus_inverse
 
 
 def eigen(w: Array) -> tuple[Array, Array]:

@@ -46,11 +46,6 @@ def divided(w: Array, rows: int, columns: int) -> Array:
     return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
 
 
-def softplus_inverse(y: Array) -> Array:
-    """The number whose softplus is ``y``."""
-    return y + jnp.log(-jnp.expm1(-y))
-
-
 def no_matrix(w: Array) -> str | None:
     """What is wrong with an array of less than two dimensions, or None."""
     if w.ndim >= 2:

@@ -42,12 +42,13 @@ class _Map(Constraint):
         return self.apply_leaf({"x": jax.random.normal(key, shape, dtype)})
 
 
-def _inverse_softplus(w: Array) -> Array:
-    return w + jnp.log(-jnp.expm1(-w))
+def softplus_inverse(y: Array) -> Array:
+    """The number whose softplus is ``y``."""
+    return y + jnp.log(-jnp.expm1(-y))
 
 
 _POSITIVE: dict[str, tuple[Function, Function]] = {
-    "softplus": (jax.nn.softplus, _inverse_softplus),
+    "softplus": (jax.nn.softplus, softplus_inverse),
     "exp": (jnp.exp, jnp.log),
     "square": (jnp.square, jnp.sqrt),
 }

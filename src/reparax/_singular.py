@@ -20,9 +20,9 @@ from reparax._linalg import (
     polar,
     product,
     resolution,
-    softplus_inverse,
 )
 from reparax._precision import widened
+from reparax._scalar import softplus_inverse
 from reparax._trivialization import cayley
 
 
