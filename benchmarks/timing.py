@@ -13,7 +13,7 @@ import jax
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Rows = dict[str, dict[str, float]]
-"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to the first name."""
+"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to another name."""
 
 
 def shuffled(calls: Calls, repeats: int) -> Times:
@@ -29,14 +29,18 @@ def shuffled(calls: Calls, repeats: int) -> Times:
     return times
 
 
-def rows(times: Mapping[str, list[float]]) -> Rows:
-    """Medians and quartiles, and the median of the ratios to the first name, round by round, as machines drift."""
-    first = next(iter(times.values()))
+def rows(times: Mapping[str, list[float]], against: str | None = None) -> Rows:
+    """Medians and quartiles, and the median of the ratios to one name, round by round, as machines drift.
+
+    The name is ``against``, the first one by default; where it is not there, rows have no ratio.
+    """
     found: Rows = {}
+    others = times.get(next(iter(times)) if against is None else against)
     for name, ms in times.items():
         q1, median, q3 = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
-        ratio = statistics.median(one / other for one, other in zip(ms, first, strict=True))
-        found[name] = {"median": median, "q1": q1, "q3": q3, "ratio": ratio}
+        found[name] = {"median": median, "q1": q1, "q3": q3}
+        if others is not None:
+            found[name]["ratio"] = statistics.median(one / other for one, other in zip(ms, others, strict=True))
     return found
 
 
