@@ -35,22 +35,18 @@ def rows(times: Mapping[str, list[float]], against: str | None = None) -> Rows:
     The name is ``against``, the first one by default; where it is not there, rows have no ratio.
     """
     found: Rows = {}
-    others = times.get(next(iter(times)) if against is None else against)
+    others = times.get(next(iter(times)) if against is None else against, [])
     for name, ms in times.items():
         q1, median, q3 = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
         found[name] = {"median": median, "q1": q1, "q3": q3}
-        if others is not None:
+        if others and all(others):
             found[name]["ratio"] = statistics.median(one / other for one, other in zip(ms, others, strict=True))
     return found
 
 
 def exact(numbers: Mapping[str, float]) -> Rows:
-    """Rows of numbers that have no spread, such as bytes; without a ratio where the first is zero."""
-    first = next(iter(numbers.values()))
-    return {
-        name: {"median": number, "q1": number, "q3": number} | ({"ratio": number / first} if first else {})
-        for name, number in numbers.items()
-    }
+    """Rows of numbers that have no spread, such as bytes."""
+    return rows({name: [number] for name, number in numbers.items()})
 
 
 def machine() -> dict[str, Any]:
