@@ -61,7 +61,7 @@ def jax_by_hand(key: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Arr
 def in_one_loop(key: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The noise of all arrays made by one loop, whose body alone is compiled."""
     like = next(iter(tree.values()))
-    keys = jnp.stack(_keys.per_leaf(key, list(tree)))
+    keys = _keys.per_leaf(key, list(tree))
     noise = jax.lax.map(lambda each: _draw.normal(each, like), keys)
     return {name: w + STD * noise[i] for i, (name, w) in enumerate(tree.items())}
 
