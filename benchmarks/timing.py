@@ -74,8 +74,3 @@ def show(results: Mapping[str, Rows]) -> None:
         for name, row in found.items():
             ratio = f"  x {row['ratio']:.2f}" if "ratio" in row else ""
             print(f"  {name:40} {row['median']:10.2f} ({row['q1']:.2f} to {row['q3']:.2f}){ratio}")
-
-
-def table(title: str, times: Times) -> None:
-    """Prints one table of times."""
-    show({title: rows(times)})
