@@ -8,6 +8,7 @@ import copy
 import equinox as eqx
 import haiku as hk
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -190,6 +191,13 @@ def test_an_nnx_param_refuses_the_parts_of_the_raw_tree_that_it_holds():
     state = nnx.state(nnx.Dict(raw=nnx.Param(RAW)))
     with pytest.raises(ValueError, match="not available in state"):
         nnx.replace_by_pure_dict(state, nnx.to_pure_dict(state))
+
+
+def test_an_exported_program_takes_a_raw_tree_after_serialization():
+    pytest.importorskip("flatbuffers")
+    written = jax.export.export(jax.jit(CHAIN.fold))(RAW).serialize()
+    effective = jax.export.deserialize(written).call(RAW)["net"]
+    np.testing.assert_allclose(effective["enc"], PARAMS["net"]["enc"], atol=1e-4)
 
 
 @pytest.mark.parametrize("use", [jnp.asarray, lambda w: jnp.ones((2, 4)) @ w, lambda w: np.asarray(w, np.float32)])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from errors import raises
 from flax import serialization
 from flax.training.train_state import TrainState
 from jax import Array
@@ -444,6 +445,17 @@ def test_an_optimizer_state_made_before_the_parametrization_is_refused() -> None
     raw = rpx.WeightNorm().init(_params())
     with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\]"):
         tx.update(_zeros(raw), tx.init(_params()), raw)
+
+
+def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_latest() -> None:
+    tx, raw = optax.sgd(0.1, momentum=0.9), rpx.WeightNorm().init(_params())
+    updates, _ = tx.update(_zeros(raw), tx.init(rpx.WeightNorm(axis=0).init(_params())), raw)
+    with raises(
+        ValueError,
+        "WeightNorm().apply at 'dense/kernel': expected g of shape (1, 2) beside v of shape (3, 2), got (3, 2). Apply "
+        "the chain that made this raw tree; its `axis` was another.",
+    ):
+        rpx.WeightNorm().apply(optax.apply_updates(raw, updates))
 
 
 def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> None:
