@@ -5,13 +5,15 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
+Rows = dict[str, dict[str, float]]
+"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to the first name."""
 
 
 def shuffled(calls: Calls, repeats: int) -> Times:
@@ -27,17 +29,53 @@ def shuffled(calls: Calls, repeats: int) -> Times:
     return times
 
 
+def rows(times: Mapping[str, list[float]]) -> Rows:
+    """Medians and quartiles, and the median of the ratios to the first name, round by round, as machines drift."""
+    first = next(iter(times.values()))
+    found: Rows = {}
+    for name, ms in times.items():
+        q1, median, q3 = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
+        ratio = statistics.median(one / other for one, other in zip(ms, first, strict=True))
+        found[name] = {"median": median, "q1": q1, "q3": q3, "ratio": ratio}
+    return found
+
+
+def exact(numbers: Mapping[str, float]) -> Rows:
+    """Rows of numbers that have no spread, such as bytes; without a ratio where the first is zero."""
+    first = next(iter(numbers.values()))
+    return {
+        name: {"median": number, "q1": number, "q3": number} | ({"ratio": number / first} if first else {})
+        for name, number in numbers.items()
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
 def heading(repeats: int) -> None:
     """Prints the machine, the versions, and what the numbers of the tables are."""
-    machine, device = platform.machine(), jax.devices()[0].device_kind
-    print(f"{machine}, {os.cpu_count()} cores, device {device}, Python {platform.python_version()}")
-    print(f"jax {jax.__version__}, float32, {repeats} repeats, milliseconds: median (first to third quartile)")
+    found = machine()
+    print(f"{found['machine']}, {found['cores']} cores, device {found['device']}, Python {found['python']}")
+    print(f"jax {found['jax']}, float32, {repeats} repeats, milliseconds: median (first to third quartile)")
+
+
+def show(results: Mapping[str, Rows]) -> None:
+    """Prints a table for each title."""
+    for title, found in results.items():
+        print(f"\n{title}")
+        for name, row in found.items():
+            ratio = f"  x {row['ratio']:.2f}" if "ratio" in row else ""
+            print(f"  {name:40} {row['median']:10.2f} ({row['q1']:.2f} to {row['q3']:.2f}){ratio}")
 
 
 def table(title: str, times: Times) -> None:
-    """Prints medians and quartiles, and ratios to the first row."""
-    print(f"\n{title}")
-    first = statistics.median(next(iter(times.values())))
-    for name, ms in times.items():
-        low, middle, high = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
-        print(f"  {name:36} {middle:10.2f} ({low:.2f} to {high:.2f})  x {middle / first:.2f}")
+    """Prints one table of times."""
+    show({title: rows(times)})

@@ -1,7 +1,7 @@
 """From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -89,18 +89,28 @@ class Perturbation(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("apply", tree)
-        keys = _leaf_keys(key if self.stochastic else None, found)
+        before = [jnp.asarray(w) for w, _, chosen in found if chosen]
+        drawn = self._draws(before, [slot.draw for _, slot, chosen in found if chosen], key)
+        changes = iter(zip(before, drawn, strict=True))
         return treedef.unflatten(
-            [self._changed(w, slot.path, next(keys)) if chosen else w for w, slot, chosen in found]
+            [self._changed(slot.path, *next(changes)) if chosen else w for w, slot, chosen in found]
         )
 
-    def _changed(self, w: Any, path: str, key: Array | None) -> Array:
-        before = jnp.asarray(w)
+    def _changed(self, path: str, before: Array, drawn: Any) -> Array:
         with located(f"{call(self, 'apply')} at {path!r}"):
-            after = self.apply_leaf(before, key)
+            after = self._change(before, drawn)
             if not self.changes_type:
                 require_type("apply_leaf", after, before)
         return after
+
+    # What a stage of which the draw and the change are two steps makes anew: see ``Noise``.
+    def _draws(self, arrays: Sequence[Array], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
+        """What the change of each array is given besides the array: its key."""
+        del arrays
+        return _leaf_keys(key if self.stochastic else None, paths)
+
+    def _change(self, w: Array, drawn: Any) -> Array:
+        return self.apply_leaf(w, drawn)
 
 
 class Reparametrization(_Leafwise):
@@ -154,7 +164,8 @@ class Reparametrization(_Leafwise):
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("init", tree)
         draws = type(self).draw_leaf is not Reparametrization.draw_leaf
-        keys = _leaf_keys((jax.random.key(0) if key is None else key) if draws else None, found)
+        paths = [slot.draw for _, slot, chosen in found if chosen]
+        keys = iter(_leaf_keys((jax.random.key(0) if key is None else key) if draws else None, paths))
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
         return treedef.unflatten(
             [{mark: self._opened(w, slot.path, next(keys))} if chosen else w for w, slot, chosen in found]
@@ -214,7 +225,9 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, bool]]) -> Iterator[Array | None]:
-    """A key for each selected array, in their order; None for each where there is no key."""
-    paths = [slot.draw for _, slot, chosen in found if chosen]
-    return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
+def _leaf_keys(key: Array | None, paths: Sequence[str]) -> list[Array | None]:
+    """A key for each path; None for each where there is no key."""
+    if key is None or not paths:
+        return [None for _ in paths]
+    keys = _keys.per_leaf(key, paths)
+    return [keys[i] for i in range(len(paths))]
