@@ -22,10 +22,10 @@ class PartNames(tuple[Any, ...]):
     whole: tuple[Any, ...]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PartNames) and (*self, self.whole) == (*other, other.whole)
+        same_whole = not isinstance(other, PartNames) or self.whole == other.whole
+        return tuple.__eq__(self, other) and same_whole
 
-    def __hash__(self) -> int:
-        return hash((*self, self.whole))
+    __hash__ = tuple.__hash__
 
 
 def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
