@@ -135,7 +135,7 @@ class _Watched(Chain):
         found: dict[str, tuple[str, ...]] = {}
 
         def watched(params: PyTree) -> PyTree:
-            tree = self.init(params)
+            tree = self._init(params, None)
             for stage, key in zip(self.stages, self._stage_keys(jax.random.key(0)), strict=True):
                 before, tree = tree, stage._apply(tree, key)
                 old, new = _objects(before), _objects(tree)
