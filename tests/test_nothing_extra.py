@@ -56,7 +56,9 @@ def length(x, axis):
 
 
 def weight_norm(g, v):
-    return g * unit(v, range(v.ndim - 1))
+    u = v / jax.lax.stop_gradient(largest(v, range(v.ndim - 1)))
+    total = jnp.sum(jnp.square(u), range(v.ndim - 1), keepdims=True)
+    return u * (g / jnp.sqrt(jnp.where(total == 0, 1, total)))
 
 
 def spectral_norm(u, v, w):

@@ -31,6 +31,12 @@ def unit(x: Array, axes: Indices) -> Array:
     return u / _positive(u, axes).astype(x.dtype)
 
 
+def stretched(x: Array, length: Array, axes: Indices) -> Array:
+    """``x`` with the given length along ``axes``; zero stays zero. Its gradient sums along ``axes`` once."""
+    u = x / scale(x, axes).astype(x.dtype)
+    return u * (length / _positive(u, axes)).astype(x.dtype)
+
+
 def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; at zero, where it has no gradient, that is zero."""
     size = scale(x, axes)
