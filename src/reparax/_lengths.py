@@ -10,7 +10,7 @@ Indices = tuple[int, ...]
 def scale(x: Array, axes: Indices) -> Array:
     """The largest magnitude along ``axes``, 1 where all are zero: dividing by it makes squares safe."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
-    return jax.lax.stop_gradient(jnp.where(largest == 0, jnp.ones_like(largest), largest))
+    return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
 
 
 def is_zero(x: Array, axes: Indices) -> Array:
@@ -22,7 +22,7 @@ def _positive(u: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, 1 where it is zero, with finite gradients everywhere."""
     squares = jnp.square(u.real) + jnp.square(u.imag) if jnp.iscomplexobj(u) else jnp.square(u)
     total = jnp.sum(squares, axis=axes, keepdims=True)
-    return jnp.sqrt(jnp.where(total == 0, jnp.ones_like(total), total))
+    return jnp.sqrt(jnp.where(total == 0, 1, total))
 
 
 def unit(x: Array, axes: Indices) -> Array:
@@ -41,4 +41,4 @@ def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; at zero, where it has no gradient, that is zero."""
     size = scale(x, axes)
     length = size * _positive(x / size.astype(x.dtype), axes)
-    return jnp.where(is_zero(x, axes), jnp.zeros_like(length), length)
+    return jnp.where(is_zero(x, axes), 0, length)
