@@ -93,6 +93,7 @@ class WeightDropout(Perturbation):
     terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,7 +37,8 @@ def has_ancestor(x: object, *names: str) -> bool:
     return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
 
 
-def _is_box(x: object) -> bool:
+def is_box(x: object) -> bool:
+    """Whether ``x`` is a node of flax that holds one array and what is said of it: an nnx variable or a linen box."""
     return has_ancestor(x, "Variable", "AxisMetadata")
 
 
@@ -49,8 +50,8 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     boxes: set[Any] = set()
     if any(_VALUE in keypath for keypath, _ in pairs):
-        nodes = tree_flatten_with_path(tree, is_leaf=_is_box)[0]
-        boxes = {keypath for keypath, node in nodes if _is_box(node)}
+        nodes = tree_flatten_with_path(tree, is_leaf=is_box)[0]
+        boxes = {keypath for keypath, node in nodes if is_box(node)}
 
     def names(keypath: tuple[Any, ...]) -> Names:
         return tuple(
