@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 from reparax._axis_names import axis_names
+from reparax._paths import named, text
 
 UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
 DOWN = np.array([[1.0, 2.0], [-2.0, 1.0], [2.0, -0.5], [0.5, 4.0]], np.float32)
@@ -35,15 +36,20 @@ def lengths(w: np.ndarray, axis: int) -> np.ndarray:
     return np.sqrt(np.sum(np.square(w), axis=axis, keepdims=True))
 
 
+def arrays(tree: Any) -> dict[str, Array]:
+    """Each array by its path, in which boxes do not show."""
+    paths, leaves, _ = named(tree)
+    return {text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
 # Where names come from. -------------------------------------------------------------------------------------------
 
 
 def test_one_definition_norms_both_layouts() -> None:
     p = rpx.WeightNorm(axis="mlp")
     raw = jax.jit(p.init)(boxed())
-    g = {name: raw[name]["kernel"].value["@weight_norm"]["g"] for name in ("up", "down")}
-    np.testing.assert_allclose(g["up"], lengths(UP, 0), rtol=1e-6)
-    np.testing.assert_allclose(g["down"], lengths(DOWN, 1), rtol=1e-6)
+    np.testing.assert_allclose(arrays(raw)["up/kernel/@weight_norm/g"], lengths(UP, 0), rtol=1e-6)
+    np.testing.assert_allclose(arrays(raw)["down/kernel/@weight_norm/g"], lengths(DOWN, 1), rtol=1e-6)
     doubled = jax.tree.map(lambda x: 2 * x, raw)  # v keeps its direction
     effective = jax.jit(p.apply)(doubled)
     assert effective["down"]["kernel"].names == ("mlp", "out")
@@ -124,14 +130,14 @@ def test_several_names_and_numbers_may_stand_together() -> None:
     params = {"out": nn.Partitioned(jnp.asarray(HEADS), ("heads", "kv", "embed"))}
     want = np.sqrt(np.sum(np.square(HEADS), axis=1, keepdims=True))
     for axis in [("heads", "embed"), ("embed", 0), ["heads", -1]]:
-        g = rpx.WeightNorm(axis=axis).init(params)["out"].value["@weight_norm"]["g"]
+        g = arrays(rpx.WeightNorm(axis=axis).init(params))["out/@weight_norm/g"]
         np.testing.assert_allclose(g, want, rtol=1e-6)
 
 
 def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
     p = rpx.WeightDropout(0.5, broadcast="mlp") >> rpx.WeightNorm(axis="mlp") >> rpx.Mask() >> rpx.Scale(2.0)
     raw = p.init(boxed())
-    g = raw["down"]["kernel"].value["@scale"]["x"]["@mask"]["w"]["@weight_norm"]["g"]
+    g = arrays(raw)["down/kernel/@scale/x/@mask/w/@weight_norm/g"]
     np.testing.assert_allclose(g, lengths(DOWN, 1) / 2, rtol=1e-6)
     np.testing.assert_allclose(p.fold(raw)["down"]["kernel"].value, DOWN, rtol=1e-6)
     kept = np.asarray(p.apply(raw, jax.random.key(3))["down"]["kernel"].value != 0)
@@ -158,7 +164,7 @@ def test_a_mapped_first_axis_leaves_names_right() -> None:
     stacked = {"kernel": nn.Partitioned(jnp.stack([jnp.asarray(UP), 2 * jnp.asarray(UP)]), ("layers", "embed", "mlp"))}
     p = rpx.WeightNorm(axis=("layers", "mlp"))
     raw = p.init(stacked)
-    np.testing.assert_allclose(raw["kernel"].value["@weight_norm"]["g"][1], 2 * lengths(UP, 0), rtol=1e-6)
+    np.testing.assert_allclose(arrays(raw)["kernel/@weight_norm/g"][1], 2 * lengths(UP, 0), rtol=1e-6)
     np.testing.assert_allclose(p.fold(raw)["kernel"].value, stacked["kernel"].value, rtol=1e-6)
     sphere = rpx.Sphere(axis="embed")
     mapped = jax.vmap(sphere.apply)(sphere.init(stacked))["kernel"].value
