@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import reparax as rpx
 from reparax._axis_names import axis_names
 from reparax._paths import named, text
+from reparax.testing import check_laws, gradients, right_inverse
 
 UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
 DOWN = np.array([[1.0, 2.0], [-2.0, 1.0], [2.0, -0.5], [0.5, 4.0]], np.float32)
@@ -169,6 +170,10 @@ def test_a_mapped_first_axis_leaves_names_right() -> None:
     sphere = rpx.Sphere(axis="embed")
     mapped = jax.vmap(sphere.apply)(sphere.init(stacked))["kernel"].value
     np.testing.assert_allclose(mapped[1], UP / lengths(UP, 0), rtol=1e-6)
+
+
+def test_the_laws_hold() -> None:
+    check_laws(rpx.WeightNorm(axis="mlp"), boxed(), laws=[right_inverse, gradients])
 
 
 def test_names_are_part_of_the_configuration() -> None:

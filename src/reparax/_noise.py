@@ -71,7 +71,8 @@ class WeightDropout(Perturbation):
       rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
         range nobody checks).
       broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
-        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``.
+        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
+        :class:`WeightNorm`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
