@@ -86,7 +86,7 @@ def test_nnx_optimizer_trains_a_module_of_raw_values() -> None:
 # Fixed values. ----------------------------------------------------------------------------------------------------
 
 
-def test_nnx_optimizer_leaves_fixed_values_alone() -> None:
+def test_nnx_optimizer_leaves_fixed_values_alone_and_update_advances_them() -> None:
     p = rpx.SpectralNorm(where="l1/kernel") >> rpx.Freeze(where="l2/.*")
     graph, params, rest = nnx.split(model(), nnx.Param, ...)
     raw = jax.tree.map(nnx.Param, p.init(nnx.to_pure_dict(params)))
@@ -106,6 +106,10 @@ def test_nnx_optimizer_leaves_fixed_values_alone() -> None:
     jax.tree.map(lambda got, w: np.testing.assert_allclose(got, w, rtol=1e-6), moved, want)
     assert len(jax.tree.leaves(fixed)) == 4
     assert not np.array_equal(moved["l1"]["bias"], free["l1"]["bias"])
+    nnx.update(raw, p.update(raw))
+    before, after = (tree["l1"]["kernel"]["@spectral_norm"] for tree in (held, nnx.as_pure(raw)))
+    u = moved["l1"]["kernel"]["@spectral_norm"]["w"].T @ before["@fixed"]["v"]
+    np.testing.assert_allclose(after["@fixed"]["u"], u / np.linalg.norm(u), rtol=1e-5)
 
 
 # Statistics and counters, in one tree with parameters. ------------------------------------------------------------
