@@ -13,7 +13,7 @@ import jax
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Rows = dict[str, dict[str, float]]
-"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to the first name."""
+"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to another name."""
 
 
 def shuffled(calls: Calls, repeats: int) -> Times:
@@ -29,24 +29,24 @@ def shuffled(calls: Calls, repeats: int) -> Times:
     return times
 
 
-def rows(times: Mapping[str, list[float]]) -> Rows:
-    """Medians and quartiles, and the median of the ratios to the first name, round by round, as machines drift."""
-    first = next(iter(times.values()))
+def rows(times: Mapping[str, list[float]], against: str | None = None) -> Rows:
+    """Medians and quartiles, and the median of the ratios to one name, round by round, as machines drift.
+
+    The name is ``against``, the first one by default; where it is not there, rows have no ratio.
+    """
     found: Rows = {}
+    others = times.get(next(iter(times)) if against is None else against, [])
     for name, ms in times.items():
         q1, median, q3 = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
-        ratio = statistics.median(one / other for one, other in zip(ms, first, strict=True))
-        found[name] = {"median": median, "q1": q1, "q3": q3, "ratio": ratio}
+        found[name] = {"median": median, "q1": q1, "q3": q3}
+        if others and all(others):
+            found[name]["ratio"] = statistics.median(one / other for one, other in zip(ms, others, strict=True))
     return found
 
 
 def exact(numbers: Mapping[str, float]) -> Rows:
-    """Rows of numbers that have no spread, such as bytes; without a ratio where the first is zero."""
-    first = next(iter(numbers.values()))
-    return {
-        name: {"median": number, "q1": number, "q3": number} | ({"ratio": number / first} if first else {})
-        for name, number in numbers.items()
-    }
+    """Rows of numbers that have no spread, such as bytes."""
+    return rows({name: [number] for name, number in numbers.items()})
 
 
 def machine() -> dict[str, Any]:
@@ -74,8 +74,3 @@ def show(results: Mapping[str, Rows]) -> None:
         for name, row in found.items():
             ratio = f"  x {row['ratio']:.2f}" if "ratio" in row else ""
             print(f"  {name:40} {row['median']:10.2f} ({row['q1']:.2f} to {row['q3']:.2f}){ratio}")
-
-
-def table(title: str, times: Times) -> None:
-    """Prints one table of times."""
-    show({title: rows(times)})

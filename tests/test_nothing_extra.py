@@ -102,6 +102,12 @@ def cayley(base, x):
     return jnp.linalg.solve(schur.mT, (2 * base + across).mT).mT - base
 
 
+def cayley_of_square(base, x):
+    along = base.mT @ x
+    skew = along - along.mT
+    return jnp.linalg.solve((jnp.eye(len(x)) - skew / 2).mT, 2 * base.mT).mT - base
+
+
 def cayley_of_wide(base, x):
     return cayley(base.mT, x.mT).mT
 
@@ -129,7 +135,10 @@ def grassmann(base, x):
 
 
 def singular(f):
-    return lambda base_u, base_v, s, u, v: cayley(base_u, u) * f(s)[..., None, :] @ cayley(base_v, v).mT
+    def turn(base, x):
+        return (cayley if x.shape[0] > x.shape[1] else cayley_of_square)(base, x)
+
+    return lambda base_u, base_v, s, u, v: turn(base_u, u) * f(s) @ turn(base_v, v).T
 
 
 def entries(places, n):
@@ -203,6 +212,7 @@ STAGES = {
     "freeze": (rpx.Freeze(), TALL, lambda w: w),
     "fibration": (rpx.Fibration(jnp.transpose, jnp.transpose), TALL, jnp.transpose),
     "cayley": (rpx.Orthogonal(), TALL, cayley),
+    "cayley of square": (rpx.Orthogonal(), SQUARE, cayley_of_square),
     "cayley of wide": (rpx.Orthogonal(), WIDE, cayley_of_wide),
     "exponential": (rpx.Orthogonal("expm"), TALL, exponential),
     "householder": (rpx.Orthogonal("householder"), TALL, householder),
