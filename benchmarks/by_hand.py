@@ -8,13 +8,18 @@ import jax.numpy as jnp
 Tree = Any
 
 
-def unit(v: jax.Array) -> jax.Array:
-    """``v`` with columns of length 1, where squares neither overflow nor vanish, and zero stays zero."""
+def largest(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """The largest magnitude, 1 where all are zero: dividing by it makes squares safe."""
+    found = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    return jax.lax.stop_gradient(jnp.where(found == 0, 1, found))
+
+
+def normed(g: jax.Array, v: jax.Array) -> jax.Array:
+    """``v`` with columns of lengths ``g``, where squares neither overflow nor vanish, and zero stays zero."""
     axes = tuple(range(v.ndim - 1))
-    largest = jnp.max(jnp.abs(v), axis=axes, keepdims=True)
-    u = v / jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
+    u = v / largest(v, axes)
     squares = jnp.sum(jnp.square(u), axis=axes, keepdims=True)
-    return u / jnp.sqrt(jnp.where(squares == 0, 1, squares))
+    return u * (g / jnp.sqrt(jnp.where(squares == 0, 1, squares)))
 
 
 def is_node(x: Any) -> bool:
@@ -34,7 +39,7 @@ def with_lengths(params: Tree) -> Tree:
 
 def weight_norm(raw: Tree) -> Tree:
     """Effective weights of lengths and directions."""
-    return jax.tree.map(lambda x: x["g"] * unit(x["v"]) if is_node(x) else x, raw, is_leaf=is_node)
+    return jax.tree.map(lambda x: normed(x["g"], x["v"]) if is_node(x) else x, raw, is_leaf=is_node)
 
 
 def noise(params: Tree, key: jax.Array, std: jax.Array | float) -> Tree:

@@ -88,24 +88,33 @@ def ours(chain: Callable[[Any], rpx.Parametrization], *, remat: bool = False) ->
 
 def naive_weight_norm(raw: Any) -> Any:
     """The formula as it is printed, which is NaN where a column is zero."""
-    return {name: x["g"] * x["v"] / jnp.linalg.norm(x["v"], axis=0, keepdims=True) for name, x in raw.items()}
+    return {name: x["v"] * (x["g"] / jnp.linalg.norm(x["v"], axis=0, keepdims=True)) for name, x in raw.items()}
 
 
-def spectral_by_hand(weights: Arrays, x: np.ndarray, y: np.ndarray) -> Step:
+def spectral_by_hand(*, safe: bool) -> Make:
     """One step of power iteration before each step of training, and the weight divided by the product."""
 
-    def iterated(w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        u = w @ v
-        u = u / jnp.linalg.norm(u)
-        v = u @ w
-        return u, v / jnp.linalg.norm(v)
+    def size(x: jax.Array) -> jax.Array:
+        return by_hand.largest(x) if safe else jnp.ones((1,) * x.ndim)
 
-    def loss(params: Any, held: Any, key: jax.Array, strength: jax.Array) -> tuple[jax.Array, Any]:
-        found = {name: jax.lax.stop_gradient(iterated(w, held[name])) for name, w in params.items()}
-        layers = [dense(w / (found[name][0] @ w @ found[name][1])) for name, w in params.items()]
-        return error(layers, x, y), {name: v for name, (_, v) in found.items()}
+    def unit(x: jax.Array) -> jax.Array:
+        return x / size(x) / jnp.linalg.norm(x / size(x))
 
-    return descent(loss, tree(weights), {name: jnp.ones(w.shape[1]) for name, w in tree(weights).items()})
+    def divided(w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        u = unit(jax.lax.stop_gradient(w) @ v)
+        v = unit(u @ jax.lax.stop_gradient(w))
+        x = w / size(w)
+        sigma = u @ (x @ v)
+        return x / (jnp.where(sigma == 0, 1 / size(w), sigma) if safe else sigma), v
+
+    def make(weights: Arrays, x: np.ndarray, y: np.ndarray) -> Step:
+        def loss(params: Any, held: Any, key: jax.Array, strength: jax.Array) -> tuple[jax.Array, Any]:
+            found = {name: divided(w, held[name]) for name, w in params.items()}
+            return error([dense(w) for w, _ in found.values()], x, y), {name: v for name, (_, v) in found.items()}
+
+        return descent(loss, tree(weights), {name: jnp.ones(w.shape[1]) for name, w in tree(weights).items()})
+
+    return make
 
 
 def orthogonal(raw: Any) -> Any:
@@ -247,7 +256,10 @@ TASKS: dict[str, dict[str, Make]] = {
         )
     },
     "weight dropout": {"by hand": written(dict, by_hand.dropout)},
-    "spectral norm": {"by hand": spectral_by_hand},
+    "spectral norm": {
+        "by hand": spectral_by_hand(safe=True),
+        "by hand, NaN at zero": spectral_by_hand(safe=False),
+    },
     "orthogonal": {"by hand": written(at_base, lambda raw, key, strength: orthogonal(raw))},
 }
 """The tasks, and the ways of plain JAX to do them."""

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+PAUSE = 0.005
+"""Seconds before each call, as threads of the one before may still wait for work by spinning."""
+
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Rows = dict[str, dict[str, float]]
@@ -23,6 +26,7 @@ def shuffled(calls: Calls, repeats: int) -> Times:
     for _ in range(repeats):
         shuffler.shuffle(order)
         for name, call in order:
+            time.sleep(PAUSE)
             start = time.perf_counter()
             call()
             times[name].append(1e3 * (time.perf_counter() - start))
