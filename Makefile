@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers docs lint format clean
+.PHONY: demo test test-peers bench docs lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -16,7 +16,10 @@ test: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup
 
 test-peers: $(VENV)/peers.stamp
-	$(RUN) -m pytest -q tests/test_peers*.py
+	$(RUN) -m pytest -q -n auto --dist loadgroup tests/test_peers*.py
+
+bench: $(VENV)/bench.stamp
+	$(RUN) benchmarks
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html
@@ -50,6 +53,6 @@ $(VENV)/lint.stamp: pyproject.toml | $(RUN)
 	@touch $@
 
 # torch comes by pip alone, the other tools of the test suite as above.
-$(VENV)/peers.stamp: pyproject.toml $(VENV)/test.stamp | $(RUN)
-	$(PIP) -e '.[peers]'
+$(VENV)/peers.stamp $(VENV)/bench.stamp: $(VENV)/%.stamp: pyproject.toml $(VENV)/test.stamp | $(RUN)
+	$(PIP) -e '.[$*]'
 	@touch $@

@@ -2,9 +2,8 @@
 
 First, ``VarNoise`` and ``WeightDropout`` against ``jax.random`` called by hand, on 6.3 million float32 weights: the
 random words alone, noise, masks, and masks of 16 bits a weight, of which one count of Threefry gives four. Second, the
-time to trace and to compile noise on many arrays of one shape, array by array as ``apply`` does it, and with all noise
-from one loop over the keys, of which only the body is compiled. All run in one process and in shuffled order, so that
-ratios are of one machine and hour.
+time to trace and to compile noise on many arrays of ten shapes, and a step of it. All run in one process and in
+shuffled order, so that ratios are of one machine and hour.
 
 Run: python benchmarks/draws.py [repeats [arrays ...]]
 """
@@ -15,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from timing import heading, shuffled, table
+from timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax import _draw, _keys, _threefry
+from reparax import _threefry
 
 SHAPE = (6, 1024, 1024)
 STD, KEEP = 0.075, 0.9
@@ -58,22 +57,13 @@ def jax_by_hand(key: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Arr
     return {name: w + STD * jax.random.normal(keys[i], w.shape) for i, (name, w) in enumerate(tree.items())}
 
 
-def in_one_loop(key: jax.Array, tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The noise of all arrays made by one loop, whose body alone is compiled."""
-    like = next(iter(tree.values()))
-    keys = jnp.stack(_keys.per_leaf(key, list(tree)))
-    noise = jax.lax.map(lambda each: _draw.normal(each, like), keys)
-    return {name: w + STD * noise[i] for i, (name, w) in enumerate(tree.items())}
-
-
 BUILDS: dict[str, Way] = {
     "jax.random.normal": jax_by_hand,
     "VarNoise": lambda key, tree: rpx.VarNoise(STD).apply(tree, key),
-    "one loop": in_one_loop,
 }
 
 
-def stepped(way: Way, key: jax.Array, w: jax.Array) -> Callable[[], Any]:
+def stepped(way: Way, key: jax.Array, w: Any) -> Callable[[], Any]:
     """A call that runs ``way``, compiled, and waits for it."""
     compiled = jax.jit(way).lower(key, w).compile()
     return lambda: jax.block_until_ready(compiled(key, w))
@@ -89,20 +79,23 @@ def built(way: Way, key: jax.Array, tree: dict[str, jax.Array]) -> Callable[[], 
     return call
 
 
-def main(repeats: int, counts: Sequence[int]) -> None:
-    """Prints all tables."""
-    heading(repeats)
+def measure(repeats: int, counts: Sequence[int] = (100, 1000)) -> dict[str, Rows]:
+    """All tables, by title."""
     key, w = jax.random.key(0), jnp.ones(SHAPE)
     calls = {(what, name): stepped(way, key, w) for what, ways in STEPS.items() for name, way in ways.items()}
     times = shuffled({f"{what}/{name}": call for (what, name), call in calls.items()}, repeats)
-    for what, ways in STEPS.items():
-        table(what, {name: times[f"{what}/{name}"] for name in ways})
+    found = {what: rows({name: times[f"{what}/{name}"] for name in ways}) for what, ways in STEPS.items()}
     for count in counts:
-        tree = {f"layer{i}": jnp.ones((64, 64)) for i in range(count)}
+        tree = {f"layer{i}": jnp.ones((64, 32 + 8 * (i % 10))) for i in range(count)}
+        title = f"noise on {count} arrays of ten shapes"
         builds = {name: built(way, key, tree) for name, way in BUILDS.items()}
-        table(f"noise on {count} arrays traced and compiled", shuffled(builds, max(1, min(3, 300 // count))))
+        found[f"{title}, traced and compiled"] = rows(shuffled(builds, max(1, min(3, 300 // count))))
+        steps = {name: stepped(way, key, tree) for name, way in BUILDS.items()}
+        found[f"{title}, a step"] = rows(shuffled(steps, repeats))
+    return found
 
 
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:]]
-    main(given[0] if given else 15, given[1:] or [10, 100, 300])
+    heading(given[0] if given else 15)
+    show(measure(given[0] if given else 15, given[1:] or (100, 1000)))

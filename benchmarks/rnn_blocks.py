@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import heading, shuffled, table
+from timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 
@@ -129,9 +129,9 @@ def in_torch(xs: jax.Array) -> dict[str, Callable[[], Any]]:
     return {f"torch {torch.__version__}": gradient}
 
 
-def main(repeats: int) -> None:
-    """Prints a table for each size."""
-    heading(repeats)
+def measure(repeats: int) -> dict[str, Rows]:
+    """A table for each size."""
+    found: dict[str, Rows] = {}
     for batch, steps, hidden in SIZES:
         keys = jax.random.split(jax.random.key(0), len(PARTS) + 1)
         shapes = {"input": (hidden, hidden), "hidden": (hidden, hidden), "bias": (hidden,)}
@@ -145,8 +145,11 @@ def main(repeats: int) -> None:
         for call in calls.values():
             call()  # compiles
         title = f"batch {batch}, {steps} time steps, {hidden} inputs and hidden units"
-        table(title, shuffled(calls, repeats))
+        found[title] = rows(shuffled(calls, repeats))
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    given = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    heading(given)
+    show(measure(given))

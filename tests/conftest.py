@@ -5,17 +5,12 @@ Most of the time goes to compiling small programs once, so the compiler is told 
 
 import os
 
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

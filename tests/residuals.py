@@ -1,6 +1,7 @@
 """What a gradient keeps, measured with JAX's own dead-code elimination and not with the library's analysis."""
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -34,13 +35,23 @@ def contractions(f, *args):
 
 
 def draws(f, *args):
-    """How many draws a program holds, each of which reads the words of a key, and how many in the body of a scan."""
+    """How many draws a program holds, each of which reads the words of a key, and how many in the steps of a scan.
+
+    A scan over keys is how several arrays are drawn, each once.
+    """
     inside = [in_scan for eqn, in_scan in _equations(f, *args) if eqn.primitive.name == "random_unwrap"]
     return len(inside), sum(inside)
 
 
+def _takes_steps(eqn):
+    if eqn.primitive.name != "scan":
+        return False
+    steps = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+    return not any(jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key) for x in steps)
+
+
 def _equations(f, *args):
-    """Each equation of a program, here and inside of others, and whether it is inside of a scan."""
+    """Each equation of a program, here and inside of others, and whether it is in the steps of a scan."""
 
     def visited(jaxpr, *, in_scan):
         for eqn in jaxpr.eqns:
@@ -48,6 +59,6 @@ def _equations(f, *args):
             for value in eqn.params.values():
                 for x in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(x, Jaxpr | ClosedJaxpr):
-                        yield from visited(getattr(x, "jaxpr", x), in_scan=in_scan or eqn.primitive.name == "scan")
+                        yield from visited(getattr(x, "jaxpr", x), in_scan=in_scan or _takes_steps(eqn))
 
     return visited(jax.make_jaxpr(f)(*args).jaxpr, in_scan=False)

@@ -295,6 +295,15 @@ def test_a_configuration_lies_beside_a_checkpoint(p: rpx.Parametrization, tmp_pa
     _assert_identical(again.init(_params()), p.init(_params()))
 
 
+def test_the_configuration_tells_maps_apart_whose_raw_trees_are_alike() -> None:
+    saved, other = rpx.Orthogonal("cayley"), rpx.Orthogonal("expm")
+    params = {"w": jnp.eye(3)}
+    raw = jax.tree.map(lambda x: x + jnp.asarray(KERNEL[:3]), saved.init(params))
+    other.check(raw, like=params)
+    assert np.abs(other.fold(raw)["w"] - saved.fold(raw)["w"]).max() > 0.1
+    _assert_identical(rpx.from_json(saved.to_json()).fold(raw), saved.fold(raw))
+
+
 STAGE = '{"reparax": 1, "stages": [%s]}'
 
 UNREADABLE = {

@@ -222,7 +222,7 @@ def test_import_needs_jax_alone():
     code = "import sys, reparax; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "reparax" in names
-    assert not {"flax", "optax", "orbax", "chex", "torch", "safetensors", "equinox"} & set(names)
+    assert not {"flax", "optax", "orbax", "chex", "torch", "safetensors", "equinox", "rich"} & set(names)
 
 
 def test_hyperparameters_that_are_known_are_numbers():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from errors import raises
 from flax import serialization
 from flax.training.train_state import TrainState
 from jax import Array
@@ -173,15 +174,68 @@ def test_multi_steps_of_two_equals_one_step_with_the_mean_gradient() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_moving_average_of_raw_trees_is_a_raw_tree() -> None:
-    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights(key: Array) -> None:
+    p = rpx.Orthogonal(where="dense/kernel") >> rpx.VarNoise(0.1)
     raw = p.init(_params())
-    doubled = p.init(jax.tree.map(lambda w: 2 * w, _params()))
-    average = optax.incremental_update(doubled, raw, 0.25)
+    free, fixed = rpx.partition(raw)
+    moved = jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), free)
+    average = rpx.combine(optax.incremental_update(moved, free, 0.25), fixed)
     assert jax.tree.structure(average) == jax.tree.structure(raw)
-    folded = p.fold(average)["dense"]
-    np.testing.assert_allclose(folded["kernel"], 1.25 * np.asarray(_params()["dense"]["kernel"]), rtol=1e-5)
-    np.testing.assert_allclose(folded["bias"], 1.25 * np.asarray(_params()["dense"]["bias"]), rtol=1e-5)
+    np.testing.assert_allclose(average["dense"]["bias"], 0.75 * free["dense"]["bias"] + 0.25 * moved["dense"]["bias"])
+
+    def gram(weights: Any) -> Any:
+        return np.asarray(weights["dense"]["kernel"]).T @ np.asarray(weights["dense"]["kernel"])
+
+    of_effective = optax.incremental_update(p.fold(rpx.combine(moved, fixed)), p.fold(raw), 0.25)
+    np.testing.assert_allclose(gram(p.fold(average)), np.eye(2), atol=1e-5)
+    assert np.abs(gram(of_effective) - np.eye(2)).max() > 0.01
+
+
+def test_the_ema_of_optax_averages_free_values_without_bias() -> None:
+    free, fixed = rpx.partition(rpx.SpectralNorm().init(_params()))
+    tx = optax.ema(0.9)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = tx.update(free, tx.init(free))
+        average, _ = tx.update(jax.tree.map(lambda x: 3 * x, free), state)
+    # After two steps the weights of the two trees are 0.9 * 0.1 and 0.1, over their sum of 1 - 0.9 ** 2.
+    for x, y in zip(jax.tree.leaves(average), jax.tree.leaves(free), strict=True):
+        np.testing.assert_allclose(x, (0.09 + 3 * 0.1) / 0.19 * np.asarray(y), rtol=1e-5)
+    rpx.SpectralNorm().check(rpx.combine(average, fixed), like=_params())
+
+
+def _muon_numbers(raw: Any) -> Any:
+    """Matrices that are main values go to muon; all others, such as the lengths of weight norm, to adam."""
+    main = rpx.labels(raw, main=True, aux=False, fixed=False)
+    matrix = optax.contrib.MuonDimensionNumbers()
+    return jax.tree.map(lambda is_main, w: matrix if is_main and w.ndim == 2 else None, main, raw)
+
+
+def test_muon_orthogonalizes_directions_and_leaves_lengths_to_adam() -> None:
+    raw = (rpx.Freeze(where="out") >> rpx.WeightNorm()).init({**_params(), "out": jnp.ones((2, 2))})
+    free, fixed = rpx.partition(raw)
+    tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=_muon_numbers)
+    ramp = jax.tree.map(lambda w: 1 + jnp.arange(float(w.size)).reshape(w.shape), free)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = jax.jit(tx.update)(ramp, tx.init(free), free)
+    node = updates["dense"]["kernel"]["@weight_norm"]
+    # Adam's first step is the same for small and large slopes. Muon's has singular values near the learning rate.
+    for update in (node["g"], updates["dense"]["bias"]):
+        np.testing.assert_allclose(update, np.full_like(update, update.ravel()[0]), rtol=1e-4)
+    np.testing.assert_allclose(np.linalg.svd(node["v"], compute_uv=False), [0.1, 0.1], rtol=0.4)
+    assert np.linalg.cond(ramp["dense"]["kernel"]["@weight_norm"]["v"]) > 10
+    _assert_identical(rpx.partition(rpx.combine(optax.apply_updates(free, updates), fixed))[1], fixed)
+
+
+def test_a_schedule_of_the_learning_rate_is_injected_beside_a_mask_made_of_labels() -> None:
+    raw = rpx.WeightNorm().init(_params())
+    adamw = optax.inject_hyperparams(optax.adamw, static_args="mask")
+    tx = _relaxed(adamw(optax.linear_schedule(0.1, 0.3, 2), weight_decay=0.5, mask=DECAYED))
+    state = tx.init(raw)
+    for rate in (0.1, 0.2, 0.3):
+        updates, state = tx.update(_zeros(raw), state, raw)
+        node = updates["dense"]["kernel"]["@weight_norm"]
+        np.testing.assert_allclose(node["v"], -rate * 0.5 * np.asarray(_params()["dense"]["kernel"]), rtol=1e-6)
+        np.testing.assert_array_equal(node["g"], np.zeros((1, 2), np.float32))
 
 
 def test_ties_train_one_copy_whose_gradients_add_up() -> None:
@@ -391,6 +445,17 @@ def test_an_optimizer_state_made_before_the_parametrization_is_refused() -> None
     raw = rpx.WeightNorm().init(_params())
     with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\]"):
         tx.update(_zeros(raw), tx.init(_params()), raw)
+
+
+def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_latest() -> None:
+    tx, raw = optax.sgd(0.1, momentum=0.9), rpx.WeightNorm().init(_params())
+    updates, _ = tx.update(_zeros(raw), tx.init(rpx.WeightNorm(axis=0).init(_params())), raw)
+    with raises(
+        ValueError,
+        "WeightNorm().apply at 'dense/kernel': expected g of shape (1, 2) beside v of shape (3, 2), got (3, 2). Apply "
+        "the chain that made this raw tree; its `axis` was another.",
+    ):
+        rpx.WeightNorm().apply(optax.apply_updates(raw, updates))
 
 
 def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> None:

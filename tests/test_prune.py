@@ -280,6 +280,12 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
+            lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "b": jnp.array([[1.0, jnp.nan]])}),
+            ValueError,
+            "GlobalPrune(0.5).init at 'b': expected finite numbers, got NaN or infinity. Correct the array, or leave "
+            "it out with `where`.",
+        ),
+        (
             lambda: rpx.NofM(5, 4),
             ValueError,
             "NofM got n=5 and m=4, but keeps n of every m weights, 0 <= n <= m.",

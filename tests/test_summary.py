@@ -1,7 +1,11 @@
 """The summary of what a parametrization makes of parameters, against tables that are written by hand."""
 
+import io
+
 import jax
 import jax.numpy as jnp
+import treescope
+from rich.console import Console
 
 import reparax as rpx
 
@@ -84,3 +88,47 @@ def test_notebooks_show_the_same_table_in_html():
         f"<td {right}>0</td><td {right}>3</td><td {right}>12 B</td><td {left}></td>"
         "</tr></tbody></table></div>"
     )
+
+
+def shown_by_rich(report, width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report)
+    return [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+def test_rich_shows_the_same_table():
+    lines = shown_by_rich(rpx.summary(P, PARAMS), width=200)
+    assert lines == [
+        "Freeze(where='hidden/bias') >> WeightNorm(where='hidden/kernel') >> "
+        "Tie({'output/kernel': ('embed/table', jnp.transpose)}) >> VarNoise(0.1)",
+        "path            raw value          type                  free   fixed      bytes   stages",
+        "─" * 107,
+        "embed/table                        float32[1024, 16]   16,384       0   64.0 KiB   VarNoise",
+        "hidden/bias     @freeze/@fixed/w   float32[4]               0       4       16 B   Freeze >> VarNoise",
+        "hidden/kernel   @weight_norm/g     float32[1, 4]            4       0       16 B   WeightNorm >> VarNoise",
+        "@weight_norm/v     bfloat16[16, 4]         64       0      128 B",
+        "output/kernel   @tie                                        0       0        0 B   Tie >> VarNoise",
+        "steps                              int32[]                  1       0        4 B",
+        "total                                                  16,453       4   64.2 KiB",
+    ]
+
+
+def test_rich_takes_brackets_for_what_they_are_and_folds_what_is_too_long():
+    report = rpx.summary(rpx.Freeze(where="[a-z]+"), {"b": jnp.ones(3), "[b]": jnp.ones(3)})
+    assert shown_by_rich(report, width=200)[0] == "Freeze(where='[a-z]+')"
+    lines = shown_by_rich(report, width=40)
+    assert any(line.startswith("[b]") for line in lines)
+    assert max(map(len, lines)) <= 40
+
+
+def test_treescope_shows_raw_trees_stages_and_summaries_by_their_contents():
+    p = rpx.SpectralNorm() >> rpx.VarNoise(0.1)
+    params = {"w": jnp.eye(3)}
+    for value, words in (
+        (p.init(params), ("'@spectral_norm': {", "'@fixed': {", "'u': <jax.Array(")),
+        (p, ("SpectralNorm(", "n_steps=1", "VarNoise(", "std=0.1")),
+        (rpx.summary(p, params), ("chain='SpectralNorm() >> VarNoise(0.1)'", "type='float32[3, 3]'", "free=9")),
+    ):
+        text = treescope.render_to_text(value)
+        assert "object at 0x" not in text
+        assert [word for word in words if word not in text] == []

@@ -51,6 +51,7 @@ from reparax._scalar import Bounded as Bounded
 from reparax._scalar import Elementwise as Elementwise
 from reparax._scalar import Positive as Positive
 from reparax._scalar import Scale as Scale
+from reparax._shardings import state_shardings as state_shardings
 from reparax._simplex import Simplex as Simplex
 from reparax._singular import AlmostOrthogonal as AlmostOrthogonal
 from reparax._singular import FixedRank as FixedRank

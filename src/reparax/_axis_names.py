@@ -10,13 +10,17 @@ from reparax._raw import aligned
 AxisNames = tuple[str | None, ...]
 
 
+def stated(box: Any) -> Any:
+    """What a box of flax, linen's or nnx's, says of the axes of its array, in its own form; None if nothing."""
+    return box.get_metadata("out_sharding", None) if has_ancestor(box, "Variable") else getattr(box, "names", None)
+
+
 def axis_names(box: Any) -> AxisNames | None:
-    """The names that a box of flax, linen's or nnx's, gives to the axes of its array; None where it gives none.
+    """The names that a box gives to the axes of its array; None where it gives none.
 
     An axis without a name, or that lies across several axes of a mesh, is None.
     """
-    names = box.get_metadata("out_sharding", None) if has_ancestor(box, "Variable") else getattr(box, "names", None)
-    names = getattr(names, "spec", names)  # of a NamedSharding
+    names = getattr(stated(box), "spec", stated(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 

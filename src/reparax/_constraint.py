@@ -12,6 +12,19 @@ from reparax._leafwise import Reparametrization
 from reparax._precision import widened
 
 
+def is_known(w: Array) -> bool:
+    """Whether the numbers of ``w`` can be looked at."""
+    return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
+
+
+def refuse_infinite(w: Array) -> str | None:
+    """Why an array has no nearest point and no ranking, where its numbers are known and not all finite."""
+    with jax.ensure_compile_time_eval():  # of a known array, also where `init` is called under `jax.jit`
+        if not is_known(w) or jnp.all(jnp.isfinite(w)):
+            return None
+    return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+
+
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
@@ -73,13 +86,11 @@ class Constraint(Reparametrization):
         return self.project(jax.random.normal(key, shape, dtype))
 
     def refuse(self, w: Array) -> str | None:
-        why = super().refuse(w)
-        if why is not None or isinstance(w, Tracer | jax.ShapeDtypeStruct):
+        why = super().refuse(w) or refuse_infinite(w)
+        if why is not None or self.outside == "project" or not is_known(w):
             return why
-        with jax.ensure_compile_time_eval():  # of a known array, also where `init` is called under `jax.jit`
-            if not jnp.all(jnp.isfinite(w)):
-                return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
-            if self.outside == "refuse" and not self.contains(w):
+        with jax.ensure_compile_time_eval():
+            if not self.contains(w):
                 return (
                     "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
                     "`outside='project'` do it."

@@ -2,17 +2,16 @@
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import FrozenInstanceError, dataclass, field
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar
 
 import jax
 
-from reparax import _differences, _keys, _kinds, _manifest, _raw, _recompute
+from reparax import _boxes, _differences, _keys, _manifest, _raw, _recompute, _shardings
 from reparax._paths import PyTree
+from reparax._static import Static
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-class Parametrization(ABC):
+class Parametrization(Static, ABC):
     """A pure map from a raw tree to an effective tree, with a right inverse.
 
     ``init`` takes the model's parameters to the raw tree that an optimizer moves; ``apply`` takes the raw tree to
@@ -41,24 +40,6 @@ class Parametrization(ABC):
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False
     """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__dataclass_fields__" not in cls.__dict__:  # else it is this class again, made anew with slots
-            cls.kind = _kinds.checked(cls, cls.kind) if "kind" in cls.__dict__ else _kinds.derived(cls)
-            dataclass(frozen=True, repr=False)(cls)
-            # Whoever decorates the class as a frozen dataclass as well finds room for it, and the methods stay these.
-            del cls.__setattr__, cls.__delattr__
-            cls.__repr__ = cls.__repr__
-        jax.tree_util.register_static(cls)
-        _raw.register(cls.kind, cls)
-        _manifest.register(cls)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} stays. Build another one.")
 
     @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -171,13 +152,29 @@ class Parametrization(ABC):
         Raises:
           ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
         """
-        lines = _differences.differences(raw, _differences.abstract(self.init, like))
-        if lines:
-            raise ValueError(
-                f"{call(self, 'check')} found a raw tree that is not what `init` makes of `like`:\n  "
-                + "\n  ".join(lines)
-                + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
-            )
+        _differences.require_none(call(self, "check"), raw, _differences.abstract(self.init, like))
+
+    def shardings(self, specs: PyTree, mesh: _shardings.AnyMesh, like: PyTree | None = None) -> PyTree:
+        """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
+
+        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: ``init`` is
+        traced once for each length of an axis in ``like``.
+
+        Args:
+          specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays that lie on a mesh.
+          mesh: The mesh.
+          like: The model's parameters, or their shapes and dtypes; not needed where ``specs`` are arrays.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> from jax.sharding import AbstractMesh, PartitionSpec
+          >>> mesh, specs = AbstractMesh((2, 4), ("data", "model")), {"w": PartitionSpec("data", "model")}
+          >>> shardings = rpx.WeightNorm().shardings(specs, mesh, like={"w": jnp.ones((8, 16))})
+          >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
+          {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
+        """
+        traced = functools.partial(self._init, key=None)
+        return _shardings.of_raw(call(self, "shardings"), self.init, traced, specs, mesh, like)
 
 
 class Chain(Parametrization):
@@ -224,27 +221,29 @@ class Chain(Parametrization):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        return self._init(params, _checked_key(self, "init", key))
+        raw = self._init(params, _checked_key(self, "init", key))
+        return _boxes.spread(functools.partial(self._init, key=None), params, raw)
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        effective = _recompute.recomputing(self._apply, raw, self._checked(key))
+        effective = _recompute.recomputing(self._apply, _boxes.gathered(raw), self._checked(key))
         for path, mark in _raw.markers(effective).items():
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        keys = self._stage_keys(_checked_key(self, "update", key))
+        keys, tree = self._stage_keys(_checked_key(self, "update", key)), _boxes.gathered(raw)
         for i, stage in enumerate(self.stages):
             if stage.advances:
-                seen = compose(self.stages[:i]).deterministic._apply(raw, None)
-                raw = _raw.graft("update", raw, seen, stage._update(seen, keys[i]), free=False)
-        return raw
+                seen = compose(self.stages[:i]).deterministic._apply(tree, None)
+                tree = _raw.graft("update", tree, seen, stage._update(seen, keys[i]), free=False)
+        return _boxes.spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
+        tree = _boxes.gathered(raw)
         for i, stage in enumerate(self.stages):
-            seen = compose(self.stages[:i]).deterministic._apply(raw, None)
-            raw = _raw.graft("rebase", raw, seen, stage._rebase(seen), free=True)
-        return raw
+            seen = compose(self.stages[:i]).deterministic._apply(tree, None)
+            tree = _raw.graft("rebase", tree, seen, stage._rebase(seen), free=True)
+        return _boxes.spread_like(raw, tree)
 
     def _checked(self, key: jax.Array | None) -> jax.Array | None:
         if not self.stochastic:

@@ -10,14 +10,18 @@ from reparax._raw import parameter
 
 
 def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Shapes and dtypes of ``init(like)``; leaves that are no arrays, such as functions, are left out."""
+    """Shapes and dtypes of ``init(like)``; leaves that are no arrays, such as functions, are left out.
+
+    What ``like`` says of a mesh does not matter here, and a mesh with explicit axes does not let every stage pass.
+    """
     leaves, treedef = jax.tree.flatten(like)
 
     def of_arrays(arrays: list[Any]) -> PyTree:
         filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
 
-    return jax.eval_shape(of_arrays, [leaf if is_array(leaf) else None for leaf in leaves])
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
+    return jax.eval_shape(of_arrays, types)
 
 
 def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
@@ -56,6 +60,17 @@ def differences(raw: PyTree, expected: PyTree) -> list[str]:
         else:
             lines += _leaf_differences(base, got[base], want[base])
     return lines
+
+
+def require_none(who: str, raw: PyTree, expected: PyTree) -> None:
+    """Refuses a raw tree that differs from the one expected, naming every path at which it does."""
+    lines = differences(raw, expected)
+    if lines:
+        raise ValueError(
+            f"{who} found a raw tree that is not what `init` makes of `like`:\n  "
+            + "\n  ".join(lines)
+            + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
+        )
 
 
 def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Random arrays for the whole library, made with the sharding of the weight that they meet.
 
 The numbers are those of ``jax.random`` for the same key: words, uniform numbers and masks bit for bit, normal numbers
-but for the last bits, where a compiler may round a fused ``erf_inv`` in its own way.
+but for the last bits, where a compiler may round a fused ``erf_inv`` in its own way. A batch of keys gives a batch of
+the arrays that its keys give alone, made in a loop whose body is compiled once.
 """
 
 import functools
@@ -38,6 +39,8 @@ def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     """Numbers in [0, 1): random digits behind the point of a 1, which is then subtracted."""
+    if key.ndim:
+        return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
     if not _threefry.handles(key, shape):
         return jax.random.uniform(key, shape, dtype, out_sharding=sharding)
     digits = jnp.finfo(dtype)
@@ -49,6 +52,8 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    if key.ndim:
+        return jax.lax.map(lambda one: _normal(one, shape, dtype, sharding), key)
     if not _threefry.handles(key, shape):
         return jax.random.normal(key, shape, dtype, out_sharding=sharding)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 
 from reparax import _raw, _sparsity
+from reparax._constraint import refuse_infinite
 from reparax._core import Parametrization
 from reparax._leafwise import Reparametrization
 from reparax._mask import largest, masked, masking
@@ -50,6 +51,9 @@ class GlobalPrune(Reparametrization):
     @property
     def advances(self) -> bool:
         return True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return refuse_infinite(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return masking(w, jnp.ones_like(w, bool))

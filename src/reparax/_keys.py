@@ -36,8 +36,8 @@ def _shown(value: Any) -> str:
     return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
 
 
-def _fold(key: jax.Array, texts: Sequence[str]) -> list[jax.Array]:
-    """One key a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
+def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """A batch of keys, one a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
 
@@ -45,9 +45,9 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> list[jax.Array]:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
-        return [one(*pair) for pair in words]  # under vmap, unsafe_rbg would let a key depend on its neighbours
-    keys = jax.vmap(one)(*[_literal(column) for column in words.T])
-    return [keys[i] for i in range(len(texts))]
+        # Under vmap, unsafe_rbg would let a key depend on its neighbours.
+        return jnp.stack([one(*pair) for pair in words])
+    return jax.vmap(one)(*[_literal(column) for column in words.T])
 
 
 def _literal(words: np.ndarray) -> jax.Array:
@@ -64,9 +64,10 @@ def per_stage(key: jax.Array | None, kinds: Sequence[str]) -> list[jax.Array | N
     for kind in kinds:
         seen[kind] += 1
         texts.append(f"{kind}@{seen[kind]}")
-    return list(_fold(key, texts))
+    keys = _fold(key, texts)
+    return [keys[i] for i in range(len(texts))]
 
 
-def per_leaf(key: jax.Array, paths: Sequence[str]) -> list[jax.Array]:
-    """A key for each array, by its path."""
+def per_leaf(key: jax.Array, paths: Sequence[str]) -> jax.Array:
+    """A batch of keys, one for each array, by its path."""
     return _fold(key, paths)

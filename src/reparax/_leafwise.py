@@ -1,7 +1,7 @@
 """From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, ClassVar, Self
 
@@ -124,22 +124,32 @@ class Perturbation(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("apply", tree)
-        keys = _leaf_keys(key if self.stochastic else None, found)
+        acting = [(stage, jnp.asarray(w)) for w, _, stage in found if stage is not None]
+        paths = [slot.draw for _, slot, stage in found if stage is not None]
+        changes = iter(zip(acting, self._draws(acting, paths, key), strict=True))
         who = call(self, "apply")
-        return treedef.unflatten(
-            [
-                stage._changed(f"{who} at {slot.path!r}", w, next(keys)) if stage is not None else w
-                for w, slot, stage in found
-            ]
-        )
 
-    def _changed(self, who: str, w: Any, key: Array | None) -> Array:
-        before = jnp.asarray(w)
+        def changed(slot: _raw.Slot) -> Array:
+            (stage, before), drawn = next(changes)
+            return stage._changed(f"{who} at {slot.path!r}", before, drawn)
+
+        return treedef.unflatten([changed(slot) if stage is not None else w for w, slot, stage in found])
+
+    def _changed(self, who: str, before: Array, drawn: Any) -> Array:
         with located(who):
-            after = self.apply_leaf(before, key)
+            after = self._change(before, drawn)
             if not self.changes_type:
                 require_type("apply_leaf", after, before)
         return after
+
+    # What a stage of which the draw and the change are two steps makes anew: see ``Noise``.
+    def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
+        """What the change of each array is given besides the array: its key."""
+        del acting
+        return _leaf_keys(key if self.stochastic else None, paths)
+
+    def _change(self, w: Array, drawn: Any) -> Array:
+        return self.apply_leaf(w, drawn)
 
 
 class Reparametrization(_Leafwise):
@@ -194,7 +204,8 @@ class Reparametrization(_Leafwise):
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("init", tree)
         draws = type(self).draw_leaf is not Reparametrization.draw_leaf
-        keys = _leaf_keys((jax.random.key(0) if key is None else key) if draws else None, found)
+        paths = [slot.draw for _, slot, stage in found if stage is not None]
+        keys = iter(_leaf_keys((jax.random.key(0) if key is None else key) if draws else None, paths))
         mark, who = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1), call(self, "init")
         return treedef.unflatten(
             [
@@ -257,7 +268,9 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten([at(i) if is_node(x) else x for i, x in enumerate(leaves)])
 
 
-def _leaf_keys(key: Array | None, found: Sequence[tuple[Any, _raw.Slot, _Leafwise | None]]) -> Iterator[Array | None]:
-    """A key for each selected array, in their order; None for each where there is no key."""
-    paths = [slot.draw for _, slot, stage in found if stage is not None]
-    return iter([None for _ in paths] if key is None else _keys.per_leaf(key, paths))
+def _leaf_keys(key: Array | None, paths: Sequence[str]) -> list[Array | None]:
+    """A key for each path; None for each where there is no key."""
+    if key is None or not paths:
+        return [None for _ in paths]
+    keys = _keys.per_leaf(key, paths)
+    return [keys[i] for i in range(len(paths))]

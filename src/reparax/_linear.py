@@ -186,6 +186,11 @@ class Diagonal(_Pattern):
       {'w': {'@diagonal': {'x': Array([1., 5.], dtype=float32)}}}
     """
 
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        columns = jnp.broadcast_to(x[..., None, :], (*x.shape, x.shape[-1]))
+        return jnp.where(jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=bool), columns.shape), columns, 0)
+
     def size(self, n: int) -> int:
         return n
 

@@ -10,12 +10,12 @@ from jax import Array
 from reparax import _draw
 from reparax._axes import Axes, checked, out_of_bounds, positive
 from reparax._core import Parametrization
+from reparax._drawn import Drawn
 from reparax._hyperparameter import number
-from reparax._leafwise import Perturbation
 from reparax._precision import scalar, widened
 
 
-class VarNoise(Perturbation):
+class VarNoise(Drawn):
     r"""Variational noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two in a row fuse into one of :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex
@@ -47,10 +47,12 @@ class VarNoise(Perturbation):
             raise ValueError(f"VarNoise got std={std}, but a standard deviation is finite and not negative.")
         object.__setattr__(self, "std", std)
 
-    def apply_leaf(self, w: Array, key: Array | None) -> Array:
-        assert key is not None
+    def draw(self, like: Array, key: Array) -> Array:
+        return _draw.normal(key, widened(like))
+
+    def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
-        return (x + scalar(self.std, x) * _draw.normal(key, x)).astype(w.dtype)
+        return (x + scalar(self.std, x) * drawn).astype(w.dtype)
 
     def fuse(self, later: Parametrization) -> Parametrization | None:
         if not (isinstance(later, VarNoise) and self.where == later.where):
@@ -61,7 +63,7 @@ class VarNoise(Perturbation):
         return VarNoise(math.hypot(*terms), where=self.where, terms=terms) if known else None
 
 
-class WeightDropout(Perturbation):
+class WeightDropout(Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two in a row with equal ``broadcast``
@@ -110,12 +112,16 @@ class WeightDropout(Perturbation):
     def refuse_leaf(self, w: Array) -> str | None:
         return out_of_bounds(self.broadcast, w, "broadcast")
 
-    def apply_leaf(self, w: Array, key: Array | None) -> Array:
-        assert key is not None
+    @property
+    def _keep(self) -> Array:
+        return jnp.asarray(1 - self.rate)  # a number is subtracted in double precision, so that this is never 0
+
+    def draw(self, like: Array, key: Array) -> Array:
+        return _draw.mask(key, self._keep, like, positive(self.broadcast, like))
+
+    def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
-        keep = jnp.asarray(1 - self.rate)  # a number is subtracted in double precision, so that keep is never 0
-        kept = _draw.mask(key, keep, w, positive(self.broadcast, w))
-        return jnp.where(kept, x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
+        return jnp.where(drawn, x / scalar(self._keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
     def fuse(self, later: Parametrization) -> Parametrization | None:
         if not (isinstance(later, WeightDropout) and (self.where, self.broadcast) == (later.where, later.broadcast)):

@@ -10,7 +10,7 @@ from jax import Array
 from reparax._axes import Axes, Axis, optional, others, out_of_bounds, position, single, whole
 from reparax._constraint import Constraint
 from reparax._leafwise import Reparametrization
-from reparax._lengths import is_zero, norm, scale, unit
+from reparax._lengths import is_zero, norm, scale, stretched, unit
 from reparax._precision import widened
 
 
@@ -84,7 +84,7 @@ class WeightNorm(Reparametrization):
                 f"Apply the chain that made this raw tree; its `axis` was another."
             )
         x = widened(v)
-        return (g.astype(x.dtype) * unit(x, axes)).astype(v.dtype)
+        return stretched(x, g.astype(x.real.dtype), axes).astype(v.dtype)
 
 
 class SpectralNorm(Constraint):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -11,6 +12,9 @@ from reparax._differences import abstract
 from reparax._paths import PyTree, described, is_array, is_empty, named, text
 from reparax._raw import FIXED, parameter
 from reparax._sizes import readable, size_in_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 _TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "stages")
 _LEFT = ("path", "raw value", "type", "stages")
@@ -48,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What stands where in a raw tree; ``print`` shows it as a table, a notebook as one in HTML.
+    """What stands where in a raw tree; ``print`` shows it as a table, ``rich.print`` and a notebook as one of theirs.
 
     Attributes:
       chain: The parametrization, as text.
@@ -82,6 +86,11 @@ class Summary:
             return "  ".join(x.ljust(n) if title in _LEFT else x.rjust(n) for title, x, n in columns).rstrip()
 
         return "\n".join([self.chain, *map(line, table)])
+
+    def __rich__(self) -> "Group":
+        from reparax._rich_table import titled_table
+
+        return titled_table(self.chain, self._table(), _LEFT)
 
     def _repr_html_(self) -> str:
         def line(cells: Sequence[str], tag: str) -> str:
@@ -126,7 +135,7 @@ class _Watched(Chain):
         found: dict[str, tuple[str, ...]] = {}
 
         def watched(params: PyTree) -> PyTree:
-            tree = self.init(params)
+            tree = self._init(params, None)
             for stage, key in zip(self.stages, self._stage_keys(jax.random.key(0)), strict=True):
                 before, tree = tree, stage._apply(tree, key)
                 old, new = _objects(before), _objects(tree)

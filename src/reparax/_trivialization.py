@@ -22,8 +22,10 @@ def _split(base: Array, x: Array) -> tuple[Array, Array]:
 def cayley(base: Array, x: Array) -> Array:
     r""":math:`(I - A/2)^{-1} (I + A/2) B`, where block elimination leaves one k x k matrix to divide by."""
     skew, across = _split(base, x)
-    schur = identity(skew) - skew / 2 + product(adjoint(across), across) / 4
-    return jnp.linalg.solve(schur.mT, (2 * base + across).mT).mT - base
+    schur, numerator = identity(skew) - skew / 2, 2 * base
+    if base.shape[-2] != base.shape[-1]:  # else nothing lies across
+        schur, numerator = schur + product(adjoint(across), across) / 4, numerator + across
+    return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
 
 
 def exponential(base: Array, x: Array) -> Array:

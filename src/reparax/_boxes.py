@@ -1,0 +1,105 @@
+"""Boxes of flax in raw trees: each raw value in a box of its own, with the names of the axes that this value has.
+
+Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
+Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
+users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
+follows the named one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from reparax._axis_names import stated
+from reparax._paths import Names, PyTree, has_ancestor, is_box, named, text
+from reparax._provenance import Init, inherited
+
+
+class PartNames(tuple[Any, ...]):
+    """The names of the axes of a raw value, which know those of the parameter."""
+
+    whole: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        same_whole = not isinstance(other, PartNames) or self.whole == other.whole
+        return tuple.__eq__(self, other) and same_whole
+
+    __hash__ = tuple.__hash__
+
+
+def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
+    """``raw``, which ``init`` made of ``params``, with the box around each marker dict put around each value in it."""
+    paths, nodes, treedef = named(raw, _holds_values)
+    if not any(map(_holds_values, nodes)):
+        return raw
+    boxes = {text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
+    taken = inherited(init, params, {path: _padded(box) for path, box in boxes.items() if _names(box) is not None})
+
+    def around_each(path: Names, box: Any) -> PyTree:
+        ends, values, inside = named(_held(box))
+        names = [PartNames(taken[*path, *end]) for end in ends]
+        for part in names:
+            part.whole = tuple(_names(box))
+        return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
+
+    return treedef.unflatten(
+        [around_each(path, node) if _holds_values(node) else node for path, node in zip(paths, nodes, strict=True)]
+    )
+
+
+def gathered(raw: PyTree) -> PyTree:
+    """``raw`` with one box around each marker dict again, the parameter's own, as stages leave and expect it."""
+    nodes, treedef = jax.tree.flatten(raw, is_leaf=_is_marked)
+    return treedef.unflatten([_around_all(node) if _is_marked(node) else node for node in nodes])
+
+
+def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
+    """The values of ``tree``, which :func:`gathered` made of ``raw``, in the boxes of ``raw``."""
+    return jax.tree.structure(raw).unflatten(jax.tree.leaves(tree))
+
+
+def _around_all(node: Mapping[str, Any]) -> Any:
+    parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
+    boxes = [part for part in parts if _is_part(part)]
+    if not boxes:
+        return node
+    values = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts])
+    return _renamed(boxes[0], values, _names(boxes[0]).whole)
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
+
+
+def _is_part(x: Any) -> bool:
+    return is_box(x) and isinstance(_names(x), PartNames)
+
+
+def _holds_values(x: Any) -> bool:
+    return is_box(x) and _names(x) is not None and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
+
+
+def _held(box: Any) -> Any:
+    (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
+    return value
+
+
+def _names(box: Any) -> Any:
+    """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
+    names = stated(box)
+    return names if isinstance(names, tuple | list | PartitionSpec) else None
+
+
+def _padded(box: Any) -> tuple[Any, ...]:
+    """A name for each axis; trailing ones may be left out in a box."""
+    names = tuple(_names(box))
+    return names + (None,) * (_held(box).ndim - len(names))
+
+
+def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
+    """The same box with another value and other names."""
+    if has_ancestor(box, "Variable"):
+        return box.replace(value, out_sharding=names)
+    return box.replace(value=value, names=names)

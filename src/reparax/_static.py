@@ -1,0 +1,39 @@
+"""Stages as values: frozen dataclasses, which JAX takes for a part of the program."""
+
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+
+from reparax import _kinds, _manifest, _raw
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Static:
+    """What makes such a value of each class that derives from a direct subclass, without a decorator."""
+
+    kind: ClassVar[str]
+    main: ClassVar[tuple[str, ...] | None]
+    fixed: ClassVar[tuple[str, ...]]
+    parts: ClassVar[bool]
+    aligned: ClassVar[bool]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Static in cls.__bases__:
+            return
+        if "__dataclass_fields__" not in cls.__dict__:  # else it is this class again, made anew with slots
+            cls.kind = _kinds.checked(cls, cls.kind) if "kind" in cls.__dict__ else _kinds.derived(cls)
+            dataclass(frozen=True, repr=False)(cls)
+            # Whoever decorates the class as a frozen dataclass as well finds room for it, and the methods stay these.
+            del cls.__setattr__, cls.__delattr__
+            cls.__repr__ = cls.__repr__
+        jax.tree_util.register_static(cls)
+        _raw.register(cls.kind, cls)
+        _manifest.register(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} stays. Build another one.")

@@ -1,0 +1,194 @@
+"""Boxes of flax in raw trees: each value has the names of its own axes, and the model gets back the boxes it had."""
+
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reparax as rpx
+
+KERNEL = jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)
+CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+
+
+def partitioned(w=KERNEL, names=("embed", "mlp")):
+    return {"kernel": nn.Partitioned(w, names), "bias": nn.Partitioned(jnp.ones(4), ("mlp",)), "scale": jnp.ones(4)}
+
+
+def logical(w=KERNEL, names=("embed", "mlp")):
+    rules = (("embed", "data"), ("mlp", "model"))
+    return {"kernel": nn.LogicallyPartitioned(w, names, rules=rules)}
+
+
+def named_of(p, params=None):
+    """The specs that flax reads from the raw values of the kernel."""
+    return nn.get_partition_spec(jax.eval_shape(p.init, partitioned() if params is None else params))["kernel"]
+
+
+# Linen. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),
+    [
+        (rpx.VarNoise(0.1), P("embed", "mlp")),
+        (rpx.WeightNorm(), {"@weight_norm": {"g": P(None, "mlp"), "v": P("embed", "mlp")}}),
+        (rpx.WeightNorm(axis=0), {"@weight_norm": {"g": P("embed", None), "v": P("embed", "mlp")}}),
+        (
+            rpx.WeightNorm() >> rpx.LowRank(2),
+            {
+                "@low_rank": {
+                    "u": {"@weight_norm": {"g": P(None, None), "v": P("embed", None)}},
+                    "v": {"@weight_norm": {"g": P(None, "mlp"), "v": P(None, "mlp")}},
+                }
+            },
+        ),
+        (
+            rpx.SpectralNorm(),
+            {"@spectral_norm": {"@fixed": {"u": P("mlp"), "v": P("embed")}, "w": P("embed", "mlp")}},
+        ),
+    ],
+    ids=repr,
+)
+def test_linen_reads_the_names_of_each_value(p, expected):
+    assert named_of(p) == expected
+
+
+def test_names_are_also_several_axes_of_a_mesh_and_trailing_ones_may_be_left_out():
+    assert named_of(rpx.LowRank(2), partitioned(names=(("data", "model"),))) == {
+        "@low_rank": {"u": P(("data", "model"), None), "v": P(None, None)}
+    }
+
+
+@pytest.mark.parametrize("params", [partitioned, logical])
+def test_the_model_gets_the_boxes_it_had(params, key):
+    square = jnp.eye(4) + 0.5
+    p = rpx.Symmetric() >> rpx.VarNoise(0.1)  # of the free numbers no axis follows any
+    raw = p.init(params(square))
+    assert raw["kernel"]["@symmetric"]["x"].names == (None,)
+    effective = jax.jit(p.apply)(raw, key)
+    assert jax.tree.structure(effective) == jax.tree.structure(params(square))
+    plain = jax.jit(p.apply)(p.init({"kernel": square}), key)
+    np.testing.assert_array_equal(effective["kernel"].value, plain["kernel"])
+
+
+def test_values_and_draws_are_those_without_boxes(key):
+    boxed, plain = CHAIN.init(partitioned()), CHAIN.init(nn.unbox(partitioned()))
+    got = nn.unbox((boxed, CHAIN.apply(boxed, key)))
+    jax.tree.map(np.testing.assert_array_equal, got, (plain, CHAIN.apply(plain, key)))
+
+
+def test_update_and_rebase_keep_the_boxes():
+    p = rpx.SpectralNorm(where="kernel") >> rpx.Orthogonal(where="other")
+    params = {**partitioned(), "other": nn.Partitioned(jnp.eye(3), ("x", "y"))}
+    raw = p.init(params)
+    for after in (p.update(raw), p.rebase(raw)):
+        assert jax.tree.structure(after) == jax.tree.structure(raw)
+    u = p.update(raw)["kernel"]["@spectral_norm"]["@fixed"]["u"]
+    np.testing.assert_array_equal(u.value, p.update(nn.unbox(raw))["kernel"]["@spectral_norm"]["@fixed"]["u"])
+
+
+def test_a_tied_place_keeps_its_box():
+    params = {"in": nn.Partitioned(KERNEL, ("vocab", "embed")), "out": nn.Partitioned(KERNEL.T, ("embed", "vocab"))}
+    p = rpx.WeightNorm() >> rpx.Tie({"out": ("in", jnp.transpose)})
+    raw = p.init(params)
+    assert nn.get_partition_spec(raw["in"]) == {"@weight_norm": {"g": P(None, "embed"), "v": P("vocab", "embed")}}
+    assert jax.tree.structure(p.apply(raw)) == jax.tree.structure(params)
+
+
+def test_boxes_survive_transforms_optimizers_and_pickle():
+    raw = jax.jit(CHAIN.init)(partitioned())
+    tx = optax.adam(1e-3)
+    for tree in (raw, pickle.loads(pickle.dumps(raw)), jax.tree.map(jnp.negative, raw), tx.init(raw)[0].mu):
+        assert jax.tree.structure(tree) == jax.tree.structure(CHAIN.init(partitioned()))
+        assert nn.get_partition_spec(tree)["kernel"] == {"@weight_norm": {"g": P(None, "mlp"), "v": P("embed", "mlp")}}
+    CHAIN.check(raw, like=partitioned())
+
+
+def test_boxes_of_two_models_are_told_apart_by_what_the_parameter_names():
+    p = rpx.Symmetric(where="kernel")
+    fold = jax.jit(p.fold)
+    for names in (("a", "b"), ("c", "d")):  # the free numbers have no names in either
+        assert fold(p.init(partitioned(jnp.eye(4), names)))["kernel"].names == names
+
+
+def test_a_raw_tree_without_its_boxes_gives_plain_arrays():
+    raw = nn.unbox(CHAIN.init(partitioned()))
+    assert jax.tree.structure(CHAIN.fold(raw)) == jax.tree.structure(nn.unbox(partitioned()))
+
+
+def test_specs_of_boxes_give_shardings_in_the_structure_of_the_raw_tree():
+    mesh = AbstractMesh((2, 4), ("embed", "mlp"))
+    specs = nn.get_partition_spec(partitioned())
+    shardings = CHAIN.shardings(specs, mesh, like=partitioned())
+    assert jax.tree.structure(shardings) == jax.tree.structure(CHAIN.init(partitioned()))
+    assert nn.unbox(shardings)["kernel"]["@weight_norm"]["g"] == NamedSharding(mesh, P(None, "mlp"))
+
+
+def test_a_linen_model_with_logical_names_trains_on_a_mesh(key):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = (("embed", "data"), ("mlp", "model"))
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    model = nn.Dense(8, kernel_init=init)
+    x = jnp.ones((4, 8))
+
+    def start(key):
+        raw = CHAIN.init(model.init(key, x))
+        return raw, optax.sgd(0.1, momentum=0.9).init(raw)
+
+    specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(jax.eval_shape(start, key)), mesh, rules)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        raw, state = jax.jit(start, out_shardings=specs)(key)
+        loss = jax.jit(lambda raw, key: model.apply(CHAIN.apply(raw, key), x).sum())(raw, key)
+    for tree in (raw, state[0].trace):
+        values = tree["params"]["kernel"]["@weight_norm"]
+        assert [values[name].value.sharding.spec for name in "gv"] == [P(None, "model"), P("data", "model")]
+    plain = nn.unbox(jax.device_get(raw))
+    np.testing.assert_allclose(loss, model.apply(CHAIN.apply(plain, key), x).sum(), rtol=1e-5)
+
+
+# Nnx. -------------------------------------------------------------------------------------------------------------
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        names = {"out_sharding": ("data", "model")}
+        self.linear = nnx.Linear(8, 4, rngs=rngs, kernel_metadata=names)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        return Layer(nnx.Rngs(0)), mesh
+
+
+def test_nnx_reads_the_names_of_each_value(layer):
+    graph, params = nnx.split(layer[0])
+    raw = CHAIN.init(params)
+    values = nnx.get_partition_spec(raw)["linear"]["kernel"]["@weight_norm"]
+    assert [values[name].get_value() for name in "gv"] == [P(None, "model"), P("data", "model")]
+    assert raw["linear"]["kernel"]["@weight_norm"]["g"].get_metadata("out_sharding") == (None, "model")
+    shardings = nnx.get_named_sharding(raw, layer[1])
+    assert jax.tree.structure(jax.device_put(raw, shardings)) == jax.tree.structure(raw)
+    effective = CHAIN.fold(raw)
+    assert jax.tree.structure(effective) == jax.tree.structure(params)
+    x = jnp.ones((2, 8))
+    np.testing.assert_allclose(nnx.merge(graph, effective)(x), layer[0](x), rtol=1e-5)
+
+
+def test_an_nnx_module_with_names_may_hold_raw_values_itself(layer):
+    raw = CHAIN.init(layer[0])
+    assert isinstance(raw.linear.kernel["@weight_norm"]["v"], nnx.Param)
+    x = jnp.ones((2, 8))
+    np.testing.assert_allclose(CHAIN.fold(raw)(x), layer[0](x), rtol=1e-5)

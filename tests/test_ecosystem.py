@@ -1,0 +1,263 @@
+"""What the tools around JAX make of a raw tree: they reach each array by its path, and give a raw tree back.
+
+Checkpoints are in test_checkpoint, training in test_optax, transforms of JAX in test_libraries.
+"""
+
+import copy
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, traverse_util
+from flax.core import meta
+from jax.flatten_util import ravel_pytree
+from jax.tree_util import keystr, tree_flatten_with_path
+
+import reparax as rpx
+
+# Two stages nested, auxiliary and fixed values, a plain array, and a perturbation.
+CHAIN = (
+    rpx.SpectralNorm(where="net/dec")
+    >> rpx.WeightNorm(where="net/enc")
+    >> rpx.LowRank(2, where="net/enc")
+    >> rpx.VarNoise(0.1)
+)
+PARAMS = {"net": {"enc": jnp.arange(12.0).reshape(4, 3), "dec": jnp.diag(jnp.arange(1.0, 4.0)), "bias": jnp.ones(3)}}
+RAW = CHAIN.init(PARAMS)
+SHAPES = {
+    "net/bias": (3,),
+    "net/dec/@spectral_norm/@fixed/u": (3,),
+    "net/dec/@spectral_norm/@fixed/v": (3,),
+    "net/dec/@spectral_norm/w": (3, 3),
+    "net/enc/@low_rank/u/@weight_norm/g": (1, 2),
+    "net/enc/@low_rank/u/@weight_norm/v": (4, 2),
+    "net/enc/@low_rank/v/@weight_norm/g": (1, 3),
+    "net/enc/@low_rank/v/@weight_norm/v": (2, 3),
+}
+FIXED = {path for path in SHAPES if "@fixed" in path}
+ENC = {path for path in SHAPES if path.startswith("net/enc/")}
+LENGTHS = {path for path in SHAPES if path.endswith("/g")}
+
+
+def flat(tree):
+    """The leaves by their paths, as safetensors and other flat formats take them."""
+    return {keystr(path, simple=True, separator="/"): x for path, x in tree_flatten_with_path(tree)[0]}
+
+
+def assert_identical(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def moved(tx):
+    """The paths of the values that ``tx`` moves, where every gradient is one."""
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, RAW), tx.init(RAW), RAW)
+    return {path for path, x in flat(updates).items() if np.all(np.asarray(x) == -1)}
+
+
+def by_role(raw):
+    return rpx.labels(raw, main="rest", aux="g", fixed="rest")
+
+
+# ---- Tools that name each array.
+
+
+def paths_of_path_aware_map(raw):
+    found = {}
+    traverse_util.path_aware_map(lambda path, x: found.update({"/".join(path): x.shape}), raw)
+    return found
+
+
+def paths_of_clu(raw):
+    """The first two columns of the table."""
+    overview = pytest.importorskip("clu.parameter_overview").get_parameter_overview(raw, include_stats=False)
+    rows = [[cell.strip() for cell in line.split("|")] for line in overview.splitlines() if line.startswith("| net")]
+    return {name: tuple(int(n) for n in shape.strip("(),").split(", ")) for _, name, shape, *_ in rows}
+
+
+NAMED = {
+    "keystr": flat,
+    "flatten_dict": lambda raw: traverse_util.flatten_dict(raw, sep="/"),
+    "nnx.State": lambda raw: {"/".join(path): x for path, x in nnx.to_flat_state(nnx.State(raw))},
+    "path_aware_map": paths_of_path_aware_map,
+    "clu": paths_of_clu,
+}
+
+
+@pytest.mark.parametrize("tool", NAMED)
+def test_each_array_is_reached_by_its_path(tool):
+    assert {path: getattr(x, "shape", x) for path, x in NAMED[tool](RAW).items()} == SHAPES
+
+
+# ---- Tools that take a tree apart and put it together.
+
+
+def replaced_by_pure_dict(raw):
+    state = nnx.State(jax.tree.map(jnp.zeros_like, raw))
+    nnx.replace_by_pure_dict(state, raw)
+    return nnx.to_pure_dict(state)
+
+
+def split_by_filter(raw):
+    fixed, free = nnx.split_state(nnx.State(raw), nnx.PathContains("@fixed"), ...)
+    assert set(flat(nnx.to_pure_dict(fixed))) == FIXED
+    return nnx.to_pure_dict(nnx.merge_state(free, fixed))
+
+
+def partitioned_by_haiku(raw):
+    encoder, others = hk.data_structures.partition(lambda module, name, value: name == "enc", raw)
+    assert set(flat(encoder)) == ENC
+    return hk.data_structures.merge(encoder, others)
+
+
+def partitioned_by_equinox(raw):
+    free, fixed = eqx.partition(raw, rpx.labels(raw, main=True, aux=True, fixed=False))
+    assert set(flat(fixed)) == FIXED
+    return eqx.combine(free, fixed)
+
+
+def ravelled(raw):
+    vector, unravel = ravel_pytree(raw)
+    assert vector.shape == (3 + 3 + 3 + 9 + 2 + 8 + 3 + 6,)
+    return unravel(vector)
+
+
+THERE_AND_BACK = {
+    "deepcopy": copy.deepcopy,
+    "equinox": partitioned_by_equinox,
+    "haiku": partitioned_by_haiku,
+    "nnx filters": split_by_filter,
+    "nnx pure dict": replaced_by_pure_dict,
+    "flax unbox": meta.unbox,
+    "ravel_pytree": ravelled,
+}
+
+
+@pytest.mark.parametrize("tool", THERE_AND_BACK)
+def test_a_raw_tree_comes_back_from_each_tool(tool):
+    assert_identical(THERE_AND_BACK[tool](RAW), RAW)
+
+
+def test_unboxing_reaches_a_raw_value_inside_of_a_box():
+    kernel = meta.Partitioned(jnp.eye(3), names=("in", "out"))
+    raw = meta.unbox(rpx.WeightNorm().init({"kernel": kernel}))
+    assert jax.tree.map(jnp.shape, raw) == {"kernel": {"@weight_norm": {"g": (1, 3), "v": (3, 3)}}}
+
+
+def test_a_traversal_of_flax_changes_the_values_that_it_selects_alone():
+    with pytest.warns(DeprecationWarning, match="Traversal"):
+        fixed = traverse_util.ModelParamTraversal(lambda path, _: "/@fixed/" in path)
+    doubled = fixed.update(lambda x: 2 * x, RAW)
+    assert_identical(rpx.partition(doubled)[0], rpx.partition(RAW)[0])
+    assert_identical(rpx.partition(doubled)[1], jax.tree.map(lambda x: 2 * x, rpx.partition(RAW)[1]))
+
+
+def test_surgery_of_equinox_on_one_raw_value_is_seen_by_the_model():
+    def lengths(raw):
+        return raw["net"]["enc"]["@low_rank"]["v"]["@weight_norm"]["g"]
+
+    doubled = eqx.tree_at(lengths, RAW, replace_fn=lambda g: 2 * g)
+    np.testing.assert_allclose(CHAIN.fold(doubled)["net"]["enc"], 2 * PARAMS["net"]["enc"], atol=1e-4)
+
+
+def test_an_nnx_param_holds_a_raw_tree_that_an_nnx_optimizer_moves():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.raw = nnx.Param(RAW)
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    def loss(model):
+        return jnp.sum(CHAIN.fold(model.raw.get_value())["net"]["bias"])
+
+    optimizer.update(model, nnx.grad(loss)(model))
+    raw = model.raw.get_value()
+    CHAIN.check(raw, like=PARAMS)
+    assert_identical(jax.tree.leaves(raw)[1:], jax.tree.leaves(RAW)[1:])
+    np.testing.assert_array_equal(raw["net"]["bias"], PARAMS["net"]["bias"] - 0.5)
+    assert loss(model) == 1.5
+
+
+def test_an_nnx_param_refuses_the_parts_of_the_raw_tree_that_it_holds():
+    """The one tool that does not take a raw tree: keep it in a State, as above, or replace the Param's whole value."""
+    state = nnx.state(nnx.Dict(raw=nnx.Param(RAW)))
+    with pytest.raises(ValueError, match="not available in state"):
+        nnx.replace_by_pure_dict(state, nnx.to_pure_dict(state))
+
+
+def test_an_exported_program_takes_a_raw_tree_after_serialization():
+    pytest.importorskip("flatbuffers")
+    written = jax.export.export(jax.jit(CHAIN.fold))(RAW).serialize()
+    effective = jax.export.deserialize(written).call(RAW)["net"]
+    np.testing.assert_allclose(effective["enc"], PARAMS["net"]["enc"], atol=1e-4)
+
+
+@pytest.mark.parametrize("use", [jnp.asarray, lambda w: jnp.ones((2, 4)) @ w, lambda w: np.asarray(w, np.float32)])
+def test_a_raw_value_that_is_taken_for_a_weight_is_an_error_and_never_an_array(use):
+    with pytest.raises((TypeError, ValueError)):
+        use(RAW["net"]["enc"])
+
+
+# ---- What is written for the model's own tree is a prefix of the raw tree.
+
+
+def test_a_mask_for_the_model_serves_the_raw_tree():
+    mask = {"net": {"enc": True, "dec": False, "bias": False}}
+    assert moved(optax.masked(optax.sgd(1.0), mask)) == ENC
+
+
+@pytest.mark.parametrize("partition", [optax.multi_transform, optax.partition])
+def test_labels_for_the_model_serve_the_raw_tree(partition):
+    transforms = {"train": optax.sgd(1.0), "keep": optax.set_to_zero()}
+    assert moved(partition(transforms, {"net": {"enc": "train", "dec": "keep", "bias": "keep"}})) == ENC
+
+
+def test_axes_for_the_model_serve_the_raw_tree_under_vmap():
+    biases = jnp.arange(6.0).reshape(2, 3)
+    raw = {"net": {**RAW["net"], "bias": biases}}
+    effective = jax.vmap(CHAIN.fold, ({"net": {"enc": None, "dec": None, "bias": 0}},))(raw)["net"]
+    np.testing.assert_array_equal(effective["bias"], biases)
+    np.testing.assert_allclose(effective["enc"], np.stack([PARAMS["net"]["enc"]] * 2), atol=1e-4)
+
+
+# ---- What tools put in the place of arrays.
+
+SENTINELS = {
+    "axis of vmap": 0,
+    "flag of a mask": True,
+    "eval_shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "gradient of an integer": np.zeros((), jax.dtypes.float0),
+    "label": "free",
+    "nothing": None,
+    "optax.MaskedNode": optax.MaskedNode(),
+}
+
+
+@pytest.mark.parametrize("sentinel", SENTINELS)
+def test_functions_of_raw_trees_take_any_leaf(sentinel):
+    filled = jax.tree.map(lambda _: SENTINELS[sentinel], RAW)
+    free, fixed = rpx.partition(filled)
+    assert rpx.combine(free, fixed) == filled
+    assert flat(rpx.labels(filled)) == {path: flat(rpx.labels(RAW))[path] for path in flat(filled)}
+
+
+def test_labels_inside_of_a_mask_see_the_rest_alone():
+    inner = optax.partition({"g": optax.sgd(1.0), "rest": optax.set_to_zero()}, by_role)
+    assert moved(optax.masked(inner, {"net": {"enc": True, "dec": False, "bias": False}})) == LENGTHS
+
+
+def test_gradients_of_a_tree_with_integers_split_as_the_tree_does():
+    raw = {**RAW, "step": jnp.int32(3)}
+    gradient = jax.grad(lambda raw: jnp.sum(CHAIN.fold(raw)["net"]["dec"]), allow_int=True)(raw)
+    free, fixed = rpx.partition(gradient)
+    assert set(flat(fixed)) == FIXED
+    assert free["step"].dtype == jax.dtypes.float0
+    assert rpx.labels(gradient) == rpx.labels(raw)

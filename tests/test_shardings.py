@@ -1,0 +1,315 @@
+"""Shardings of raw trees and of optimizer states, against specs written by hand and those that JAX itself finds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CASES
+from errors import raises
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reparax as rpx
+
+MESH = AbstractMesh((2, 4), ("data", "model"))
+
+
+def shapes(**arrays):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in arrays.items()}
+
+
+def specs(tree):
+    return jax.tree.map(lambda sharding: sharding.spec, tree)
+
+
+def found(p, spec, shape, **others):
+    """The specs of the raw values of ``w``, beside parameters that lie whole on every device."""
+    given = {"w": spec, **dict.fromkeys(others, P())}
+    return specs(p.shardings(given, MESH, like=shapes(w=shape, **others)))["w"]
+
+
+# By hand. ---------------------------------------------------------------------------------------------------------
+
+BOTH, ROWS = P("data", "model"), P(("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("p", "spec", "shape", "expected"),
+    [
+        (rpx.VarNoise(0.1), BOTH, (8, 16), BOTH),
+        (rpx.VarNoise(0.1), P("data"), (8, 16), P("data", None)),
+        (rpx.WeightNorm(), BOTH, (8, 16), {"@weight_norm": {"g": P(None, "model"), "v": BOTH}}),
+        (rpx.WeightNorm(axis=0), BOTH, (8, 8), {"@weight_norm": {"g": P("data", None), "v": BOTH}}),
+        (rpx.WeightNorm(), ROWS, (8, 8), {"@weight_norm": {"g": P(None, None), "v": P(("data", "model"), None)}}),
+        (rpx.LowRank(4), BOTH, (8, 16), {"@low_rank": {"u": P("data", None), "v": P(None, "model")}}),
+        (rpx.LowRank(8), BOTH, (8, 8), {"@low_rank": {"u": P("data", None), "v": P(None, "model")}}),
+        (
+            rpx.SpectralNorm(),
+            BOTH,
+            (8, 8),
+            {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P("data")}, "w": BOTH}},
+        ),
+        (
+            rpx.SpectralNorm(),
+            P(None, "data", "model"),
+            (3, 8, 16),
+            {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P(None)}, "w": P(None, "data", "model")}},
+        ),
+        (rpx.SpecialOrthogonal(), BOTH, (8, 8), {"@special_orthogonal": {"@fixed": {"base": BOTH}, "x": BOTH}}),
+        (rpx.Symmetric(), BOTH, (8, 8), {"@symmetric": {"x": P(None)}}),
+        (rpx.BlockDiagonal(4), BOTH, (8, 16), {"@block_diagonal": {"x": P(None, "data", "model")}}),
+        (rpx.BlockDiagonal(4), P("model", "data"), (8, 16), {"@block_diagonal": {"x": P(None, None, "data")}}),
+        (rpx.Fibration(jnp.transpose, jnp.transpose), BOTH, (8, 16), {"@fibration": {"x": P("model", "data")}}),
+        (
+            rpx.WeightNorm() >> rpx.LowRank(2),
+            BOTH,
+            (8, 16),
+            {
+                "@low_rank": {
+                    "u": {"@weight_norm": {"g": P(None, None), "v": P("data", None)}},
+                    "v": {"@weight_norm": {"g": P(None, "model"), "v": P(None, "model")}},
+                }
+            },
+        ),
+        (rpx.Pack({"w": rpx.Concat(("l: n h", "r: n h"), axis=1)}), BOTH, (8, 16), {"@pack": {"l": BOTH, "r": BOTH}}),
+    ],
+    ids=str,
+)
+def test_an_axis_is_cut_as_the_one_that_it_follows(p, spec, shape, expected):
+    assert found(p, spec, shape) == expected
+
+
+def test_equal_lengths_of_other_arrays_do_not_matter():
+    p = rpx.Orthogonal(where="q") >> rpx.SpectralNorm(where="w")
+    expected = {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P("data")}, "w": BOTH}}
+    assert found(p, BOTH, (8, 16), q=(16, 16), b=(8,), s=()) == expected
+
+
+def test_a_tied_place_has_no_sharding_and_its_source_keeps_its_own():
+    p = rpx.Tie({"out": ("embed", jnp.transpose)})
+    raw = p.shardings({"embed": P("model"), "out": P(None, "model")}, MESH, like=shapes(embed=(16, 8), out=(8, 16)))
+    assert specs(raw) == {"embed": P("model", None), "out": {"@tie": {}}}
+
+
+def test_lengths_that_a_stage_is_told_are_known_by_their_numbers():
+    p = rpx.Split({"block": rpx.Concat(("wi: 3 16", "wh: 8 16", "b: 16 -> 1 16"))})
+    like = shapes(wi=(3, 16), wh=(8, 16), b=(16,))
+    raw = p.shardings({"wi": P(None, "model"), "wh": P("data", "model"), "b": P("model")}, MESH, like=like)
+    assert specs(raw)["wi"] == {"@split": {"block": P(None, "model")}}
+
+
+def test_a_stage_of_no_library_class_is_followed_too():
+    class Gram(rpx.Parametrization):
+        def init(self, params, key=None):
+            return {"gram": params["w"].T @ params["w"], "w": params["w"][:, :, None]}
+
+        def apply(self, raw, key=None):
+            return {"w": raw["w"][:, :, 0]}
+
+    raw = Gram().shardings({"w": BOTH}, MESH, like=shapes(w=(8, 16)))
+    assert specs(raw) == {"gram": P(None, None), "w": P("data", "model", None)}
+
+
+def test_arrays_that_lie_on_a_mesh_say_their_specs():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, BOTH)
+    expected = {"w": {"@weight_norm": {"g": NamedSharding(mesh, P(None, "model")), "v": sharding}}}
+    assert rpx.WeightNorm().shardings({"w": jax.device_put(jnp.ones((8, 16)), sharding)}, mesh) == expected
+    abstract = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)}
+    assert rpx.WeightNorm().shardings(abstract, mesh) == expected
+    assert rpx.WeightNorm().shardings({"w": sharding}, mesh, like=shapes(w=(8, 16))) == expected
+
+
+def test_what_is_no_array_has_no_sharding():
+    raw = rpx.WeightNorm().shardings({"w": BOTH, "f": None}, MESH, like={"w": jnp.ones((8, 16)), "f": jnp.tanh})
+    assert (raw["f"], specs(raw["w"])) == (None, {"@weight_norm": {"g": P(None, "model"), "v": BOTH}})
+
+
+# Against JAX. -----------------------------------------------------------------------------------------------------
+
+# Each of these stages passes with explicit axes, where JAX itself carries shardings from operation to operation.
+ON_EXPLICIT_MESHES = [
+    "weight norm",
+    "weight norm of rows",
+    "weight norm of two axes",
+    "positive",
+    "spheres and balls",
+    "freeze >> weight norm",
+    "weight norm twice",
+    "weight norm >> tie",
+]
+
+
+@pytest.mark.parametrize("name", ON_EXPLICIT_MESHES)
+def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
+    p, params = CASES[name][0], CASES[name][1]()
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    given = jax.tree.map(lambda w: NamedSharding(mesh, P(*("a", "b", None, None)[: w.ndim])), params)
+    on_mesh = jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), params, given)
+    wanted = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(p.init, on_mesh))
+    assert specs(p.shardings(given, mesh, like=params)) == wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_raw_array_can_be_put_where_its_sharding_says(name):
+    p, params = CASES[name][0], CASES[name][1]()
+    mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    given = jax.tree.map(lambda w: P(*("a" if n % 2 == 0 else None for n in w.shape[:1]), "b"), params)
+    given = jax.tree.map(lambda w, s: s if w.ndim > 1 else P(), params, given)
+    raw = jax.eval_shape(p.init, params)
+    shardings = p.shardings(given, mesh, like=params)
+    placed = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), raw, shardings)
+    assert jax.tree.structure(shardings) == jax.tree.structure(raw)
+    assert len(jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, tuple))) == len(jax.tree.leaves(raw))
+
+
+# Training. --------------------------------------------------------------------------------------------------------
+
+CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
+LIKE = shapes(w=(8, 16), b=(16,))
+RAW = jax.eval_shape(CHAIN.init, LIKE)
+SHARDINGS = CHAIN.shardings({"w": BOTH, "b": P("model")}, MESH, like=LIKE)
+PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+
+
+def state_specs(tx):
+    state = jax.eval_shape(tx.init, RAW)
+    shardings = rpx.state_shardings(state, RAW, SHARDINGS)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    return specs(shardings)
+
+
+def test_moments_lie_with_their_raw_arrays_and_counters_everywhere():
+    state = state_specs(optax.adam(1e-3))[0]
+    assert state.mu == state.nu == specs(SHARDINGS)
+    assert state.count == P()
+
+
+def test_the_state_of_a_partition_lies_with_what_it_moves():
+    moments = state_specs(PARTITIONED).inner_states["free"].inner_state[0].mu
+    assert moments["w"] == specs(SHARDINGS)["w"]
+    assert jax.tree.leaves(moments["b"]) == []
+
+
+def test_accumulated_gradients_lie_with_their_raw_arrays():
+    state = state_specs(optax.MultiSteps(PARTITIONED, every_k_schedule=2))
+    assert state.acc_grads == specs(SHARDINGS)
+    assert state.inner_opt_state.inner_states["free"].inner_state[0].nu["w"] == specs(SHARDINGS)["w"]
+    assert (state.mini_step, state.gradient_step) == (P(), P())
+
+
+def test_a_state_of_another_shape_than_its_raw_array_lies_everywhere():
+    state = state_specs(optax.scale_by_factored_rms(min_dim_size_to_factor=8))
+    assert jax.tree.leaves((state.v_row, state.v_col)) == [P()] * 6
+
+
+def test_a_whole_training_state_is_one_of_these_trees():
+    state = {"params": RAW, "opt": jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW), "step": jnp.zeros(())}
+    shardings = rpx.state_shardings(state, RAW, SHARDINGS)
+    assert (shardings["params"], shardings["opt"][0].trace, shardings["step"].spec) == (SHARDINGS, SHARDINGS, P())
+
+
+def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_computes(key):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params = {"w": jax.random.normal(key, (8, 16)), "b": jnp.ones(16)}
+    raw = CHAIN.init(params)
+    tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.labels)
+    state = tx.init(raw)
+    raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
+    states = rpx.state_shardings(state, raw, raws)
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+    def step(raw, state, x, key):
+        def loss(raw):
+            effective = CHAIN.apply(raw, key)
+            return jnp.mean(jnp.square(x @ effective["w"] + effective["b"][None]))
+
+        updates, state = tx.update(jax.grad(loss)(raw), state, raw)
+        return optax.apply_updates(raw, updates), state
+
+    expected = jax.jit(step)(raw, state, x, key)
+    placed = jax.device_put((raw, state, x), (raws, states, NamedSharding(mesh, P("data"))))
+    sharded = jax.jit(step, out_shardings=(raws, states), donate_argnums=(0, 1))(*placed, key)
+    got = jax.tree.map(lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim), sharded, (raws, states))
+    assert all(jax.tree.leaves(got))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sharded, expected)
+
+
+# Errors. ----------------------------------------------------------------------------------------------------------
+
+
+def refused(specs, like, text):
+    with raises(ValueError, f"WeightNorm().shardings{text}"):
+        rpx.WeightNorm().shardings(specs, MESH, like=like)
+
+
+def test_specs_alone_tell_no_shapes():
+    refused(
+        {"w": BOTH},
+        None,
+        " got specs alone, which tell no shapes. Pass like=params, the parameters or their shapes and dtypes.",
+    )
+
+
+def test_every_array_needs_a_spec():
+    refused(
+        {"w": BOTH},
+        shapes(w=(8, 16), b=(16,)),
+        ": the parameters hold 'b', the specs do not. Give one PartitionSpec for each array; PartitionSpec() keeps it "
+        "whole on every device.",
+    )
+
+
+def test_every_spec_needs_an_array():
+    refused(
+        {"w": BOTH, "v": BOTH},
+        shapes(w=(8, 16)),
+        ": the specs hold 'v', the parameters do not. Give one PartitionSpec for each array; PartitionSpec() keeps it "
+        "whole on every device.",
+    )
+
+
+def test_an_array_that_lies_on_no_mesh_says_no_spec():
+    refused(
+        shapes(w=(8, 16)),
+        None,
+        " at 'w': expected a PartitionSpec or an array that lies on a mesh, got float32[8, 16] on none. Give the "
+        "specs, and the parameters as `like`.",
+    )
+
+
+def test_a_spec_has_no_more_entries_than_the_array_axes():
+    refused(
+        {"w": P("data", None, "model")},
+        shapes(w=(8, 16)),
+        " at 'w': P('data', None, 'model') has 3 entries, but float32[8, 16] has 2 axes. Shorten it.",
+    )
+
+
+def test_a_spec_names_axes_of_the_mesh():
+    refused(
+        {"w": P(None, ("model", "expert"))},
+        shapes(w=(8, 16)),
+        " at 'w': P(None, ('model', 'expert')) names 'expert', but the mesh has the axes ('data', 'model'). Name one "
+        "of these.",
+    )
+
+
+def test_an_axis_of_the_mesh_cuts_one_axis_of_an_array():
+    refused(
+        {"w": P("model", ("model", "data"))},
+        shapes(w=(8, 16)),
+        " at 'w': P('model', ('model', 'data')) names 'model' twice. An axis of the mesh cuts one axis of an array.",
+    )
+
+
+def test_parts_of_an_axis_are_of_one_size():
+    refused(
+        {"w": P(("data", "model"))},
+        shapes(w=(12, 16)),
+        " at 'w': P(('data', 'model'),) cuts axis 0 of float32[12, 16] into 8 parts, which are not of one size. Leave "
+        "that axis whole.",
+    )
