@@ -16,7 +16,7 @@ test: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup
 
 test-peers: $(VENV)/peers.stamp
-	$(RUN) -m pytest -q tests/test_peers*.py
+	$(RUN) -m pytest -q -n auto --dist loadgroup tests/test_peers*.py
 
 bench: $(VENV)/bench.stamp
 	$(RUN) benchmarks

@@ -45,13 +45,13 @@ def test_noise_and_dropout_add_no_collective(specs):
 
 
 def test_weight_norm_adds_sums_of_the_size_of_g_where_the_summed_axis_is_cut():
-    # The largest magnitude and the sum of squares forward; both again in the backward pass, which keeps no lengths, and
-    # one sum for the gradients of both raw values.
+    # Two sums of squares forward, in two ranges, and again in the backward pass, which keeps no lengths; there one more
+    # for the gradients of both raw values. Sums that do not wait for one another are one exchange.
+    of_g = ("all-reduce", "f32[24]")
     assert collectives(rpx.WeightNorm(), TENSOR_PARALLEL, loss) - collectives(rpx.Chain(), TENSOR_PARALLEL, loss) == {
-        ("all-reduce", "f32[24]"): 2
+        of_g: 2
     }
-    added = collectives(rpx.WeightNorm(), TENSOR_PARALLEL) - collectives(rpx.Chain(), TENSOR_PARALLEL)
-    assert added == {("all-reduce", "f32[24]"): 5}
+    assert collectives(rpx.WeightNorm(), TENSOR_PARALLEL) - collectives(rpx.Chain(), TENSOR_PARALLEL) == {of_g: 5}
 
 
 def test_weight_norm_with_noise_and_dropout_adds_what_weight_norm_adds():

@@ -1,16 +1,13 @@
-"""Every Python block of the README and every cell of a notebook runs, in order, and the API pages have every name."""
+"""Every Python block of the README runs, and the API pages have every name. `make docs` runs the notebooks."""
 
 import doctest
 import re
 from pathlib import Path
 
 import jax
-import matplotlib
 import pytest
 
 import reparax as rpx
-
-matplotlib.use("agg")
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -25,13 +22,8 @@ def blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path):
-    cells = re.findall(r"```{code-cell}\n(.*?)```", path.read_text(), flags=re.DOTALL)
-    assert 0 < len(cells) <= 12
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        globs: dict[str, object] = {}
-        for number, cell in enumerate(cells):
-            exec(compile(cell, f"{path.name}, cell {number}", "exec"), globs)
+def test_notebooks_are_short(path):
+    assert 0 < path.read_text().count("```{code-cell}") <= 12
 
 
 def test_readme_runs(blocks):

@@ -718,12 +718,6 @@ CONSTRUCTORS = {
         TypeError,
         "WeightDropout takes an axis or a tuple of axes as broadcast, but got None.",
     ),
-    "axis_text": Fault(
-        rpx.WeightNorm,
-        lambda: ("in",),
-        TypeError,
-        "WeightNorm takes an axis or a tuple of axes as axis, but got 'in'.",
-    ),
     "axis_bool": Fault(
         rpx.WeightNorm,
         lambda: (True,),
@@ -734,13 +728,13 @@ CONSTRUCTORS = {
         lambda axis: rpx.SpectralNorm(axis=axis),
         lambda: ((0, 1),),
         TypeError,
-        "SpectralNorm takes a whole number as axis, but got (0, 1).",
+        "SpectralNorm takes one axis as axis, a number or a name, but got (0, 1).",
     ),
     "spectral_axis_none": Fault(
         lambda axis: rpx.SpectralNorm(axis=axis),
         lambda: (None,),
         TypeError,
-        "SpectralNorm takes a whole number as axis, but got None.",
+        "SpectralNorm takes one axis as axis, a number or a name, but got None.",
     ),
     "no_steps": Fault(
         rpx.SpectralNorm,

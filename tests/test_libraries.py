@@ -1,4 +1,4 @@
-"""The same parametrization on the parameters of every neural-network library, and under every transform of JAX."""
+"""What holds of the parameters of every neural-network library alike, and under every transform of JAX."""
 
 import functools
 from collections import OrderedDict
@@ -16,11 +16,13 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
+from flax.traverse_util import unflatten_dict
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
+from reparax._paths import named, text
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075)
@@ -168,6 +170,11 @@ def _arrays(tree: Any) -> list[Array]:
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
+def _by_path(tree: Any) -> dict[str, Array]:
+    paths, leaves, _ = named(eqx.filter(tree, eqx.is_array))
+    return {text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
 def _assert_identical(got: Any, want: Any) -> None:
     """Same structure, and bit for bit the same arrays."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -252,46 +259,6 @@ def test_a_predicate_sees_the_same_paths_on_the_raw_tree(build: Callable[[], Cas
     assert sorted(seen) == case.paths
 
 
-def test_a_field_called_value_keeps_its_name_in_a_named_tuple() -> None:
-    class Attention(NamedTuple):
-        query: Array
-        key: Array
-        value: Array
-
-    w = jnp.ones((2, 2))
-    raw = rpx.WeightNorm(where="0/value").init([Attention(w, w, w)])
-    assert jax.tree.map(jnp.shape, raw[0].value, is_leaf=eqx.is_array) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}
-
-
-def test_a_field_called_value_keeps_its_name_in_an_equinox_module() -> None:
-    class Attention(eqx.Module):
-        key: Array
-        value: Array
-
-    w = jnp.ones((2, 2))
-    raw = rpx.WeightNorm(where="0/value").init([Attention(w, w)])
-    assert jax.tree.map(jnp.shape, raw[0].value, is_leaf=eqx.is_array) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}
-
-
-def test_a_dict_key_called_value_keeps_its_name(key: Array) -> None:
-    effective = rpx.VarNoise(0.1, where="a/value").apply({"a": {"value": jnp.ones(3), "key": jnp.ones(3)}}, key)
-    assert bool(jnp.all(effective["a"]["value"] != 1))
-    np.testing.assert_array_equal(effective["a"]["key"], np.ones(3, np.float32))
-
-
-def test_partitioned_boxes_come_back_with_their_names(key: Array) -> None:
-    params = linen_boxes().params
-    effective = CHAIN.apply(CHAIN.init(params), key)
-    assert effective["Dense_0"]["kernel"].names == ("in", "out")
-    assert nn.get_partition_spec(effective)["Dense_1"]["kernel"] == P("in", "out")
-
-
-def test_an_nnx_state_stays_a_state_of_params(key: Array) -> None:
-    effective = CHAIN.apply(CHAIN.init(nnx_state().params), key)
-    assert isinstance(effective, nnx.State)
-    assert isinstance(effective["l1"]["kernel"], nnx.Param)
-
-
 @pytest.mark.parametrize("build", [linen_boxes, linen_frozen, nnx_state, haiku], ids=lambda build: build.__name__)
 def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build: Callable[[], Case]) -> None:
     p = rpx.SpectralNorm() >> rpx.WeightNorm()
@@ -304,72 +271,14 @@ def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build:
     p.check(rpx.combine(free, fixed), like=build().params)
 
 
-# Model state that is no parameter. --------------------------------------------------------------------------------
-
-
-class LinenBatchNorm(nn.Module):
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        return nn.BatchNorm(use_running_average=True)(nn.Dense(4)(x))
-
-
-class NnxWithState(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(3, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-
-def test_linen_batch_statistics_are_not_touched_by_default(key: Array) -> None:
-    variables = LinenBatchNorm().init(key, X)
-    effective = CHAIN.apply(CHAIN.init(variables), key)
-    _assert_identical(effective["batch_stats"], variables["batch_stats"])
-    assert not np.array_equal(effective["params"]["BatchNorm_0"]["scale"], variables["params"]["BatchNorm_0"]["scale"])
-
-
-def test_linen_collections_other_than_params_are_not_touched_by_default(key: Array) -> None:
-    variables = {**LinenBatchNorm().init(key, X), "cache": {"Attention_0": {"cached_key": jnp.ones((2, 3))}}}
-    effective = CHAIN.apply(CHAIN.init(variables), key)
-    _assert_identical(effective["cache"], variables["cache"])
-
-
-def test_linen_batch_statistics_are_touched_when_named(key: Array) -> None:
-    variables = LinenBatchNorm().init(key, X)
-    effective = rpx.VarNoise(0.1, where=r"batch_stats/.*/mean").apply(variables, key)
-    assert bool(jnp.all(effective["batch_stats"]["BatchNorm_0"]["mean"] != 0))
-
-
-@pytest.mark.parametrize("whole", [nnx.state, lambda module: module], ids=["state", "module"])
-def test_nnx_statistics_and_rng_state_are_not_touched_by_default(whole: Callable[[Any], Any], key: Array) -> None:
-    state = nnx.state(whole(NnxWithState(nnx.Rngs(0))))
-    effective = nnx.state(CHAIN.apply(CHAIN.init(whole(NnxWithState(nnx.Rngs(0)))), key))
-    for name in ["mean", "var"]:
-        np.testing.assert_array_equal(effective["norm"][name][...], state["norm"][name][...])
-    assert effective["dropout"]["rngs"]["count"][...] == state["dropout"]["rngs"]["count"][...]
-    assert effective["dropout"]["rngs"]["key"][...] == state["dropout"]["rngs"]["key"][...]
-    for name in ["scale", "bias"]:
-        assert bool(jnp.all(effective["norm"][name][...] != state["norm"][name][...]))
-
-
-def test_leaves_that_are_no_floating_arrays_pass_through_as_the_same_objects(key: Array) -> None:
-    others = {
-        "int": jnp.arange(6).reshape(2, 3),
-        "bool": jnp.ones((2, 3), bool),
-        "key": jax.random.key(7),
-        "keys": jax.random.split(jax.random.key(7), 6).reshape(2, 3),
-        "legacy": jnp.zeros((2, 2), jnp.uint32),
-        "none": None,
-        "float": 1.5,
-        "count": 3,
-        "flag": True,
-        "text": "relu",
-        "function": jnp.tanh,
-        "object": object(),
-    }
-    chain = rpx.SpectralNorm() >> rpx.WeightDropout(0.1) >> rpx.Cast("bfloat16") >> rpx.VarNoise(0.1)
-    raw = chain.init({"w": jnp.eye(4), **others})
-    for tree in [raw, chain.update(raw), chain.apply(raw, key), chain.fold(raw)]:
-        assert all(tree[name] is others[name] for name in others)
+@every_library
+def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Case], key: Array) -> None:
+    params = build().params
+    noisy = _by_path(rpx.VarNoise(0.1).apply(params, key))
+    assert sorted(noisy) == build().paths
+    nested = unflatten_dict(_by_path(params), sep="/")
+    for path, want in _by_path(rpx.VarNoise(0.1).apply(nested, key)).items():
+        np.testing.assert_array_equal(noisy[path], want)
 
 
 # Transforms. ------------------------------------------------------------------------------------------------------

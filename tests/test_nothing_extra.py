@@ -56,9 +56,27 @@ def length(x, axis):
 
 
 def weight_norm(g, v):
-    u = v / jax.lax.stop_gradient(largest(v, range(v.ndim - 1)))
-    total = jnp.sum(jnp.square(u), range(v.ndim - 1), keepdims=True)
-    return u * (g / jnp.sqrt(jnp.where(total == 0, 1, total)))
+    n = jax.lax.stop_gradient(two_sums(v))
+    u = v / n
+    return u * (g / one(u, n))
+
+
+def two_sums(v):
+    total, far = jnp.sum(jnp.square(v * 2.0**48), range(v.ndim - 1), keepdims=True), 2.0**48
+    small = jnp.sum(jnp.square(v / far), range(v.ndim - 1), keepdims=True)
+    n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(small) * far)
+    return jnp.where(n == 0, 1, n)
+
+
+@jax.custom_jvp
+def one(u, n):
+    return jnp.ones_like(n)
+
+
+@one.defjvp
+def one_jvp(primals, tangents):
+    (u, n), (du, _) = primals, tangents
+    return one(u, n), jnp.sum(u * du, range(u.ndim - 1), keepdims=True) / one(u, n)
 
 
 def spectral_norm(u, v, w):

@@ -513,16 +513,6 @@ def test_update_changes_fixed_values_alone() -> None:
 # flax's TrainState. -----------------------------------------------------------------------------------------------
 
 
-def test_train_state_applies_gradients_to_a_raw_tree(key: Array) -> None:
-    raw = NOISY.init(_params())
-    state = TrainState.create(apply_fn=NOISY.apply, params=raw, tx=optax.sgd(0.5))
-    gradient = jax.grad(functools.partial(_loss, NOISY))(raw, key)
-    new = jax.jit(lambda state, gradient: state.apply_gradients(grads=gradient))(state, gradient)
-    assert new.step == 1
-    for w, g, after in zip(*map(jax.tree.leaves, (raw, gradient, new.params)), strict=True):
-        np.testing.assert_allclose(after, np.asarray(w) - 0.5 * np.asarray(g), rtol=1e-5, atol=1e-6)
-
-
 def test_train_state_goes_through_bytes(key: Array) -> None:
     p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
     tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.labels)

@@ -227,7 +227,7 @@ def test_elementwise_compares_and_travels_by_its_functions():
         (
             lambda: rpx.Simplex((0, 1)),
             TypeError,
-            "Simplex takes a whole number as axis, but got (0, 1).",
+            "Simplex takes one axis as axis, a number or a name, but got (0, 1).",
         ),
         (
             lambda: rpx.Simplex(1).init({"w": jnp.ones(3)}),

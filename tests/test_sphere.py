@@ -228,7 +228,7 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (lambda: rpx.Sphere("0"), TypeError, "Sphere takes an axis or a tuple of axes as axis, but got '0'."),
+        (lambda: rpx.Sphere(0.5), TypeError, "Sphere takes an axis or a tuple of axes as axis, but got 0.5."),
         (
             lambda: rpx.Sphere(radius=0),
             ValueError,

@@ -5,21 +5,35 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-Axes = int | tuple[int, ...]
+from reparax._axis_names import AxisNames
+
+Axis = int | str
+Axes = Axis | tuple[Axis, ...]
 
 
 def checked(axes: Any, who: str, name: str) -> Axes:
-    """``axes``, a tuple of one as its number and a list as a tuple, so that equal axes are equal fields."""
+    """``axes``, a tuple of one as its member and a list as a tuple, so that equal axes are equal fields."""
     several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not all(map(_counts, several)):
+    if not all(map(_is_axis, several)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
-    whole_ones = tuple(int(axis) for axis in several)
-    return whole_ones[0] if len(whole_ones) == 1 else whole_ones
+    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    return plain[0] if len(plain) == 1 else plain
 
 
 def optional(axes: Any, who: str, name: str) -> Axes | None:
     """As :func:`checked`, where None says something too."""
     return None if axes is None else checked(axes, who, name)
+
+
+def single(axis: Any, who: str, name: str) -> Axis:
+    """``axis``, which must be one."""
+    if not _is_axis(axis):
+        raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axis!r}.")
+    return axis if isinstance(axis, str) else int(axis)
+
+
+def _is_axis(value: object) -> bool:
+    return isinstance(value, str) or _counts(value)
 
 
 def _counts(value: object) -> bool:
@@ -40,13 +54,49 @@ def positive_whole(value: Any, who: str, name: str) -> int:
     return int(value)
 
 
-def _several(axes: Axes) -> tuple[int, ...]:
-    return (axes,) if isinstance(axes, int) else axes
+def _each(axes: Axes) -> tuple[Axis, ...]:
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def has_names(axes: Axes | None) -> bool:
+    """Whether an axis is given by name."""
+    return axes is not None and any(isinstance(axis, str) for axis in _each(axes))
+
+
+def numbered(axes: Axes, names: AxisNames | None) -> Axes:
+    """``axes`` with its number for each name, counted from the back: a mapped axis is usually the first.
+
+    Raises:
+      ValueError: Where not exactly one axis has a name.
+    """
+
+    def number(axis: Axis) -> int:
+        if isinstance(axis, int):
+            return axis
+        if names is None or names.count(axis) != 1:
+            got = "no axis names" if names is None else f"axes named {names}"
+            raise ValueError(
+                f"expected one axis named {axis!r}, got {got}. "
+                f"Give the axis by number, or leave the array out with `where`."
+            )
+        return names.index(axis) - len(names)
+
+    several = tuple(map(number, _each(axes)))
+    return several if isinstance(axes, tuple) else several[0]
+
+
+def _numbers(axes: Axes) -> tuple[int, ...]:
+    """Axes that a formula on one array can count."""
+    several = _each(axes)
+    for axis in several:
+        if isinstance(axis, str):
+            raise ValueError(f"the axis {axis!r} is a name, but an array by itself has no names. Give the number.")
+    return tuple(int(axis) for axis in several)
 
 
 def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
-    if axes is None or all(-w.ndim <= axis < w.ndim for axis in _several(axes)):
+    if axes is None or all(-w.ndim <= axis < w.ndim for axis in _numbers(axes)):
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
@@ -56,7 +106,12 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
 
 def positive(axes: Axes, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front."""
-    return tuple(sorted(axis % w.ndim for axis in _several(axes)))
+    return tuple(sorted(axis % w.ndim for axis in _numbers(axes)))
+
+
+def position(axis: Axis, w: Array) -> int:
+    """One axis counted from the front."""
+    return positive(axis, w)[0]
 
 
 def others(features: Axes | None, w: Array) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from reparax._axis_names import stated
 from reparax._paths import Names, PyTree, has_ancestor, is_box, named, text
 from reparax._provenance import Init, inherited
 
@@ -87,8 +88,7 @@ def _held(box: Any) -> Any:
 
 def _names(box: Any) -> Any:
     """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
-    variable = has_ancestor(box, "Variable")
-    names = box.get_metadata("out_sharding", None) if variable else getattr(box, "names", None)
+    names = stated(box)
     return names if isinstance(names, tuple | list | PartitionSpec) else None
 
 

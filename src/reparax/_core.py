@@ -34,6 +34,8 @@ class Parametrization(Static, ABC):
     """The raw values that no optimizer may move."""
     parts: ClassVar[bool] = False
     """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
+    aligned: ClassVar[bool] = False
+    """Whether the axes of the main values are those of the array, so that names of axes hold for them too."""
     stochastic: ClassVar[bool] = False
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False

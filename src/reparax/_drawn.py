@@ -34,33 +34,34 @@ class Drawn(Perturbation):
         assert key is not None
         return self.perturb(w, self.draw(w, key))
 
-    def _draws(self, arrays: Sequence[Array], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
+    def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
         assert key is not None
-        groups = _groups(arrays)
+        groups = _groups(acting)
         keys = _keys.per_leaf(key, [paths[i] for group in groups for i in group])
         drawn: dict[int, Array] = {}
         for group in groups:
-            first, like = len(drawn), arrays[group[0]]
+            first, (stage, like) = len(drawn), acting[group[0]]
             if len(group) == 1:
-                drawn[group[0]] = self.draw(like, keys[first])
+                drawn[group[0]] = stage.draw(like, keys[first])
             else:
-                batch = self.draw(like, jax.lax.slice_in_dim(keys, first, first + len(group)))
+                batch = stage.draw(like, jax.lax.slice_in_dim(keys, first, first + len(group)))
                 parts = jax.lax.split(batch, [1] * len(group))
                 drawn.update(zip(group, [jax.lax.squeeze(part, [0]) for part in parts], strict=True))
-        return [drawn[i] for i in range(len(arrays))]
+        return [drawn[i] for i in range(len(acting))]
 
     def _change(self, w: Array, drawn: Any) -> Array:
         return self.perturb(w, drawn)
 
 
-def _groups(arrays: Sequence[Array]) -> list[list[int]]:
+def _groups(acting: Sequence[tuple[Drawn, Array]]) -> list[list[int]]:
     """The places of the arrays that draw together: of one type, small, and of which the sharding is known."""
     groups: dict[Any, list[int]] = {}
-    for i, w in enumerate(arrays):
+    for i, (stage, w) in enumerate(acting):
+        axes = tuple(getattr(stage, name) for name in stage.axis_fields)
         sharding = jax.typeof(w).sharding
         # What lies on a mesh in Auto mode may be sharded differently, which only the compiler learns.
         alone = _is_large(w) or AxisType.Auto in sharding.mesh.axis_types
-        groups.setdefault(i if alone else (w.shape, w.dtype, sharding), []).append(i)
+        groups.setdefault(i if alone else (w.shape, w.dtype, sharding, axes), []).append(i)
     return list(groups.values())
 
 

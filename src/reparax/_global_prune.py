@@ -42,6 +42,7 @@ class GlobalPrune(Reparametrization):
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
     min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,10 +72,10 @@ class GlobalPrune(Reparametrization):
     def _update(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
         weights: list[Array] = []  # of all nodes first: a mask depends on every one
-        self._at_nodes("update", tree, lambda node: weights.append(jnp.asarray(node["w"])))
+        self._at_nodes("update", tree, lambda _, node: weights.append(jnp.asarray(node["w"])))
         masks = iter(self._masks(weights))
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
-        return self._at_nodes("update", tree, lambda node: {mark: {**node, FIXED: {"mask": next(masks)}}})
+        return self._at_nodes("update", tree, lambda _, node: {mark: {**node, FIXED: {"mask": next(masks)}}})
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])

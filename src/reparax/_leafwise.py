@@ -2,14 +2,15 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax import _keys, _paths, _raw, _where
+from reparax import _axes, _axis_names, _keys, _paths, _raw, _where
+from reparax._axis_names import AxisNames
 from reparax._core import Chain, Parametrization, call
 from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
 from reparax._paths import PyTree
@@ -24,6 +25,8 @@ class _Leafwise(Stage):
     """The fewest dimensions of an array that the stage takes by default."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
+    axis_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers."""
 
     def __post_init__(self) -> None:
         _where.checked(self.where, type(self).__name__)
@@ -44,18 +47,50 @@ class _Leafwise(Stage):
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
 
-    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, _raw.Slot, bool]], Any]:
+    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, _raw.Slot, Self | None]], Any]:
+        """Each leaf with what is known of it and the stage that acts on it, if any, its axes by number."""
         leaves, slots, treedef = _raw.flatten(tree)
-        chosen = _where.choose(call(self, method), self, tree, leaves, slots)
-        return list(zip(leaves, slots, chosen, strict=True)), treedef
+        who = call(self, method)
+        chosen = _where.choose(who, self, tree, leaves, slots)
+        names = self._axis_names(tree, len(leaves))
+        return [
+            (w, slot, self._taking(f"{who} at {slot.path!r}", w, names[i]) if chosen[i] else None)
+            for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
+        ], treedef
+
+    def _taking(self, who: str, w: Any, names: AxisNames | None) -> Self:
+        """This stage for an array that it can take."""
+        with located(who):
+            stage = self._numbered(names)
+            if stage is not self and names is not None:
+                _axis_names.require_fit(names, w)
+        if (reason := stage.refuse(w)) is not None:
+            raise ValueError(f"{who}: {reason}")
+        return stage
+
+    def _axis_names(self, tree: PyTree, count: int, is_leaf: _paths.IsLeaf | None = None) -> list[AxisNames | None]:
+        """The axis names of each leaf, where this stage asks for any."""
+        return _axis_names.of_leaves(tree, is_leaf) if self._named_axes else [None] * count
+
+    @property
+    def _named_axes(self) -> dict[str, Any]:
+        """The fields that give axes by name."""
+        axes = {name: getattr(self, name) for name in self.axis_fields}
+        return {name: given for name, given in axes.items() if _axes.has_names(given)}
+
+    def _numbered(self, names: AxisNames | None) -> Self:
+        """This stage for an array of these axis names."""
+        axes = {name: _axes.numbered(given, names) for name, given in self._named_axes.items()}
+        return replace(self, **axes) if axes else self
 
 
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
     A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key, ``min_ndim = 2``
-    that it leaves vectors alone where ``where`` does not name them. A chain with perturbations and the chain without
-    share one raw structure, one optimizer state and one checkpoint.
+    that it leaves vectors alone where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the
+    field ``axis`` by name. A chain with perturbations and the chain without share one raw structure, one optimizer
+    state and one checkpoint.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
@@ -89,24 +124,28 @@ class Perturbation(_Leafwise):
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("apply", tree)
-        before = [jnp.asarray(w) for w, _, chosen in found if chosen]
-        drawn = self._draws(before, [slot.draw for _, slot, chosen in found if chosen], key)
-        changes = iter(zip(before, drawn, strict=True))
-        return treedef.unflatten(
-            [self._changed(slot.path, *next(changes)) if chosen else w for w, slot, chosen in found]
-        )
+        acting = [(stage, jnp.asarray(w)) for w, _, stage in found if stage is not None]
+        paths = [slot.draw for _, slot, stage in found if stage is not None]
+        changes = iter(zip(acting, self._draws(acting, paths, key), strict=True))
+        who = call(self, "apply")
 
-    def _changed(self, path: str, before: Array, drawn: Any) -> Array:
-        with located(f"{call(self, 'apply')} at {path!r}"):
+        def changed(slot: _raw.Slot) -> Array:
+            (stage, before), drawn = next(changes)
+            return stage._changed(f"{who} at {slot.path!r}", before, drawn)
+
+        return treedef.unflatten([changed(slot) if stage is not None else w for w, slot, stage in found])
+
+    def _changed(self, who: str, before: Array, drawn: Any) -> Array:
+        with located(who):
             after = self._change(before, drawn)
             if not self.changes_type:
                 require_type("apply_leaf", after, before)
         return after
 
     # What a stage of which the draw and the change are two steps makes anew: see ``Noise``.
-    def _draws(self, arrays: Sequence[Array], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
+    def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
         """What the change of each array is given besides the array: its key."""
-        del arrays
+        del acting
         return _leaf_keys(key if self.stochastic else None, paths)
 
     def _change(self, w: Array, drawn: Any) -> Array:
@@ -118,8 +157,9 @@ class Reparametrization(_Leafwise):
 
     A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
-    under the parameter's own path (default: every free one), ``fixed``, the values that no optimizer may move, and
-    ``parts = True``, that the main values are parts of the array, each seen under a path of its own.
+    under the parameter's own path (default: every free one), ``fixed``, the values that no optimizer may move,
+    ``parts = True``, that the main values are parts of the array, each seen under a path of its own,
+    ``aligned = True``, that their axes are those of the array, and ``axis_fields``, as for :class:`Perturbation`.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
@@ -164,37 +204,40 @@ class Reparametrization(_Leafwise):
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         found, treedef = self._selection("init", tree)
         draws = type(self).draw_leaf is not Reparametrization.draw_leaf
-        paths = [slot.draw for _, slot, chosen in found if chosen]
+        paths = [slot.draw for _, slot, stage in found if stage is not None]
         keys = iter(_leaf_keys((jax.random.key(0) if key is None else key) if draws else None, paths))
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
+        mark, who = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1), call(self, "init")
         return treedef.unflatten(
-            [{mark: self._opened(w, slot.path, next(keys))} if chosen else w for w, slot, chosen in found]
+            [
+                {mark: stage._opened(f"{who} at {slot.path!r}", w, next(keys))} if stage is not None else w
+                for w, slot, stage in found
+            ]
         )
 
     def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
-        return self._at_nodes("apply", tree, lambda node: self.apply_leaf(values_under(node)))
+        return self._at_nodes("apply", tree, lambda stage, node: stage.apply_leaf(values_under(node)))
 
     def _update(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
 
-        def advanced(node: Mapping[str, Any]) -> dict[str, Any]:
-            return {**node, FIXED: {**node[FIXED], **self.update_leaf(values_under(node))}}
+        def advanced(stage: Self, node: Mapping[str, Any]) -> dict[str, Any]:
+            return {**node, FIXED: {**node[FIXED], **stage.update_leaf(values_under(node))}}
 
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
-        return self._at_nodes("update", tree, lambda node: {mark: advanced(node)})
+        return self._at_nodes("update", tree, lambda stage, node: {mark: advanced(stage, node)})
 
     def _rebase(self, tree: PyTree) -> PyTree:
         if type(self).rebase_leaf is Reparametrization.rebase_leaf:
             return tree
         mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
         return self._at_nodes(
-            "rebase", tree, lambda node: {mark: node_of(self.rebase_leaf(values_under(node)), self.fixed)}
+            "rebase", tree, lambda stage, node: {mark: node_of(stage.rebase_leaf(values_under(node)), self.fixed)}
         )
 
-    def _opened(self, w: Any, path: str, key: Array | None) -> dict[str, Any]:
+    def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
-        with located(f"{call(self, 'init')} at {path!r}"):
+        with located(who):
             values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
             require_named_arrays("init_leaf", values, self.main, self.fixed)
             effective = self._abstract(values)
@@ -210,19 +253,19 @@ class Reparametrization(_Leafwise):
             given = ", ".join(map(repr, values))
             raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
 
-    def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Mapping[str, Any]], Any]) -> PyTree:
-        mark = last_mark(call(self, method), self.kind, tree)
+    def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Self, Mapping[str, Any]], Any]) -> PyTree:
+        who = call(self, method)
+        mark = last_mark(who, self.kind, tree)
         is_node = _raw.is_node(mark)
         paths, leaves, treedef = _paths.named(tree, is_node)
+        names = self._axis_names(tree, len(leaves), is_node)
 
-        def at(path: _paths.Names, x: Any) -> Any:
-            if not is_node(x):
-                return x
-            with located(f"{call(self, method)} at {_raw.parameter(path)!r}"):
-                require_values(x[mark], mark)
-                return change(x[mark])
+        def at(i: int) -> Any:
+            with located(f"{who} at {_raw.parameter(paths[i])!r}"):
+                require_values(leaves[i][mark], mark)
+                return change(self._numbered(names[i]), leaves[i][mark])
 
-        return treedef.unflatten([at(path, x) for path, x in zip(paths, leaves, strict=True)])
+        return treedef.unflatten([at(i) if is_node(x) else x for i, x in enumerate(leaves)])
 
 
 def _leaf_keys(key: Array | None, paths: Sequence[str]) -> list[Array | None]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import out_of_bounds, whole
+from reparax._axes import Axis, out_of_bounds, position, single, whole
 from reparax._constraint import Constraint
 from reparax._core import Parametrization
 from reparax._leafwise import Reparametrization
@@ -55,6 +55,7 @@ class Mask(Reparametrization):
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
     min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return masking(w, w != 0)
@@ -93,22 +94,25 @@ class NofM(Constraint):
 
     n: int
     m: int
-    axis: int = -1
+    axis: Axis = -1
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
     min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n", "m", "axis"):
+        for name in ("n", "m"):
             object.__setattr__(self, name, whole(getattr(self, name), "NofM", name))
+        object.__setattr__(self, "axis", single(self.axis, "NofM", "axis"))
         if not 0 <= self.n <= self.m or self.m < 1:
             raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         wrong = out_of_bounds(self.axis, w, "axis")
-        if wrong is None and w.shape[self.axis] % self.m:
+        if wrong is None and w.shape[position(self.axis, w)] % self.m:
             return (
                 f"expected an axis {self.axis} whose length is divisible by {self.m}, got shape {w.shape}. "
                 f"Leave it out with `where`, or choose another axis."
@@ -125,7 +129,8 @@ class NofM(Constraint):
         return {"mask": masking(values["w"], self._kept(values["w"]))["mask"]}
 
     def _kept(self, w: Array) -> Array:
-        scores = jnp.moveaxis(jnp.abs(widened(w)), self.axis, -1)
+        axis = position(self.axis, w)
+        scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = scores.reshape(-1, self.m)
         rank = jnp.argsort(jnp.argsort(-groups, axis=-1), axis=-1)
-        return jnp.moveaxis((rank < self.n).reshape(scores.shape), -1, self.axis)
+        return jnp.moveaxis((rank < self.n).reshape(scores.shape), -1, axis)

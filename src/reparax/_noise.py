@@ -73,7 +73,8 @@ class WeightDropout(Drawn):
       rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
         range nobody checks).
       broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
-        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``.
+        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
+        :class:`WeightNorm`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -95,6 +96,7 @@ class WeightDropout(Drawn):
     terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import Axes, optional, others, out_of_bounds, whole
+from reparax._axes import Axes, Axis, optional, others, out_of_bounds, position, single, whole
 from reparax._constraint import Constraint
 from reparax._leafwise import Reparametrization
 from reparax._lengths import is_zero, norm, scale, stretched, unit
@@ -32,10 +32,14 @@ class WeightNorm(Reparametrization):
     torch ``dim=None``, and ``dim=-1`` too  ``axis=None``
     ======================================  =============
 
+    Where parameters carry names of their axes, as flax's do that are made with ``nn.with_partitioning`` or
+    ``nnx.with_partitioning``, every stage takes names for axes: ``axis="mlp"`` is the last axis of a kernel of
+    ``("embed", "mlp")`` and the first of one of ``("mlp", "embed")``. A parameter without that name is an error.
+
     Args:
       axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
         ``(in, out)`` and for a convolution's ``(height, width, in, out)``. A tuple for several, None for one length
-        of the whole array.
+        of the whole array. By number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -56,6 +60,8 @@ class WeightNorm(Reparametrization):
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,15 +119,17 @@ class SpectralNorm(Constraint):
     """
 
     n_steps: int = 1
-    axis: int = -1
+    axis: Axis = -1
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("u", "v")
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "axis", whole(self.axis, "SpectralNorm", "axis"))
+        object.__setattr__(self, "axis", single(self.axis, "SpectralNorm", "axis"))
         object.__setattr__(self, "n_steps", whole(self.n_steps, "SpectralNorm", "n_steps"))
         if self.n_steps < 1:
             raise ValueError(f"SpectralNorm got n_steps={self.n_steps}, but iterates at least once in each update.")
@@ -153,8 +161,9 @@ class SpectralNorm(Constraint):
 
     def _matrix(self, w: Array) -> Array:
         """``w`` as a matrix of features against the rest."""
-        rest = math.prod(w.shape[: self.axis % w.ndim] + w.shape[self.axis % w.ndim + 1 :])
-        return jnp.moveaxis(widened(w), self.axis, 0).reshape(w.shape[self.axis], rest)
+        axis = position(self.axis, w)
+        rest = math.prod(w.shape[:axis] + w.shape[axis + 1 :])
+        return jnp.moveaxis(widened(w), axis, 0).reshape(w.shape[axis], rest)
 
     def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
         def step(v: Array) -> tuple[Array, Array]:

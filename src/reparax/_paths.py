@@ -50,8 +50,9 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     boxes: set[Any] = set()
     if any(_VALUE in keypath for keypath, _ in pairs):
-        nodes = tree_flatten_with_path(tree, is_leaf=is_box)[0]
-        boxes = {keypath for keypath, node in nodes if is_box(node)}
+        nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]
+        _require_one_place(nodes)
+        boxes = {keypath for keypath, _ in nodes}
 
     def names(keypath: tuple[Any, ...]) -> Names:
         return tuple(
@@ -59,6 +60,19 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
         )
 
     return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
+    """Refuses an nnx variable that two modules share: a tree would hold it twice, and the two would part."""
+    places: dict[int, Any] = {}
+    for keypath, box in boxes:
+        first = places.setdefault(id(box), keypath)
+        if first != keypath and has_ancestor(box, "Variable"):
+            at, again = (keystr(place, simple=True, separator="/") for place in (first, keypath))
+            raise ValueError(
+                f"The tree holds one nnx variable at {at!r} and at {again!r}, which would part. Split the module "
+                f"first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+            )
 
 
 def text(names: Names) -> str:

@@ -27,6 +27,7 @@ class Kind(Protocol):
     main: tuple[str, ...] | None
     fixed: tuple[str, ...]
     parts: bool
+    aligned: bool
 
 
 _kinds: dict[str, Kind] = {}
@@ -99,6 +100,11 @@ def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
             value = path[i + 2] if fixed else path[i + 1]
             main = value not in stage.fixed if stage.main is None else value in stage.main
             yield path[: i + 1], value, main, fixed, stage.parts or not main
+
+
+def aligned(path: Names) -> bool:
+    """Whether a value has the axes of the parameter that it belongs to: as the main value of aligned stages only."""
+    return all(main and _stage(node, -1).aligned for node, _, main, *_ in _values(path))
 
 
 def _slots(paths: list[Names]) -> list[Slot]:

@@ -25,6 +25,7 @@ class _Map(Constraint):
     """The raw value ``x`` is mapped number by number; samples are the images of normal numbers."""
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
+    aligned: ClassVar[bool] = True
 
     @abstractmethod
     def _forward(self, x: Array) -> Array: ...
@@ -256,6 +257,7 @@ class Scale(Reparametrization):
     terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes import out_of_bounds, whole
+from reparax._axes import Axis, out_of_bounds, position, single
 from reparax._constraint import Constraint
 from reparax._precision import widened
 
@@ -36,26 +36,30 @@ class Simplex(Constraint):
       Dimensions*, 2008.
     """
 
-    axis: int = -1
+    axis: Axis = -1
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     min_ndim: ClassVar[int] = 1
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "axis", whole(self.axis, "Simplex", "axis"))
+        object.__setattr__(self, "axis", single(self.axis, "Simplex", "axis"))
 
     def refuse_leaf(self, w: Array) -> str | None:
         return out_of_bounds(self.axis, w, "axis")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        nearest = _nearest(jnp.moveaxis(widened(w), self.axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        axis = position(self.axis, w)
+        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         x = jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny)))
-        return {"x": jnp.moveaxis(x, -1, self.axis).astype(w.dtype)}
+        return {"x": jnp.moveaxis(x, -1, axis).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return jax.nn.softmax(widened(values["x"]), axis=self.axis).astype(values["x"].dtype)
+        x = values["x"]
+        return jax.nn.softmax(widened(x), axis=position(self.axis, x)).astype(x.dtype)
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.

@@ -43,6 +43,8 @@ class Sphere(Constraint):
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +97,8 @@ class MaxNorm(Constraint):
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,6 +160,8 @@ class PoincareBall(Constraint):
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ class Static:
     main: ClassVar[tuple[str, ...] | None]
     fixed: ClassVar[tuple[str, ...]]
     parts: ClassVar[bool]
+    aligned: ClassVar[bool]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

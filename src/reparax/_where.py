@@ -101,14 +101,13 @@ class Selective(Protocol):
     @property
     def where(self) -> Where: ...
     def default(self, w: Any) -> bool: ...
-    def refuse(self, w: Any) -> str | None: ...
 
 
 def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slots: Sequence[Slot]) -> list[bool]:
     """Whether each leaf is selected.
 
     Raises:
-      ValueError: If nothing is selected, or an array that the stage cannot take.
+      ValueError: If nothing is selected.
     """
     visible = [slot.visible and is_array(w) for slot, w in zip(slots, leaves, strict=True)]
     if (where := stage.where) is None:
@@ -120,9 +119,6 @@ def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slot
     if not any(flags):
         paths = [slot.path for slot, seen in zip(slots, visible, strict=True) if seen]
         raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
-    for i, w in enumerate(leaves):
-        if flags[i] and (reason := stage.refuse(w)) is not None:
-            raise ValueError(f"{who} at {slots[i].path!r}: {reason}")
     return flags
 
 

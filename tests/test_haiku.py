@@ -1,0 +1,74 @@
+"""haiku: transformed functions, with and without state, and trees of modules split by a predicate."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+from jax import Array
+
+import reparax as rpx
+
+X, Y = mlp.data()
+
+
+def forward(x: Array) -> Array:
+    return hk.Linear(2, name="l2")(jnp.tanh(hk.Linear(4, name="l1")(x)))
+
+
+def params() -> Any:
+    w1, b1, w2, b2 = mlp.arrays()
+    return {"l1": {"w": w1, "b": b1}, "l2": {"w": w2, "b": b2}}
+
+
+def values(tree: Any) -> list[Any]:
+    return [tree[layer][name] for layer in ("l1", "l2") for name in ("w", "b")]
+
+
+def test_a_transformed_function_trains_raw_values() -> None:
+    model, tx = hk.without_apply_rng(hk.transform(forward)), optax.sgd(mlp.RATE)
+
+    @jax.jit
+    def step(raw: Any, state: Any) -> Any:
+        def loss(raw: Any) -> Array:
+            return mlp.mean_square(model.apply(mlp.P.apply(raw), X), Y)
+
+        value, slope = jax.value_and_grad(loss)(raw)
+        updates, state = tx.update(slope, state, raw)
+        return optax.apply_updates(raw, updates), state, value, slope
+
+    raw, losses, slopes = mlp.P.init(params()), [], []
+    state = tx.init(raw)
+    for _ in range(mlp.STEPS):
+        raw, state, loss, slope = step(raw, state)
+        losses.append(loss)
+        slopes.append(slope)
+    mlp.assert_gradients(*values(slopes[0]))
+    mlp.assert_trained(losses, values(mlp.P.fold(raw)))
+
+
+def test_state_stands_in_a_tree_of_its_own() -> None:
+    def normed(x: Array) -> Array:
+        norm = hk.BatchNorm(create_scale=False, create_offset=False, decay_rate=0.9, name="norm")
+        return norm(hk.Linear(4, name="l1")(x), is_training=True)
+
+    model = hk.without_apply_rng(hk.transform_with_state(normed))
+    with jax.numpy_dtype_promotion("standard"):  # haiku raises a float to an integer power
+        made, state = model.init(jax.random.key(0), X)
+    raw = mlp.P.init(made)
+    with jax.numpy_dtype_promotion("standard"):  # haiku raises a float to an integer power
+        state = jax.jit(lambda raw, state: model.apply(mlp.P.apply(raw), state, X)[1])(raw, state)
+    mean = np.mean(np.asarray(X) @ np.asarray(made["l1"]["w"]), axis=0)
+    np.testing.assert_allclose(state["norm/~/mean_ema"]["average"][0], mean, rtol=1e-5)
+
+
+def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
+    raw = (rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init(params())
+    first, second = hk.data_structures.partition(lambda module, *_: module == "l1", raw)
+    assert (set(first), set(second)) == ({"l1"}, {"l2"})
+    merged = hk.data_structures.merge(first, second)
+    assert jax.tree.structure(merged) == jax.tree.structure(raw)
+    assert all(a is b for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(raw), strict=True))

@@ -1,0 +1,116 @@
+"""flax linen: TrainState, boxes, and variables of several collections in one tree."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax import Array
+from jax.sharding import PartitionSpec
+
+import reparax as rpx
+
+X, Y = mlp.data()
+NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+
+
+class MLP(nn.Module):
+    kernel_init: Any = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.tanh(nn.Dense(4, kernel_init=self.kernel_init, name="l1")(x))
+        return nn.Dense(2, kernel_init=self.kernel_init, name="l2")(x)
+
+
+def params() -> Any:
+    w1, b1, w2, b2 = mlp.arrays()
+    return {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
+
+
+def values(tree: Any) -> list[Any]:
+    return [tree[layer][name] for layer in ("l1", "l2") for name in ("kernel", "bias")]
+
+
+def test_train_state_trains_raw_values() -> None:
+    state = TrainState.create(apply_fn=MLP().apply, params=mlp.P.init(params()), tx=optax.sgd(mlp.RATE))
+
+    @jax.jit
+    def step(state: TrainState) -> Any:
+        def loss(raw: Any) -> Array:
+            return mlp.mean_square(state.apply_fn({"params": mlp.P.apply(raw)}, X), Y)
+
+        value, slope = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=slope), value, slope
+
+    losses, slopes = [], []
+    for _ in range(mlp.STEPS):
+        state, loss, slope = step(state)
+        losses.append(loss)
+        slopes.append(slope)
+    mlp.assert_gradients(*values(slopes[0]))
+    mlp.assert_trained(losses, values(mlp.P.fold(state.params)))
+
+
+def test_partitioned_boxes_come_back_with_their_names(key: Array) -> None:
+    boxes = MLP(nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))).init(key, X)["params"]
+    effective = NOISY.apply(NOISY.init(boxes), key)
+    assert effective["l1"]["kernel"].names == ("in", "out")
+    assert nn.get_partition_spec(effective)["l2"]["kernel"] == PartitionSpec("in", "out")
+
+
+# Collections that are no parameters. ------------------------------------------------------------------------------
+
+
+class BatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array, *, train: bool = False) -> Array:
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+
+def assert_identical(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_statistics_advance_beside_raw_parameters_in_one_tree(key: Array) -> None:
+    variables = BatchNorm().init(key, X)
+    raw = mlp.P.init(variables)
+
+    @jax.jit
+    def step(raw: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y, mutated = BatchNorm().apply(mlp.P.apply({**raw, "params": params}), X, train=True, mutable="batch_stats")
+            return jnp.mean(y**2), mutated
+
+        slope, mutated = jax.grad(loss, has_aux=True)(raw["params"])
+        return {**raw, **mutated}, slope
+
+    raw, slope = step(raw)
+    batch = np.asarray(X) @ np.asarray(variables["params"]["Dense_0"]["kernel"])
+    np.testing.assert_allclose(raw["batch_stats"]["BatchNorm_0"]["mean"], 0.01 * batch.mean(axis=0), rtol=1e-4)
+    assert jax.tree.structure(slope) == jax.tree.structure(raw["params"])
+    mlp.P.check(raw, like=variables)
+
+
+def test_batch_statistics_are_not_touched_by_default(key: Array) -> None:
+    variables = BatchNorm().init(key, X)
+    effective = NOISY.apply(NOISY.init(variables), key)
+    assert_identical(effective["batch_stats"], variables["batch_stats"])
+    assert not np.array_equal(effective["params"]["BatchNorm_0"]["scale"], variables["params"]["BatchNorm_0"]["scale"])
+
+
+def test_collections_other_than_params_are_not_touched_by_default(key: Array) -> None:
+    variables = {**BatchNorm().init(key, X), "cache": {"Attention_0": {"cached_key": jnp.ones((2, 3))}}}
+    effective = NOISY.apply(NOISY.init(variables), key)
+    assert_identical(effective["cache"], variables["cache"])
+
+
+def test_batch_statistics_are_touched_when_named(key: Array) -> None:
+    variables = BatchNorm().init(key, X)
+    effective = rpx.VarNoise(0.1, where=r"batch_stats/.*/mean").apply(variables, key)
+    assert bool(jnp.all(effective["batch_stats"]["BatchNorm_0"]["mean"] != 0))

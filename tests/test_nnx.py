@@ -1,0 +1,216 @@
+"""flax nnx: modules split and merged, modules that hold raw values, nnx.Optimizer, statistics and counters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+from flax import nnx
+from jax import Array
+
+import reparax as rpx
+
+X, Y = mlp.data()
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.l1 = nnx.Linear(3, 4, rngs=rngs)
+        self.l2 = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.l2(nnx.tanh(self.l1(x)))
+
+
+def model() -> MLP:
+    made = MLP(nnx.Rngs(0))
+    variables = (made.l1.kernel, made.l1.bias, made.l2.kernel, made.l2.bias)
+    for variable, w in zip(variables, mlp.arrays(), strict=True):
+        variable.set_value(w)
+    return made
+
+
+def values(state: Any) -> list[Any]:
+    pure = nnx.to_pure_dict(state)
+    return [pure[layer][name] for layer in ("l1", "l2") for name in ("kernel", "bias")]
+
+
+# The same numbers as in every library. ----------------------------------------------------------------------------
+
+
+def test_a_split_model_is_merged_in_the_loss() -> None:
+    graph, params, rest = nnx.split(model(), nnx.Param, ...)
+    raw = mlp.P.init(params)
+    tx = optax.sgd(mlp.RATE)
+
+    @jax.jit
+    def step(raw: Any, state: Any) -> Any:
+        def loss(raw: Any) -> Array:
+            return mlp.mean_square(nnx.merge(graph, mlp.P.apply(raw), rest)(X), Y)
+
+        value, slope = jax.value_and_grad(loss)(raw)
+        updates, state = tx.update(slope, state, raw)
+        return optax.apply_updates(raw, updates), state, value, slope
+
+    state, losses, slopes = tx.init(raw), [], []
+    for _ in range(mlp.STEPS):
+        raw, state, loss, slope = step(raw, state)
+        losses.append(loss)
+        slopes.append(slope)
+    mlp.assert_gradients(*values(slopes[0]))
+    mlp.assert_trained(losses, values(mlp.P.fold(raw)))
+
+
+def test_nnx_optimizer_trains_a_module_of_raw_values() -> None:
+    raw = mlp.P.init(model())
+    optimizer = nnx.Optimizer(raw, optax.sgd(mlp.RATE), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(raw: MLP, optimizer: nnx.Optimizer[MLP]) -> Array:
+        value, slope = nnx.value_and_grad(lambda raw: mlp.mean_square(mlp.P.apply(raw)(X), Y))(raw)
+        optimizer.update(raw, slope)
+        return value
+
+    losses = [step(raw, optimizer) for _ in range(mlp.STEPS)]
+    mlp.P.check(raw, like=model())
+    effective = mlp.P.fold(raw)
+    assert isinstance(effective, MLP)
+    mlp.assert_trained(losses, values(nnx.state(effective)))
+
+
+# Fixed values. ----------------------------------------------------------------------------------------------------
+
+
+def test_nnx_optimizer_leaves_fixed_values_alone_and_update_advances_them() -> None:
+    p = rpx.SpectralNorm(where="l1/kernel") >> rpx.Freeze(where="l2/.*")
+    graph, params, rest = nnx.split(model(), nnx.Param, ...)
+    raw = jax.tree.map(nnx.Param, p.init(nnx.to_pure_dict(params)))
+    tx = optax.partition({"free": optax.sgd(mlp.RATE), "fixed": optax.set_to_zero()}, rpx.labels)
+    optimizer = nnx.Optimizer(raw, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(raw: Any, optimizer: nnx.Optimizer[Any]) -> Any:
+        slope = jax.grad(lambda raw: mlp.mean_square(nnx.merge(graph, p.apply(raw), rest)(X), Y))(raw)
+        optimizer.update(raw, slope)
+        return slope
+
+    (free, fixed), slope = rpx.partition(jax.tree.map(jnp.copy, nnx.as_pure(raw))), nnx.as_pure(step(raw, optimizer))
+    moved, held = rpx.partition(nnx.as_pure(raw))
+    jax.tree.map(np.testing.assert_array_equal, held, fixed)
+    want = jax.tree.map(lambda w, g: w - mlp.RATE * g, free, rpx.partition(slope)[0])
+    jax.tree.map(lambda got, w: np.testing.assert_allclose(got, w, rtol=1e-6), moved, want)
+    assert len(jax.tree.leaves(fixed)) == 4
+    assert not np.array_equal(moved["l1"]["bias"], free["l1"]["bias"])
+    nnx.update(raw, p.update(raw))
+    before, after = (tree["l1"]["kernel"]["@spectral_norm"] for tree in (held, nnx.as_pure(raw)))
+    u = moved["l1"]["kernel"]["@spectral_norm"]["w"].T @ before["@fixed"]["v"]
+    np.testing.assert_allclose(after["@fixed"]["u"], u / np.linalg.norm(u), rtol=1e-5)
+
+
+# Statistics and counters, in one tree with parameters. ------------------------------------------------------------
+
+
+class WithState(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def assert_advanced(rest: Any, before: WithState, calls: int) -> None:
+    """Statistics are a moving average over the calls, of the same batch each time; the counter counts calls."""
+    mean = np.mean(np.asarray(X) @ np.asarray(before.linear.kernel[...]), axis=0)
+    np.testing.assert_allclose(rest["norm"]["mean"][...], (1 - 0.99**calls) * mean, rtol=1e-4)
+    assert rest["dropout"]["rngs"]["count"][...] == before.dropout.rngs.count[...] + calls
+
+
+def test_a_merged_copy_advances_statistics_and_counters() -> None:
+    before = WithState(nnx.Rngs(0))
+    graph, params, rest = nnx.split(before, nnx.Param, ...)
+    raw = mlp.P.init(params)
+
+    @jax.jit
+    def step(raw: Any, rest: Any) -> Any:
+        def loss(raw: Any) -> Any:
+            merged = nnx.merge(graph, mlp.P.apply(raw), rest, copy=True)
+            return jnp.mean(merged(X) ** 2), nnx.state(merged, nnx.Not(nnx.Param))
+
+        return jax.grad(loss, has_aux=True)(raw)
+
+    for _ in range(2):
+        _, rest = step(raw, rest)
+    assert_advanced(rest, before, 2)
+
+
+def test_a_module_of_raw_values_takes_statistics_and_counters_back() -> None:
+    before = WithState(nnx.Rngs(0))
+    raw = mlp.P.init(before)
+
+    @nnx.jit
+    def step(raw: WithState) -> Any:
+        def loss(raw: WithState) -> Array:
+            effective = mlp.P.apply(raw)
+            value = jnp.mean(effective(X) ** 2)
+            nnx.update(raw, nnx.state(effective, nnx.Not(nnx.Param)))
+            return value
+
+        return nnx.grad(loss)(raw)
+
+    for _ in range(2):
+        slope = step(raw)
+    assert_advanced(nnx.state(raw), before, 2)
+    assert set(nnx.to_pure_dict(nnx.state(slope))) == {"linear", "norm"}
+
+
+@pytest.mark.parametrize("whole", [nnx.state, lambda module: module], ids=["state", "module"])
+def test_statistics_and_rng_state_are_not_touched_by_default(whole: Callable[[Any], Any], key: Array) -> None:
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+    state = nnx.state(whole(WithState(nnx.Rngs(0))))
+    effective = nnx.state(p.apply(p.init(whole(WithState(nnx.Rngs(0)))), key))
+    for name in ["mean", "var"]:
+        np.testing.assert_array_equal(effective["norm"][name][...], state["norm"][name][...])
+    assert effective["dropout"]["rngs"]["count"][...] == state["dropout"]["rngs"]["count"][...]
+    assert effective["dropout"]["rngs"]["key"][...] == state["dropout"]["rngs"]["key"][...]
+    for name in ["scale", "bias"]:
+        assert bool(jnp.all(effective["norm"][name][...] != state["norm"][name][...]))
+
+
+# Modules and states. ----------------------------------------------------------------------------------------------
+
+
+def test_a_state_stays_a_state_of_params() -> None:
+    effective = mlp.P.apply(mlp.P.init(nnx.state(model(), nnx.Param)))
+    assert isinstance(effective, nnx.State)
+    assert isinstance(effective["l1"]["kernel"], nnx.Param)
+
+
+def test_a_module_of_raw_values_splits_and_merges() -> None:
+    raw = mlp.P.init(model())
+    merged = nnx.merge(*nnx.split(raw))
+    assert jax.tree.structure(merged) == jax.tree.structure(raw)
+    assert values(nnx.state(merged))[0].keys() == {"@weight_norm"}
+
+
+def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> None:
+    class Shared(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.encoder = nnx.Linear(3, 3, use_bias=False, rngs=rngs)
+            self.decoder = self.encoder
+
+    with raises(
+        ValueError,
+        "The tree holds one nnx variable at 'decoder/kernel' and at 'encoder/kernel', which would part. Split the "
+        "module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once.",
+    ):
+        mlp.P.init(Shared(nnx.Rngs(0)))
+    graph, params, rest = nnx.split(Shared(nnx.Rngs(0)), nnx.Param, ...)
+    merged = nnx.merge(graph, rpx.VarNoise(0.1).apply(params, jax.random.key(0)), rest)
+    assert merged.encoder is merged.decoder
