@@ -283,3 +283,45 @@ def test_there_and_back_gives_the_same_numbers(style, name):
     assert returned.keys() == state.keys()
     for each in [each for each in state if each.startswith(f"{name}.")]:
         np.testing.assert_array_equal(returned[each], state[each].numpy())
+
+
+def test_the_layouts_give_the_convolutions_of_torch():
+    x, kernel = np.random.default_rng(0).standard_normal((1, 6, 7, 3)), np.zeros((2, 5, 3, 4))
+    kernels = {"conv": kernel, "deconv": kernel, "deconv of flax": np.zeros((2, 5, 4, 3))}
+    like = {name: {"kernel": w, "bias": np.zeros(4)} for name, w in kernels.items()}
+    model = torch.nn.ModuleDict({"conv": conv(), "deconv": deconv(), "deconv of flax": deconv()}).double()
+    axes, valid = ("NHWC", "HWIO", "NHWC"), {"strides": (1, 1), "padding": "VALID"}
+    with jax.enable_x64():
+        got = rpx.from_torch(model.state_dict(), rpx.Chain(), like, layouts={"deconv/kernel": "conv_transpose"})
+        transposed = partial(jax.lax.conv_transpose, x, dimension_numbers=axes, **valid)
+        outputs = {
+            "conv": jax.lax.conv_general_dilated(x, got["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=axes),
+            "deconv": transposed(got["deconv"]["kernel"]),
+            "deconv of flax": transposed(got["deconv of flax"]["kernel"], transpose_kernel=True),
+        }
+        outputs = {name: np.asarray(y) + np.asarray(got[name]["bias"]) for name, y in outputs.items()}
+    for name, y in outputs.items():
+        want = model[name](torch.tensor(x.transpose(0, 3, 1, 2))).detach().numpy()
+        np.testing.assert_allclose(y.transpose(0, 3, 1, 2), want, rtol=0, atol=1e-12)
+
+
+def test_tensors_are_copied_and_keep_half_precision():
+    module = torch.nn.Linear(2, 3).bfloat16()
+    like = {"kernel": jnp.zeros((2, 3), jnp.bfloat16), "bias": jnp.zeros(3, jnp.bfloat16)}
+    got = rpx.from_torch(module.state_dict(), rpx.Chain(), like)
+    want = module.weight.detach().float().numpy().T
+    with torch.no_grad():
+        module.weight.zero_()
+    np.testing.assert_array_equal(got["kernel"].astype(jnp.float32), want)
+
+
+def test_two_names_of_one_parameter_are_a_tie():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 3), "out": torch.nn.Linear(3, 4, bias=False)})
+    model["out"].weight = model["embed"].weight
+    p = rpx.Tie({"out/kernel": ("embed/embedding", jnp.transpose)}, unequal="overwrite")
+    like = {"embed": {"embedding": np.zeros((4, 3), np.float32)}, "out": {"kernel": np.zeros((3, 4), np.float32)}}
+    raw = rpx.from_torch(model.state_dict(), p, like)
+    model.load_state_dict({name: torch.from_numpy(2 * x) for name, x in rpx.to_torch(raw, p).items()}, strict=True)
+    np.testing.assert_array_equal(
+        2 * np.asarray(p.fold(raw)["out"]["kernel"]), model["embed"].weight.detach().numpy().T
+    )

@@ -63,8 +63,8 @@ def from_torch(
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
     """
+    arrays = _arrays(state)
     with located("from_torch"):
-        arrays = _arrays(state)
         expected = abstract(p.init, like)
         plan = planned(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin))
         _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))

@@ -45,7 +45,7 @@ def read(stage: Orthogonal, values: Values) -> Values:
         signs = _signs(diagonal)
         base, x = -base * signs, -x * signs
     elif jnp.iscomplexobj(x):
-        x = x + base * (1j * diagonal.imag)
+        x = x + base * (diagonal - diagonal.conj()) / 2
     return {"x": _oriented(x, values["x"]), "base": _oriented(jnp.broadcast_to(base, x.shape), values["x"])}
 
 
@@ -68,8 +68,8 @@ def _lower(stage: Orthogonal, x: Array) -> Array:
     top = x[..., :columns, :]
     lower = jnp.tril(x.at[..., :columns, :].add(-adjoint(top)), -1)
     if jnp.iscomplexobj(x):
-        phases = 1j * jnp.diagonal(top, axis1=-2, axis2=-1).imag
-        lower = lower + jnp.eye(*x.shape[-2:], dtype=x.dtype) * jnp.expand_dims(phases, -2)
+        phases = jnp.expand_dims(jnp.diagonal(top - adjoint(top), axis1=-2, axis2=-1), -2) / 2
+        lower = lower + jnp.eye(*x.shape[-2:], dtype=x.dtype) * phases
     return lower
 
 
