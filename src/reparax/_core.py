@@ -169,7 +169,7 @@ class Parametrization(ABC):
         Raises:
           ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
         """
-        lines = _differences.differences(raw, _differences.abstract(self.init, like))
+        lines = _differences.differences(raw, like, self.init)
         if lines:
             raise ValueError(
                 f"{call(self, 'check')} found a raw tree that is not what `init` makes of `like`:\n  "
