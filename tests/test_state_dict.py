@@ -154,6 +154,15 @@ def test_each_value_has_its_name_in_torch(name, style, column):
     identical(rpx.from_torch(state, p, DENSE), jax.tree.map(jnp.asarray, tree))
 
 
+def test_stages_of_one_kind_are_told_apart():
+    p = rpx.WeightNorm(0, where="a/kernel") >> rpx.WeightNorm(None, where="b/kernel")
+    state = {"a.weight_g": numbers(1, 2), "a.weight_v": W, "b.weight_g": numbers(), "b.weight_v": W}
+    tree = rpx.from_torch(state, p, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
+    np.testing.assert_allclose(p.fold(tree)["a"]["kernel"], (W / np.linalg.norm(W, axis=0) * [1, 2]).T, rtol=1e-6)
+    np.testing.assert_allclose(p.fold(tree)["b"]["kernel"], (W / np.linalg.norm(W)).T, rtol=1e-6)
+    identical(rpx.to_torch(tree, p, style="hooks"), state)
+
+
 # ---- names and layouts of parameters
 
 MODEL = {
@@ -242,9 +251,16 @@ def householder(original):
 
 
 PATH = "parametrizations.weight."
+
+
+def with_diagonal(x, diagonal):
+    one = np.eye(*x.shape)
+    return x * (1 - one) + one * diagonal
+
+
 ORIGINAL = np.random.default_rng(2).standard_normal((4, 2))
-SIGNS = np.eye(4, 2) * (1 - ORIGINAL) + ORIGINAL - 2 * np.eye(4, 2) * (np.arange(4) == 1)[:, None]
-SQUARE = np.random.default_rng(3).standard_normal((3, 3)) * (1 - np.eye(3)) - np.eye(3)
+SIGNS = with_diagonal(ORIGINAL, [1, -1])
+SQUARE = with_diagonal(np.random.default_rng(3).standard_normal((3, 3)), -1)
 
 ORTHOGONAL = {
     "tall": (expm, ORIGINAL, rotation(4, 4)),
@@ -259,17 +275,18 @@ WIDE = {name: ORTHOGONAL[name] for name in ("tall", "complex")}
 
 
 def assert_orthogonal_weight(map, state, w):
-    """Torch's state gives the weight ``w`` of torch, here and after it has come back."""
+    """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
     p = rpx.Orthogonal(map.__name__)
     with jax.enable_x64():
         tree = rpx.from_torch(state, p, {"kernel": w.T})
         np.testing.assert_allclose(p.fold(tree)["kernel"], w.T, rtol=0, atol=1e-13)
-        again = rpx.to_torch(tree, p)
+        node = tree["kernel"]["@orthogonal"]
+        node["x"] += jnp.asarray(np.random.default_rng(4).standard_normal(w.T.shape), w.dtype)
+        want, again = np.asarray(p.fold(tree)["kernel"]).T, rpx.to_torch(tree, p)
     original, base = again[f"{PATH}original"], again[f"{PATH}0.base"]
-    wide = original.shape[0] < original.shape[1]
     np.testing.assert_allclose(base.conj().T @ base, np.eye(len(base)), rtol=0, atol=1e-13)
-    got = (base @ map(original.T)).T if wide else base @ map(original)
-    np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
+    wide = original.shape[0] < original.shape[1]
+    np.testing.assert_allclose((base @ map(original.T)).T if wide else base @ map(original), want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("map", "original", "base"), ORTHOGONAL.values(), ids=ORTHOGONAL)
@@ -282,6 +299,22 @@ def test_orthogonal_matrices_are_those_of_torch(map, original, base):
 @pytest.mark.parametrize(("map", "original", "base"), WIDE.values(), ids=WIDE)
 def test_wide_matrices_are_transposed_as_in_torch(map, original, base):
     assert_orthogonal_weight(map, {f"{PATH}original": original.T, f"{PATH}0.base": base}, (base @ map(original)).T)
+
+
+@pytest.mark.parametrize("map", [cayley, householder])
+def test_batches_of_matrices_are_those_of_torch(map):
+    bases, originals = (
+        np.stack([rotation(4, 4), -rotation(4, 4)]),
+        np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]),
+    )
+    p, state = rpx.Orthogonal(map.__name__), {f"{PATH}original": originals, f"{PATH}0.base": bases}
+    w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
+    with jax.enable_x64():
+        tree = rpx.from_torch(state, p, {"weight": w})
+        np.testing.assert_allclose(p.fold(tree)["weight"], w, rtol=0, atol=1e-13)
+        again = rpx.to_torch(tree, p)
+    got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
+    np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
 
 # ---- files, trees and dtypes
@@ -309,9 +342,11 @@ def test_half_precision_is_that_of_torch_in_files(tmp_path):
 
 
 def test_a_raw_tree_shares_no_memory_with_the_state_dict():
-    state = {"dense.weight": np.ones((64, 64), np.float32)}
-    got = rpx.from_torch(state, rpx.Chain(), {"dense": {"weight": np.ones((64, 64), np.float32)}})
-    state["dense.weight"][:] = 0
+    buffer = np.ones(32, np.float32)
+    start = -buffer.ctypes.data % 64 // 4  # arrays that begin there, JAX takes as they are
+    state = {"dense.weight": buffer[start : start + 16]}
+    got = rpx.from_torch(state, rpx.Chain(), {"dense": {"weight": np.ones(16, np.float32)}})
+    buffer[:] = 0
     assert np.all(got["dense"]["weight"] == 1)
 
 

@@ -163,7 +163,7 @@ def _type(x: Any) -> str:
 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
     """Refuses values of tied parameters that are others than those they are tied to."""
-    found = plan.written(raw) if plan.tied.values() & state.keys() else {}
+    found = plan.shared(raw)
     for path, name in plan.tied.items():
         if name in state and not np.array_equal(found[name], state[name]):
             raise ValueError(f"{name!r} is not what {path!r} is tied to. Drop the tie, or leave the name out.")

@@ -5,6 +5,8 @@ count. In the coordinates of the first columns :math:`B_1` of the base, ours is 
 reflections, torch keeps the signs in the diagonal of L; it starts with -1, which is what ours always have.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -30,7 +32,7 @@ def written(stage: Orthogonal, values: Values) -> Values:
     """Torch's original and its square base, of the same weight."""
     x, base = _tall(widened(values["x"])), _tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
-    original = _lower(stage, product(adjoint(square), x)) - jnp.eye(*x.shape[-2:], dtype=x.dtype)
+    original = _lower(stage, product(adjoint(square), x)) - _identity(x.shape, x.dtype)
     return {"x": _oriented(original, values["x"]), "base": square}
 
 
@@ -38,7 +40,8 @@ def read(stage: Orthogonal, values: Values) -> Values:
     """Our matrix and base, of the same weight; where torch keeps no base, it is the identity."""
     original = _tall(widened(values["x"]))
     rows, columns = original.shape[-2:]
-    square = widened(values["base"]) if "base" in values else jnp.eye(rows, dtype=original.dtype)
+    whole = _identity((*original.shape[:-2], rows, rows), original.dtype)
+    square = widened(values["base"]) if "base" in values else whole
     base, x = square[..., :columns], product(square, jnp.tril(original, -1))
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":
@@ -46,7 +49,7 @@ def read(stage: Orthogonal, values: Values) -> Values:
         base, x = -base * signs, -x * signs
     elif jnp.iscomplexobj(x):
         x = x + base * (diagonal - diagonal.conj()) / 2
-    return {"x": _oriented(x, values["x"]), "base": _oriented(jnp.broadcast_to(base, x.shape), values["x"])}
+    return {"x": _oriented(x, values["x"]), "base": _oriented(base, values["x"])}
 
 
 def _signs(diagonal: Array) -> Array:
@@ -69,8 +72,12 @@ def _lower(stage: Orthogonal, x: Array) -> Array:
     lower = jnp.tril(x.at[..., :columns, :].add(-adjoint(top)), -1)
     if jnp.iscomplexobj(x):
         phases = jnp.expand_dims(jnp.diagonal(top - adjoint(top), axis1=-2, axis2=-1), -2) / 2
-        lower = lower + jnp.eye(*x.shape[-2:], dtype=x.dtype) * phases
+        lower = lower + _identity(x.shape, x.dtype) * phases
     return lower
+
+
+def _identity(shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
 
 def _tall(x: Array) -> Array:

@@ -48,9 +48,14 @@ class Plan:
             with located(repr(held.parameter)):
                 found = _torch_values.written(held.stage, values, self.forms[held.parameter])
             state |= {held.names[value]: x for value, x in found.items()}
+        return state | self.shared(raw)
+
+    def shared(self, raw: PyTree) -> dict[str, Array]:
+        """The weights that are tied to others, which torch has under both names."""
         effective = _by_path(self.weights.fold(raw)) if self.tied else {}
-        layouts = {path: self.forms[path].layout for path in self.tied}
-        return state | {self.tied[path]: _torch_layouts.written(effective[path], layouts[path]) for path in layouts}
+        return {
+            name: _torch_layouts.written(effective[path], self.forms[path].layout) for path, name in self.tied.items()
+        }
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, in the structure of ``like``."""
