@@ -128,7 +128,6 @@ LISTED = {
     "tall expm": Case(linear(5, 2), orthogonal("matrix_exp"), matrix("expm")),
     "wide cayley": Case(linear(2, 5), orthogonal("cayley"), matrix("cayley")),
     "tall householder": Case(linear(5, 2), orthogonal("householder"), matrix("householder")),
-    "square cayley": Case(linear(3, 3), orthogonal("cayley"), matrix("cayley")),
     "square householder": Case(linear(3, 3), orthogonal("householder"), matrix("householder"), (0, 1), "same"),
     "turned householder": Case(linear(3, 3), orthogonal("householder"), matrix("householder")),
     "masked": Case(linear(), pruned, mask),

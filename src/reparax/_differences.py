@@ -42,15 +42,15 @@ def _whole(content: dict[str, str]) -> str:
     return content.get("") or _stage(content)
 
 
-def _as_stored(x: Any) -> str:
+def as_stored(x: Any) -> str:
     """A description that tells float64 from float32 where JAX would read both as float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else described(x)
 
 
 def differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` is not what ``init`` makes of ``like``, none where they agree."""
-    plain = all(_as_stored(x) == described(x) for x in jax.tree.leaves(like))
-    got, want = _contents(raw, _as_stored if plain else described), _contents(abstract(init, like), described)
+    plain = all(as_stored(x) == described(x) for x in jax.tree.leaves(like))
+    got, want = _contents(raw, as_stored if plain else described), _contents(abstract(init, like), described)
     lines: list[str] = []
     for base in sorted(got.keys() | want.keys()):
         if base not in got:

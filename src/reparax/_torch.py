@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._core import Parametrization
-from reparax._differences import abstract
+from reparax._differences import abstract, as_stored
 from reparax._nodes import located
 from reparax._orthogonal import Orthogonal
 from reparax._paths import PyTree, is_array
@@ -97,6 +97,9 @@ def to_torch(
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``, or ``"hooks"``, those of
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
 
+    Raises:
+      ValueError: If torch has nothing like a stage of ``p``, or ``p`` did not make the raw tree.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm()
@@ -143,22 +146,17 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
     lines: list[str] = []
     for name in sorted(got.keys() | want.keys()):
         if name not in want:
-            lines.append(f"{name}: unexpected, holds {_type(got[name])}")
+            lines.append(f"{name}: unexpected, holds {as_stored(got[name])}")
         elif name not in got and name not in bases | set(plan.tied.values()):
-            lines.append(f"{name}: missing, expected {_type(want[name])} for {owners[name]}")
-        elif name in got and _type(got[name]) != _type(want[name]):
-            lines.append(f"{name}: expected {_type(want[name])} for {owners[name]}, got {_type(got[name])}")
+            lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name]}")
+        elif name in got and as_stored(got[name]) != as_stored(want[name]):
+            lines.append(f"{name}: expected {as_stored(want[name])} for {owners[name]}, got {as_stored(got[name])}")
     if lines:
         raise ValueError(
             f"the state dict is not that of {p!r}:\n  "
             + "\n  ".join(lines)
             + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
         )
-
-
-def _type(x: Any) -> str:
-    """The dtype as it is, also where JAX would read float64 as float32."""
-    return f"{x.dtype}{list(x.shape)}"
 
 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
