@@ -152,7 +152,7 @@ class Parametrization(Static, ABC):
         Raises:
           ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
         """
-        _differences.require_none(call(self, "check"), raw, _differences.abstract(self.init, like))
+        _differences.require_none(call(self, "check"), raw, like, self.init)
 
     def shardings(self, specs: PyTree, mesh: _shardings.AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
