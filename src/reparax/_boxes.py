@@ -3,7 +3,7 @@
 Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
 Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
 users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
-follows the named one.
+follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,13 @@ def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
     if not any(map(_holds_values, nodes)):
         return raw
     boxes = {text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
-    taken = inherited(init, params, {path: _padded(box) for path, box in boxes.items() if _names(box) is not None})
+    entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
+    taken = inherited(init, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
         ends, values, inside = named(_held(box))
+        if _names(box) is None:
+            return inside.unflatten([box.replace(value) for value in values])
         names = [PartNames(taken[*path, *end]) for end in ends]
         for part in names:
             part.whole = tuple(_names(box))
@@ -65,8 +68,8 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     boxes = [part for part in parts if _is_part(part)]
     if not boxes:
         return node
-    values = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts])
-    return _renamed(boxes[0], values, _names(boxes[0]).whole)
+    values, names = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts]), _names(boxes[0])
+    return boxes[0].replace(values) if names is None else _renamed(boxes[0], values, names.whole)
 
 
 def _is_marked(x: Any) -> bool:
@@ -74,11 +77,16 @@ def _is_marked(x: Any) -> bool:
 
 
 def _is_part(x: Any) -> bool:
-    return is_box(x) and isinstance(_names(x), PartNames)
+    return is_box(x) and (isinstance(_names(x), PartNames) or _is_unnamed_variable(x))
+
+
+def _is_unnamed_variable(box: Any) -> bool:
+    return has_ancestor(box, "Variable") and stated(box) is None
 
 
 def _holds_values(x: Any) -> bool:
-    return is_box(x) and _names(x) is not None and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
+    spreads = is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
+    return spreads and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
 
 
 def _held(box: Any) -> Any:

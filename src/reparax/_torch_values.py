@@ -79,7 +79,7 @@ def _read(stage: Parametrization | None, name: str, x: Array, form: Form, shape:
             return _torch_layouts.read(x, form.layout)
 
 
-def _without(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array of which the feature axis is taken away."""
     return tuple(1 if i == axis % len(shape) else size for i, size in enumerate(shape))
 
