@@ -159,7 +159,7 @@ def test_a_linen_model_with_logical_names_trains_on_a_mesh(key):
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        names = {"out_sharding": ("data", "model")}
+        names = {"out_sharding": P("data", "model")}
         self.linear = nnx.Linear(8, 4, rngs=rngs, kernel_metadata=names)
 
     def __call__(self, x):

@@ -20,7 +20,7 @@ from reparax._provenance import Init, inherited
 class PartNames(tuple[Any, ...]):
     """The names of the axes of a raw value, which know those of the parameter."""
 
-    whole: tuple[Any, ...]
+    whole: Any
 
     def __eq__(self, other: object) -> bool:
         same_whole = not isinstance(other, PartNames) or self.whole == other.whole
@@ -41,7 +41,7 @@ def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
         ends, values, inside = named(_held(box))
         names = [PartNames(taken[*path, *end]) for end in ends]
         for part in names:
-            part.whole = tuple(_names(box))
+            part.whole = _names(box)
         return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
 
     return treedef.unflatten(
@@ -89,7 +89,7 @@ def _held(box: Any) -> Any:
 def _names(box: Any) -> Any:
     """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
     names = stated(box)
-    return names if isinstance(names, tuple | list | PartitionSpec) else None
+    return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def _padded(box: Any) -> tuple[Any, ...]:
