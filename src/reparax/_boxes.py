@@ -93,9 +93,9 @@ def _names(box: Any) -> Any:
 
 
 def _padded(box: Any) -> tuple[Any, ...]:
-    """A name for each axis; trailing ones may be left out in a box."""
-    names = tuple(_names(box))
-    return names + (None,) * (_held(box).ndim - len(names))
+    """A name for each axis. Trailing ones may be left out; under ``jax.vmap`` there are more, nobody knows of what."""
+    names, axes = tuple(_names(box)), _held(box).ndim
+    return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
