@@ -20,7 +20,7 @@ from reparax._provenance import Init, inherited
 class PartNames(tuple[Any, ...]):
     """The names of the axes of a raw value, which know those of the parameter."""
 
-    whole: tuple[Any, ...]
+    whole: Any
 
     def __eq__(self, other: object) -> bool:
         same_whole = not isinstance(other, PartNames) or self.whole == other.whole
@@ -44,7 +44,7 @@ def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
             return inside.unflatten([box.replace(value) for value in values])
         names = [PartNames(taken[*path, *end]) for end in ends]
         for part in names:
-            part.whole = tuple(_names(box))
+            part.whole = _names(box)
         return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
 
     return treedef.unflatten(
@@ -97,13 +97,13 @@ def _held(box: Any) -> Any:
 def _names(box: Any) -> Any:
     """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
     names = stated(box)
-    return names if isinstance(names, tuple | list | PartitionSpec) else None
+    return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def _padded(box: Any) -> tuple[Any, ...]:
-    """A name for each axis; trailing ones may be left out in a box."""
-    names = tuple(_names(box))
-    return names + (None,) * (_held(box).ndim - len(names))
+    """A name for each axis. Trailing ones may be left out; under ``jax.vmap`` there are more, nobody knows of what."""
+    names, axes = tuple(_names(box)), _held(box).ndim
+    return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
