@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,9 @@ def main(scripts: list[str]) -> int:
     """Runs the scripts; returns how many failed."""
     results: dict[str, Any] = {}
     for script in scripts:
-        print(f"{script} ...", flush=True)
+        begin = time.perf_counter()
         tables = run(script)
+        print(f"{script}: {time.perf_counter() - begin:.0f} s", flush=True)
         if tables is not None:
             results[script] = {"repeats": REPEATS[script], "tables": tables}
     path, together = recorded(results)

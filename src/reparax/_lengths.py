@@ -12,7 +12,7 @@ Indices = tuple[int, ...]
 def scale(x: Array, axes: Indices) -> Array:
     """The largest magnitude along ``axes``, 1 where all are zero: dividing by it makes squares safe."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
-    return jax.lax.stop_gradient(jnp.where(largest == 0, jnp.ones_like(largest), largest))
+    return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
 
 
 def is_zero(x: Array, axes: Indices) -> Array:
@@ -23,7 +23,7 @@ def is_zero(x: Array, axes: Indices) -> Array:
 def _positive(u: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, 1 where it is zero, with finite gradients everywhere."""
     total = _squares(u, axes)
-    return jnp.sqrt(jnp.where(total == 0, jnp.ones_like(total), total))
+    return jnp.sqrt(jnp.where(total == 0, 1, total))
 
 
 def _squares(u: Array, axes: Indices) -> Array:
@@ -57,7 +57,7 @@ def _known(x: Array, axes: Indices) -> Array:
     x, far = jax.lax.stop_gradient(x), 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     total = _squares(x * far, axes)
     n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(_squares(x / far, axes)) * far)
-    return jnp.where(n == 0, jnp.ones_like(n), n)
+    return jnp.where(n == 0, 1, n)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -77,4 +77,4 @@ def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; at zero, where it has no gradient, that is zero."""
     size = scale(x, axes)
     length = size * _positive(x / size.astype(x.dtype), axes)
-    return jnp.where(is_zero(x, axes), jnp.zeros_like(length), length)
+    return jnp.where(is_zero(x, axes), 0, length)
