@@ -82,7 +82,7 @@ def one_jvp(primals, tangents):
 def spectral_norm(u, v, w):
     size = largest(w, None)
     x = w / size
-    sigma = u @ (x.T @ v)
+    sigma = (x @ u) @ v
     return x / jnp.where(sigma == 0, 1 / size.reshape(()), sigma)
 
 

@@ -139,7 +139,7 @@ class SpectralNorm(Constraint):
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
-        start = jax.random.normal(key, matrix.shape[1:], matrix.dtype)
+        start = jax.random.normal(key, matrix.shape[:1], matrix.dtype)
         u, v = self._iterated(matrix, unit(start, (0,)), 15)
         return {"w": w, "u": u, "v": v}
 
@@ -147,7 +147,8 @@ class SpectralNorm(Constraint):
         w, u, v = values["w"], values["u"], values["v"]
         size = scale(widened(w), tuple(range(w.ndim)))
         x = widened(w) / size.astype(u.dtype)  # the gradient squares sigma, which must not overflow
-        sigma = jnp.vdot(u, jnp.matmul(self._matrix(x), v, precision="highest"), precision="highest").real
+        image = jnp.matmul(self._matrix(x).conj(), u, precision="highest")
+        sigma = jnp.vdot(image, v, precision="highest").real
         return (x / jnp.where(sigma == 0, 1 / size.reshape(()), sigma).astype(x.dtype)).astype(w.dtype)
 
     def project(self, w: Array) -> Array:
@@ -160,15 +161,15 @@ class SpectralNorm(Constraint):
         return {"u": u, "v": v}
 
     def _matrix(self, w: Array) -> Array:
-        """``w`` as a matrix of features against the rest."""
+        """``w`` as the transposed matrix, the rest against features, as kernels lie in memory."""
         axis = position(self.axis, w)
         rest = math.prod(w.shape[:axis] + w.shape[axis + 1 :])
-        return jnp.moveaxis(widened(w), axis, 0).reshape(w.shape[axis], rest)
+        return jnp.moveaxis(widened(w), axis, -1).reshape(rest, w.shape[axis])
 
     def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
         def step(v: Array) -> tuple[Array, Array]:
-            u = unit(jnp.matmul(matrix, v, precision="highest"), (0,))
-            image = unit(jnp.matmul(matrix.conj().T, u, precision="highest"), (0,))
+            u = unit(jnp.matmul(v, matrix, precision="highest"), (0,))
+            image = unit(jnp.matmul(matrix.conj(), u, precision="highest"), (0,))
             return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
 
         return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))
