@@ -119,6 +119,13 @@ def test_boxes_of_two_models_are_told_apart_by_what_the_parameter_names():
         assert fold(p.init(partitioned(jnp.eye(4), names)))["kernel"].names == names
 
 
+def test_under_vmap_where_names_are_too_many_no_axis_has_a_wrong_one():
+    stacked = partitioned(jnp.stack([KERNEL, KERNEL]), ("layers", "embed", "mlp"))["kernel"]
+    raw = jax.vmap(CHAIN.init)(stacked)
+    assert nn.get_partition_spec(raw) == {"@weight_norm": {"g": P(None, None), "v": P(None, None)}}
+    assert jax.tree.structure(jax.vmap(CHAIN.fold)(raw)) == jax.tree.structure(stacked)
+
+
 def test_a_raw_tree_without_its_boxes_gives_plain_arrays():
     raw = nn.unbox(CHAIN.init(partitioned()))
     assert jax.tree.structure(CHAIN.fold(raw)) == jax.tree.structure(nn.unbox(partitioned()))
@@ -159,7 +166,7 @@ def test_a_linen_model_with_logical_names_trains_on_a_mesh(key):
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        names = {"out_sharding": ("data", "model")}
+        names = {"out_sharding": P("data", "model")}
         self.linear = nnx.Linear(8, 4, rngs=rngs, kernel_metadata=names)
 
     def __call__(self, x):

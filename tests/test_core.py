@@ -139,6 +139,23 @@ def test_differing_hyperparameters_are_unequal():
     assert rpx.WeightNorm() != rpx.WeightNorm(axis=0)
 
 
+@pytest.mark.parametrize("stage", [rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePrune(0.5)], ids=repr)
+def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
+    params = {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])}
+    p = stage >> rpx.VarNoise(0.1) >> stage
+    raw = p.update(p.init(params))
+    for alone in (p, p.deterministic, rpx.from_json(p.deterministic.to_json()), eval(repr(p.deterministic), vars(rpx))):
+        np.testing.assert_allclose(alone.fold(raw)["w"], params["w"])
+        assert alone.deterministic == p.deterministic != stage
+    assert (p.deterministic >> rpx.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
+
+
+def test_neighbours_that_do_not_fuse_need_not_be_kept_apart():
+    stages = rpx.WeightNorm(), rpx.Cast("bfloat16")
+    assert rpx.Chain(stages, fused=False) == rpx.Chain(stages)
+    assert repr(rpx.Chain(stages, fused=False)) == "WeightNorm() >> Cast('bfloat16')"
+
+
 def test_deterministic_drops_what_is_random():
     p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
     assert p.stochastic

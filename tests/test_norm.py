@@ -177,6 +177,18 @@ def test_weight_norm_has_the_gradient_of_the_paper(v, axis, normed):
     np.testing.assert_allclose(got["v"], dv, rtol=1e-5, atol=1e-6 * np.abs(dv).max())
 
 
+def test_weight_norm_has_the_second_derivatives_of_a_quotient():
+    def effective(v):
+        return rpx.WeightNorm().apply({"w": {"@weight_norm": {"g": jnp.full((1, 2), 3.0), "v": v}}})["w"]
+
+    def quotient(v):
+        return 3 * v / jnp.sqrt(jnp.sum(v**2, axis=0, keepdims=True))
+
+    v = jnp.asarray(normal(3, 2))
+    second = jax.jit(lambda v: [jax.jacfwd(jax.jacrev(f))(v) for f in (effective, quotient)])
+    np.testing.assert_allclose(*second(v), rtol=1e-4, atol=1e-5)
+
+
 def test_weight_norm_at_zero_passes_gradient_to_the_length_and_none_that_is_infinite():
     p = rpx.WeightNorm()
     grad = pulled(p, started(p, np.zeros((8, 4), np.float32)), np.ones((8, 4), np.float32))["@weight_norm"]

@@ -88,6 +88,16 @@ def test_equal_lengths_of_other_arrays_do_not_matter():
     assert found(p, BOTH, (8, 16), q=(16, 16), b=(8,), s=()) == expected
 
 
+def test_lengths_that_only_change_together_do_not_make_a_rank_follow_an_axis():
+    p = rpx.SpecialOrthogonal(where="q") >> rpx.LowRank(8, where="w")
+    assert found(p, BOTH, (8, 8), q=(8, 8)) == {"@low_rank": {"u": P("data", None), "v": P(None, "model")}}
+
+
+def test_the_smaller_of_two_lengths_stays_the_smaller():
+    values = found(rpx.AlmostOrthogonal(), BOTH, (8, 12))["@almost_orthogonal"]
+    assert {name: values[name] for name in "usv"} == {"u": P("data", None), "s": P("data"), "v": P("model", "data")}
+
+
 def test_a_tied_place_has_no_sharding_and_its_source_keeps_its_own():
     p = rpx.Tie({"out": ("embed", jnp.transpose)})
     raw = p.shardings({"embed": P("model"), "out": P(None, "model")}, MESH, like=shapes(embed=(16, 8), out=(8, 16)))
@@ -95,9 +105,9 @@ def test_a_tied_place_has_no_sharding_and_its_source_keeps_its_own():
 
 
 def test_lengths_that_a_stage_is_told_are_known_by_their_numbers():
-    p = rpx.Split({"block": rpx.Concat(("wi: 3 16", "wh: 8 16", "b: 16 -> 1 16"))})
-    like = shapes(wi=(3, 16), wh=(8, 16), b=(16,))
-    raw = p.shardings({"wi": P(None, "model"), "wh": P("data", "model"), "b": P("model")}, MESH, like=like)
+    p = rpx.Split({"block": rpx.Concat(("wi: 4 16", "wh: 7 16", "b: 16 -> 1 16"))})
+    like = shapes(wi=(4, 16), wh=(7, 16), b=(16,))
+    raw = p.shardings({"wi": BOTH, "wh": P(None, "model"), "b": P("model")}, MESH, like=like)
     assert specs(raw)["wi"] == {"@split": {"block": P(None, "model")}}
 
 
@@ -121,6 +131,13 @@ def test_arrays_that_lie_on_a_mesh_say_their_specs():
     abstract = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)}
     assert rpx.WeightNorm().shardings(abstract, mesh) == expected
     assert rpx.WeightNorm().shardings({"w": sharding}, mesh, like=shapes(w=(8, 16))) == expected
+
+
+def test_an_explicit_mesh_is_no_hindrance_to_stages_that_do_not_pass_there():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    params = {"w": jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, BOTH))}
+    values = specs(rpx.LowRank(2).shardings(params, mesh))["w"]["@low_rank"]
+    assert values == {"u": P("data", None), "v": P(None, "model")}
 
 
 def test_what_is_no_array_has_no_sharding():

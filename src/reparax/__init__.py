@@ -64,6 +64,8 @@ from reparax._standardization import WeightStandardization as WeightStandardizat
 from reparax._summary import Summary as Summary
 from reparax._summary import summary as summary
 from reparax._tie import Tie as Tie
+from reparax._torch import from_torch as from_torch
+from reparax._torch import to_torch as to_torch
 from reparax._where import selected as selected
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
 Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
 users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
-follows the named one.
+follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from reparax._provenance import Init, inherited
 class PartNames(tuple[Any, ...]):
     """The names of the axes of a raw value, which know those of the parameter."""
 
-    whole: tuple[Any, ...]
+    whole: Any
 
     def __eq__(self, other: object) -> bool:
         same_whole = not isinstance(other, PartNames) or self.whole == other.whole
@@ -35,13 +35,16 @@ def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
     if not any(map(_holds_values, nodes)):
         return raw
     boxes = {text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
-    taken = inherited(init, params, {path: _padded(box) for path, box in boxes.items() if _names(box) is not None})
+    entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
+    taken = inherited(init, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
         ends, values, inside = named(_held(box))
+        if _names(box) is None:
+            return inside.unflatten([box.replace(value) for value in values])
         names = [PartNames(taken[*path, *end]) for end in ends]
         for part in names:
-            part.whole = tuple(_names(box))
+            part.whole = _names(box)
         return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
 
     return treedef.unflatten(
@@ -65,8 +68,8 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     boxes = [part for part in parts if _is_part(part)]
     if not boxes:
         return node
-    values = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts])
-    return _renamed(boxes[0], values, _names(boxes[0]).whole)
+    values, names = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts]), _names(boxes[0])
+    return boxes[0].replace(values) if names is None else _renamed(boxes[0], values, names.whole)
 
 
 def _is_marked(x: Any) -> bool:
@@ -74,11 +77,16 @@ def _is_marked(x: Any) -> bool:
 
 
 def _is_part(x: Any) -> bool:
-    return is_box(x) and isinstance(_names(x), PartNames)
+    return is_box(x) and (isinstance(_names(x), PartNames) or _is_unnamed_variable(x))
+
+
+def _is_unnamed_variable(box: Any) -> bool:
+    return has_ancestor(box, "Variable") and stated(box) is None
 
 
 def _holds_values(x: Any) -> bool:
-    return is_box(x) and _names(x) is not None and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
+    spreads = is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
+    return spreads and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
 
 
 def _held(box: Any) -> Any:
@@ -89,13 +97,13 @@ def _held(box: Any) -> Any:
 def _names(box: Any) -> Any:
     """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
     names = stated(box)
-    return names if isinstance(names, tuple | list | PartitionSpec) else None
+    return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def _padded(box: Any) -> tuple[Any, ...]:
-    """A name for each axis; trailing ones may be left out in a box."""
-    names = tuple(_names(box))
-    return names + (None,) * (_held(box).ndim - len(names))
+    """A name for each axis. Trailing ones may be left out; under ``jax.vmap`` there are more, nobody knows of what."""
+    names, axes = tuple(_names(box)), _held(box).ndim
+    return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:

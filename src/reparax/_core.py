@@ -2,6 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import field
 from typing import Any, ClassVar
 
 import jax
@@ -25,17 +26,6 @@ class Parametrization(Static, ABC):
     ``apply`` itself.
     """
 
-    kind: ClassVar[str]
-    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given. Give
-    it where raw trees are to outlive a renaming of the class."""
-    main: ClassVar[tuple[str, ...] | None] = None
-    """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
-    fixed: ClassVar[tuple[str, ...]] = ()
-    """The raw values that no optimizer may move."""
-    parts: ClassVar[bool] = False
-    """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
-    aligned: ClassVar[bool] = False
-    """Whether the axes of the main values are those of the array, so that names of axes hold for them too."""
     stochastic: ClassVar[bool] = False
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False
@@ -133,7 +123,8 @@ class Parametrization(Static, ABC):
     def __rshift__(self, later: object) -> "Parametrization":
         if not isinstance(later, Parametrization):
             return NotImplemented
-        return compose((*_stages(self), *_stages(later)))
+        kept_apart = any(isinstance(part, Chain) and not part.fused for part in (self, later))
+        return compose((self, later), fused=not kept_apart)
 
     def __repr__(self) -> str:
         return _manifest.expression(self)
@@ -152,7 +143,7 @@ class Parametrization(Static, ABC):
         Raises:
           ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
         """
-        _differences.require_none(call(self, "check"), raw, _differences.abstract(self.init, like))
+        _differences.require_none(call(self, "check"), raw, like, self.init)
 
     def shardings(self, specs: PyTree, mesh: _shardings.AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
@@ -182,6 +173,7 @@ class Chain(Parametrization):
 
     Args:
       stages: The stages. Chains among them are flattened and neighbours with a closed form are fused.
+      fused: False keeps neighbours apart, as ``deterministic`` does where noise stood between two of them.
 
     Example:
       >>> import reparax as rpx
@@ -192,17 +184,22 @@ class Chain(Parametrization):
     """
 
     stages: tuple[Parametrization, ...] = ()
+    fused: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         got: Any = self.stages
         if not isinstance(got, tuple):
             raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
-        flat = [stage for part in self.stages for stage in _stages(part)]
-        object.__setattr__(self, "stages", functools.reduce(_appended, flat, ()))
+        apart = tuple(stage for part in self.stages for stage in _stages(part))
+        fused = functools.reduce(_appended, apart, ())
+        object.__setattr__(self, "stages", fused if self.fused else apart)
+        object.__setattr__(self, "fused", len(self.stages) == len(fused))
         object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
         object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
 
     def __repr__(self) -> str:
+        if not self.fused:
+            return f"Chain({self.stages!r}, fused=False)"
         if len(self.stages) > 1:
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
@@ -213,7 +210,7 @@ class Chain(Parametrization):
 
     @property
     def deterministic(self) -> Parametrization:
-        return compose(tuple(stage.deterministic for stage in self.stages))
+        return compose(tuple(stage.deterministic for stage in self.stages), fused=False)
 
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         for path, mark in _raw.markers(params).items():
@@ -234,14 +231,14 @@ class Chain(Parametrization):
         keys, tree = self._stage_keys(_checked_key(self, "update", key)), _boxes.gathered(raw)
         for i, stage in enumerate(self.stages):
             if stage.advances:
-                seen = compose(self.stages[:i]).deterministic._apply(tree, None)
+                seen = self._before(i, tree)
                 tree = _raw.graft("update", tree, seen, stage._update(seen, keys[i]), free=False)
         return _boxes.spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
         tree = _boxes.gathered(raw)
         for i, stage in enumerate(self.stages):
-            seen = compose(self.stages[:i]).deterministic._apply(tree, None)
+            seen = self._before(i, tree)
             tree = _raw.graft("rebase", tree, seen, stage._rebase(seen), free=True)
         return _boxes.spread_like(raw, tree)
 
@@ -254,6 +251,10 @@ class Chain(Parametrization):
                 f"Pass a key, or evaluate with `p.deterministic`."
             )
         return _checked_key(self, "apply", key)
+
+    def _before(self, i: int, tree: PyTree) -> PyTree:
+        """What the stage number ``i`` sees of a raw tree, without noise."""
+        return Chain(self.stages[:i], fused=False).deterministic._apply(tree, None)
 
     def _stage_keys(self, key: jax.Array | None) -> list[jax.Array | None]:
         return _keys.per_stage(key, [stage.kind for stage in self.stages])
@@ -280,9 +281,9 @@ def _appended(done: tuple[Parametrization, ...], stage: Parametrization) -> tupl
     return (*done, stage) if fused is None else _appended(done[:-1], fused)
 
 
-def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+def compose(stages: tuple[Parametrization, ...], *, fused: bool = True) -> Parametrization:
     """The chain of ``stages``; the stage itself where only one is left."""
-    chain = Chain(stages)
+    chain = Chain(stages, fused=fused)
     return chain.stages[0] if len(chain.stages) == 1 else chain
 
 

@@ -24,14 +24,14 @@ def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
     return jax.eval_shape(of_arrays, types)
 
 
-def _contents(tree: PyTree) -> dict[str, dict[str, str]]:
+def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:
     """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
     found: dict[str, dict[str, str]] = {}
     for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
         if is_array(leaf) or (names and is_empty(leaf)):
             base = parameter(names)
             rest = text(names).removeprefix(base).removeprefix("/")
-            found.setdefault(base, {})[rest] = described(leaf)
+            found.setdefault(base, {})[rest] = describe(leaf)
     return found
 
 
@@ -46,9 +46,15 @@ def _whole(content: dict[str, str]) -> str:
     return content.get("") or _stage(content)
 
 
-def differences(raw: PyTree, expected: PyTree) -> list[str]:
-    """A line for each path at which ``raw`` is not what ``expected`` says, none where they agree."""
-    got, want = _contents(raw), _contents(expected)
+def as_stored(x: Any) -> str:
+    """A description that tells float64 from float32 where JAX would read both as float32."""
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else described(x)
+
+
+def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
+    """A line for each path at which ``raw`` is not what ``init`` makes of ``like``, none where they agree."""
+    plain = all(as_stored(x) == described(x) for x in jax.tree.leaves(like))
+    got, want = _contents(raw, as_stored if plain else described), _contents(abstract(init, like), described)
     lines: list[str] = []
     for base in sorted(got.keys() | want.keys()):
         if base not in got:
@@ -62,9 +68,9 @@ def differences(raw: PyTree, expected: PyTree) -> list[str]:
     return lines
 
 
-def require_none(who: str, raw: PyTree, expected: PyTree) -> None:
-    """Refuses a raw tree that differs from the one expected, naming every path at which it does."""
-    lines = differences(raw, expected)
+def require_none(who: str, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
+    """Refuses a raw tree that is not what ``init`` makes of ``like``, naming every path at which it differs."""
+    lines = _differences(raw, like, init)
     if lines:
         raise ValueError(
             f"{who} found a raw tree that is not what `init` makes of `like`:\n  "

@@ -15,4 +15,4 @@ def from_json(text: str) -> Parametrization:
       >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
       WeightNorm(axis=0) >> VarNoise(0.1)
     """
-    return compose(tuple(_manifest.loads(text)))
+    return compose(tuple(_manifest.loads(text)), fused=False)

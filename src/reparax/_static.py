@@ -13,10 +13,16 @@ class Static:
     """What makes such a value of each class that derives from a direct subclass, without a decorator."""
 
     kind: ClassVar[str]
-    main: ClassVar[tuple[str, ...] | None]
-    fixed: ClassVar[tuple[str, ...]]
-    parts: ClassVar[bool]
-    aligned: ClassVar[bool]
+    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given. Give
+    it where raw trees are to outlive a renaming of the class."""
+    main: ClassVar[tuple[str, ...] | None] = None
+    """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """The raw values that no optimizer may move."""
+    parts: ClassVar[bool] = False
+    """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
+    aligned: ClassVar[bool] = False
+    """Whether the axes of the main values are those of the array, so that names of axes hold for them too."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

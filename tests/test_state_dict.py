@@ -1,0 +1,566 @@
+"""State dicts of torch without torch: names, layouts and numbers written by hand; torch itself is beside us in
+`test_peers_state_dict.py`.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import scipy.linalg
+from errors import raises
+from flax import nnx
+
+import reparax as rpx
+
+
+def numbers(*shape, dtype=np.float32, start=1):
+    return (start + np.arange(np.prod(shape, dtype=int))).reshape(shape).astype(dtype)
+
+
+def identical(got, want):
+    """Same structure, and bit for bit the same arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        np.testing.assert_array_equal(x, y)
+
+
+# ---- names
+
+W = numbers(3, 2)
+DENSE = {"dense": {"kernel": W.T}}
+U, RIGHT = numbers(3, start=20), numbers(2, start=30)
+G = numbers(3, 1, start=10)
+LEFT = {"u": U, "v": RIGHT}
+
+
+def dense(mark, **values):
+    return {f"@{mark}": values}
+
+
+NORMED = dense("weight_norm", g=G.T, v=W.T)
+SPECTRAL = dense("spectral_norm", w=W.T, **{"@fixed": LEFT})
+MASK = numbers(3, 2, start=40)
+
+# What stands at the kernel, and what torch calls it below `dense`: as parametrizations, and as hooks.
+NAMES = {
+    "plain": (rpx.Chain(), W.T, {"weight": W}, {"weight": W}),
+    "noise": (rpx.VarNoise(0.1) >> rpx.Cast("bfloat16"), W.T, {"weight": W}, {"weight": W}),
+    "weight norm": (
+        rpx.WeightNorm(),
+        NORMED,
+        {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
+        {"weight_g": G, "weight_v": W},
+    ),
+    "weight norm of the whole": (
+        rpx.WeightNorm(None),
+        dense("weight_norm", g=numbers(1, 1), v=W.T),
+        {"parametrizations.weight.original0": numbers(), "parametrizations.weight.original1": W},
+        {"weight_g": numbers(), "weight_v": W},
+    ),
+    "spectral norm": (
+        rpx.SpectralNorm(),
+        SPECTRAL,
+        {
+            "parametrizations.weight.original": W,
+            "parametrizations.weight.0._u": U,
+            "parametrizations.weight.0._v": RIGHT,
+        },
+        {"weight_orig": W, "weight_u": U, "weight_v": RIGHT},
+    ),
+    "mask": (
+        rpx.Mask(),
+        dense("mask", w=W.T, **{"@fixed": {"mask": MASK.T}}),
+        {"weight_orig": W, "weight_mask": MASK},
+        {"weight_orig": W, "weight_mask": MASK},
+    ),
+    "pruned outputs": (
+        rpx.MagnitudePrune(1, axis=-1),
+        dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": G.T}}),
+        {"weight_orig": W, "weight_mask": np.repeat(G, 2, 1)},
+        {"weight_orig": W, "weight_mask": np.repeat(G, 2, 1)},
+    ),
+    "frozen": (rpx.Freeze(), dense("freeze", **{"@fixed": {"w": W.T}}), {"weight": W}, {"weight": W}),
+    "frozen weight norm": (
+        rpx.WeightNorm() >> rpx.Freeze(),
+        dense("freeze", **{"@fixed": {"w": NORMED}}),
+        {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
+        {"weight_g": G, "weight_v": W},
+    ),
+    "weight norm, then spectral norm": (
+        rpx.WeightNorm() >> rpx.SpectralNorm(),
+        dense("spectral_norm", w=NORMED, **{"@fixed": LEFT}),
+        {
+            "parametrizations.weight.original0": G,
+            "parametrizations.weight.original1": W,
+            "parametrizations.weight.1._u": U,
+            "parametrizations.weight.1._v": RIGHT,
+        },
+        {"weight_orig_g": G, "weight_orig_v": W, "weight_u": U, "weight_v": RIGHT},
+    ),
+    "spectral norm twice": (
+        rpx.SpectralNorm(2) >> rpx.SpectralNorm(3),
+        dense("spectral_norm", w=dense("spectral_norm@2", w=W.T, **{"@fixed": LEFT}), **{"@fixed": LEFT}),
+        {
+            "parametrizations.weight.original": W,
+            "parametrizations.weight.0._u": U,
+            "parametrizations.weight.0._v": RIGHT,
+            "parametrizations.weight.1._u": U,
+            "parametrizations.weight.1._v": RIGHT,
+        },
+        {
+            "weight_orig_orig": W,
+            "weight_orig_u": U,
+            "weight_orig_v": RIGHT,
+            "weight_u": U,
+            "weight_v": RIGHT,
+        },
+    ),
+    "spectral norm of the direction": (
+        rpx.SpectralNorm() >> rpx.WeightNorm(),
+        dense("weight_norm", g=G.T, v=SPECTRAL),
+        {
+            "parametrizations.weight.original0": G,
+            "parametrizations.weight.parametrizations.original1.original": W,
+            "parametrizations.weight.parametrizations.original1.0._u": U,
+            "parametrizations.weight.parametrizations.original1.0._v": RIGHT,
+        },
+        {"weight_g": G, "weight_v_orig": W, "weight_v_u": U, "weight_v_v": RIGHT},
+    ),
+    "mask of the direction": (
+        rpx.Mask() >> rpx.WeightNorm(),
+        dense("weight_norm", g=G.T, v=dense("mask", w=W.T, **{"@fixed": {"mask": MASK.T}})),
+        {
+            "parametrizations.weight.original0": G,
+            "parametrizations.weight.original1_orig": W,
+            "parametrizations.weight.original1_mask": MASK,
+        },
+        {"weight_g": G, "weight_v_orig": W, "weight_v_mask": MASK},
+    ),
+}
+STYLES = pytest.mark.parametrize(("style", "column"), [("parametrizations", 2), ("hooks", 3)])
+
+
+@STYLES
+@pytest.mark.parametrize("name", NAMES)
+def test_each_value_has_its_name_in_torch(name, style, column):
+    p, kernel, *_ = case = NAMES[name]
+    tree, state = {"dense": {"kernel": kernel}}, {f"dense.{name}": x for name, x in case[column].items()}
+    got = rpx.to_torch(tree, p, style=style)
+    identical(got, state)
+    assert all(type(x) is np.ndarray and x.flags.writeable for x in got.values())
+    identical(rpx.from_torch(state, p, DENSE), jax.tree.map(jnp.asarray, tree))
+
+
+def test_stages_of_one_kind_are_told_apart():
+    p = rpx.WeightNorm(0, where="a/kernel") >> rpx.WeightNorm(None, where="b/kernel")
+    state = {"a.weight_g": numbers(1, 2), "a.weight_v": W, "b.weight_g": numbers(), "b.weight_v": W}
+    tree = rpx.from_torch(state, p, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
+    np.testing.assert_allclose(p.fold(tree)["a"]["kernel"], (W / np.linalg.norm(W, axis=0) * [1, 2]).T, rtol=1e-6)
+    np.testing.assert_allclose(p.fold(tree)["b"]["kernel"], (W / np.linalg.norm(W)).T, rtol=1e-6)
+    identical(rpx.to_torch(tree, p, style="hooks"), state)
+
+
+# ---- names and layouts of parameters
+
+MODEL = {
+    "embed": {"embedding": numbers(4, 2)},
+    "norm": {"scale": numbers(2), "bias": numbers(2, start=5)},
+    "blocks_0": {"linear": {"kernel": numbers(2, 3)}},
+    "conv": {"kernel": numbers(2, 3, 4, 5)},
+    "deconv": {"kernel": numbers(2, 3, 4, 5)},
+    "lstm": {"weight_ih_l0": numbers(8, 3)},
+}
+
+
+def test_paths_and_axes_become_those_of_torch():
+    got = rpx.to_torch(
+        MODEL, rpx.Chain(), names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"}, layouts={"deconv/.*": "conv_transpose"}
+    )
+    identical(
+        got,
+        {
+            "embed.weight": MODEL["embed"]["embedding"],
+            "norm.weight": MODEL["norm"]["scale"],
+            "norm.bias": MODEL["norm"]["bias"],
+            "h.0.linear.w": MODEL["blocks_0"]["linear"]["kernel"].T,
+            "conv.weight": np.einsum("hwio->oihw", MODEL["conv"]["kernel"]),
+            "deconv.weight": np.einsum("hwio->iohw", MODEL["deconv"]["kernel"])[..., ::-1, ::-1],
+            "lstm.weight_ih_l0": MODEL["lstm"]["weight_ih_l0"],
+        },
+    )
+
+
+def test_the_first_rule_that_matches_counts():
+    names = {"a/kernel": "first", r"(\w)/kernel": r"second.\1"}
+    got = rpx.to_torch({"a": {"kernel": W}, "b": {"kernel": W}}, rpx.Chain(), names=names)
+    assert sorted(got) == ["first", "second.b"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "rest"), [("kernel", -1, "hwi->ihw"), ("same", 0, "iho->iho"), ("conv_transpose", 2, "hwo->ohw")]
+)
+def test_singular_vectors_follow_the_axes_of_the_weight(layout, axis, rest):
+    w = numbers(2, 3, 4, 5)
+    u, v = numbers(w.shape[axis]), numbers(w.size // w.shape[axis])
+    tree = {"kernel": dense("spectral_norm", w=w, **{"@fixed": {"u": u, "v": v}})}
+    p = rpx.SpectralNorm(axis=axis)
+    got = rpx.to_torch(tree, p, layouts={"kernel": layout})
+    turned = np.einsum(rest, v.reshape(np.delete(w.shape, axis)))
+    turned = turned[:, ::-1, ::-1] if layout == "conv_transpose" else turned
+    np.testing.assert_array_equal(got["parametrizations.weight.0._v"], turned.reshape(-1))
+    np.testing.assert_array_equal(got["parametrizations.weight.0._u"], u)
+    identical(rpx.from_torch(got, p, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
+
+
+# ---- orthogonal matrices, by the formulas of torch
+
+
+def rotation(*shape):
+    return np.linalg.qr(np.random.default_rng(0).standard_normal(shape), mode="complete")[0]
+
+
+def unitary(n):
+    rng = np.random.default_rng(1)
+    return np.linalg.qr(rng.standard_normal((n, n)) + 1j * rng.standard_normal((n, n)))[0]
+
+
+def skew(original):
+    n, k = original.shape
+    x = np.concatenate([np.tril(original), np.zeros((n, n - k))], axis=1)
+    return x - x.conj().T
+
+
+def cayley(original):
+    a, one = skew(original) / 2, np.eye(len(original))
+    return np.linalg.solve(one - a, one + a)[:, : original.shape[1]]
+
+
+def expm(original):
+    return scipy.linalg.expm(skew(original))[:, : original.shape[1]]
+
+
+def householder(original):
+    n, k = original.shape
+    q = np.eye(n)
+    for v in (np.tril(original, -1) + np.eye(n, k)).T:
+        q = q @ (np.eye(n) - 2 * np.outer(v, v) / (v @ v))
+    return q[:, :k] * np.trunc(np.diag(original))
+
+
+PATH = "parametrizations.weight."
+
+
+def with_diagonal(x, diagonal):
+    one = np.eye(*x.shape)
+    return x * (1 - one) + one * diagonal
+
+
+ORIGINAL = np.random.default_rng(2).standard_normal((4, 2))
+SIGNS = with_diagonal(ORIGINAL, [1, -1])
+SQUARE = with_diagonal(np.random.default_rng(3).standard_normal((3, 3)), -1)
+
+ORTHOGONAL = {
+    "tall": (expm, ORIGINAL, rotation(4, 4)),
+    "no base": (cayley, ORIGINAL, None),
+    "square": (cayley, SQUARE, rotation(3, 3)),
+    "complex": (cayley, ORIGINAL + 1j * ORIGINAL[::-1], unitary(4)),
+    "reflections": (householder, SIGNS, rotation(4, 4)),
+    "reflections without a base": (householder, SIGNS, None),
+    "turned reflections": (householder, SQUARE, rotation(3, 3)),
+}
+WIDE = {name: ORTHOGONAL[name] for name in ("tall", "complex")}
+
+
+def assert_orthogonal_weight(map, state, w):
+    """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
+    p = rpx.Orthogonal(map.__name__)
+    with jax.enable_x64():
+        tree = rpx.from_torch(state, p, {"kernel": w.T})
+        np.testing.assert_allclose(p.fold(tree)["kernel"], w.T, rtol=0, atol=1e-13)
+        node = tree["kernel"]["@orthogonal"]
+        node["x"] += jnp.asarray(np.random.default_rng(4).standard_normal(w.T.shape), w.dtype)
+        want, again = np.asarray(p.fold(tree)["kernel"]).T, rpx.to_torch(tree, p)
+    original, base = again[f"{PATH}original"], again[f"{PATH}0.base"]
+    np.testing.assert_allclose(base.conj().T @ base, np.eye(len(base)), rtol=0, atol=1e-13)
+    wide = original.shape[0] < original.shape[1]
+    np.testing.assert_allclose((base @ map(original.T)).T if wide else base @ map(original), want, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("map", "original", "base"), ORTHOGONAL.values(), ids=ORTHOGONAL)
+def test_orthogonal_matrices_are_those_of_torch(map, original, base):
+    state = {f"{PATH}original": original} | ({} if base is None else {f"{PATH}0.base": base})
+    w = (np.eye(len(original)) if base is None else base) @ map(original)
+    assert_orthogonal_weight(map, state, w)
+
+
+@pytest.mark.parametrize(("map", "original", "base"), WIDE.values(), ids=WIDE)
+def test_wide_matrices_are_transposed_as_in_torch(map, original, base):
+    assert_orthogonal_weight(map, {f"{PATH}original": original.T, f"{PATH}0.base": base}, (base @ map(original)).T)
+
+
+@pytest.mark.parametrize("map", [cayley, householder])
+def test_batches_of_matrices_are_those_of_torch(map):
+    bases, originals = (
+        np.stack([rotation(4, 4), -rotation(4, 4)]),
+        np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]),
+    )
+    p, state = rpx.Orthogonal(map.__name__), {f"{PATH}original": originals, f"{PATH}0.base": bases}
+    w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
+    with jax.enable_x64():
+        tree = rpx.from_torch(state, p, {"weight": w})
+        np.testing.assert_allclose(p.fold(tree)["weight"], w, rtol=0, atol=1e-13)
+        again = rpx.to_torch(tree, p)
+    got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
+    np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
+
+
+# ---- files, trees and dtypes
+
+
+def test_a_file_is_read_and_written_without_torch(tmp_path):
+    p, model = rpx.WeightNorm() >> rpx.VarNoise(0.1), {"dense": {"kernel": W.T, "bias": numbers(3)}}
+    tree = p.init(model)
+    safetensors.numpy.save_file(rpx.to_torch(tree, p), tmp_path / "model.safetensors")
+    state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    np.testing.assert_allclose(
+        state["dense.parametrizations.weight.original0"], np.linalg.norm(W, axis=1, keepdims=True), rtol=1e-6
+    )
+    identical(rpx.from_torch(state, p, model), tree)
+
+
+def test_half_precision_is_that_of_torch_in_files(tmp_path):
+    p, model = rpx.WeightNorm(), {"dense": {"kernel": jnp.asarray(W.T, jnp.bfloat16)}}
+    safetensors.numpy.save_file(rpx.to_torch(p.init(model), p), tmp_path / "model.safetensors")
+    state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert {str(x.dtype) for x in state.values()} == {"bfloat16"}
+    got = rpx.from_torch(state, p, model)["dense"]["kernel"]["@weight_norm"]
+    assert (got["g"].dtype, got["v"].dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(got["g"], jnp.linalg.norm(W, axis=1)[None].astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_a_raw_tree_shares_no_memory_with_the_state_dict():
+    buffer = np.ones(32, np.float32)
+    start = -buffer.ctypes.data % 64 // 4  # arrays that begin there, JAX takes as they are
+    state = {"dense.weight": buffer[start : start + 16]}
+    got = rpx.from_torch(state, rpx.Chain(), {"dense": {"weight": np.ones(16, np.float32)}})
+    buffer[:] = 0
+    assert np.all(got["dense"]["weight"] == 1)
+
+
+def test_modules_of_equinox_and_states_of_nnx_are_read():
+    state = {"weight_g": G, "weight_v": W, "bias": numbers(3)}
+    w = G * W / np.linalg.norm(W, axis=1, keepdims=True)
+    model = eqx.filter_eval_shape(eqx.nn.Linear, 2, 3, key=jax.random.key(0))
+    read = rpx.WeightNorm(axis=0).fold(rpx.from_torch(state, rpx.WeightNorm(axis=0), model))
+    np.testing.assert_allclose(read(jnp.ones(2)), w.sum(1) + state["bias"], rtol=1e-6)
+    params = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), nnx.Param)
+    got = rpx.WeightNorm().fold(rpx.from_torch(state, rpx.WeightNorm(), params))
+    np.testing.assert_allclose(got["kernel"][...], w.T, rtol=1e-6)
+
+
+def test_recurrent_cells_go_through_convert():
+    like = {
+        "lstm": {"weight_ih": numbers(8, 3), "weight_hh": numbers(8, 2), "bias_ih": numbers(8), "bias_hh": numbers(8)}
+    }
+    p = rpx.WeightNorm(axis=0, where="lstm/weight_hh")
+    state = {f"lstm.{name}_l0": x for name, x in like["lstm"].items() if name != "weight_hh"}
+    state |= {"lstm.weight_hh_l0_g": numbers(8, 1), "lstm.weight_hh_l0_v": numbers(8, 2)}
+    effective = p.fold(rpx.from_torch(state, p, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
+    cell = rpx.convert(effective["lstm"], "torch.lstm", "flax.lstm")
+    v = numbers(8, 2) / np.linalg.norm(numbers(8, 2), axis=1, keepdims=True) * numbers(8, 1)
+    np.testing.assert_allclose(cell["hf"]["kernel"], v[2:4].T, rtol=1e-6)
+
+
+TIE = rpx.Tie({"out/kernel": ("embed/embedding", jnp.transpose)})
+TIED = {"embed": {"embedding": W}, "out": {"kernel": W.T}}
+
+
+def test_tied_parameters_are_written_twice_as_torch_does():
+    identical(rpx.to_torch(TIE.init(TIED), TIE), {"embed.weight": W, "out.weight": W})
+
+
+@pytest.mark.parametrize("state", [{"embed.weight": W, "out.weight": W}, {"embed.weight": W}], ids=["twice", "once"])
+def test_tied_parameters_are_read_where_they_stand_once_or_twice(state):
+    identical(rpx.from_torch(state, TIE, TIED), TIE.init(TIED))
+
+
+# ---- errors
+
+NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3)}}
+STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
+LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
+CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
+ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
+PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
+
+
+def without(name):
+    return {each: x for each, x in STATE.items() if each != name}
+
+
+def mismatch(lines, p="WeightNorm()"):
+    return f"from_torch: the state dict is not that of {p}:\n" + "".join(f"  {x}\n" for x in lines) + ADVICE
+
+
+DIFFERENCES = {
+    "missing": (
+        without("dense.weight_g"),
+        NORM,
+        ["dense.weight_g: missing, expected float32[3, 1] for dense/kernel"],
+    ),
+    "unexpected": (STATE | {"bn.n": np.int64(3)}, NORM, ["bn.n: unexpected, holds int64[]"]),
+    "renamed": (
+        without("dense.bias") | {"dense.b": numbers(3)},
+        NORM,
+        ["dense.b: unexpected, holds float32[3]", "dense.bias: missing, expected float32[3] for dense/bias"],
+    ),
+    "shape": (
+        STATE | {"dense.weight_v": W.T},
+        NORM,
+        ["dense.weight_v: expected float32[3, 2] for dense/kernel, got float32[2, 3]"],
+    ),
+    "other axis": (
+        STATE,
+        rpx.WeightNorm(0),
+        ["dense.weight_g: expected float32[1, 2] for dense/kernel, got float32[3, 1]"],
+    ),
+    "float64, which JAX would round": (
+        STATE | {"dense.bias": numbers(3, dtype=np.float64)},
+        NORM,
+        ["dense.bias: expected float32[3] for dense/bias, got float64[3]"],
+    ),
+    "plain weights": (
+        {"dense.weight": W, "dense.bias": numbers(3)},
+        NORM,
+        [
+            "dense.parametrizations.weight.original0: missing, expected float32[3, 1] for dense/kernel",
+            "dense.parametrizations.weight.original1: missing, expected float32[3, 2] for dense/kernel",
+            "dense.weight: unexpected, holds float32[3, 2]",
+        ],
+    ),
+    "another parametrization": (
+        LISTED | {"dense.bias": numbers(3)},
+        rpx.SpectralNorm(),
+        [
+            "dense.parametrizations.weight.0._u: missing, expected float32[3] for dense/kernel",
+            "dense.parametrizations.weight.0._v: missing, expected float32[2] for dense/kernel",
+            "dense.parametrizations.weight.original: missing, expected float32[3, 2] for dense/kernel",
+            "dense.parametrizations.weight.original0: unexpected, holds float32[3, 1]",
+            "dense.parametrizations.weight.original1: unexpected, holds float32[3, 2]",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "p", "lines"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_state_dict_of_another_model_is_refused_with_every_difference(state, p, lines):
+    with raises(ValueError, mismatch(lines, repr(p))):
+        rpx.from_torch(state, p, MODEL_LIKE)
+
+
+LOW = rpx.LowRank(1)
+REFLECTIONS = rpx.Orthogonal("householder")
+
+REFUSED = {
+    "a model": (
+        lambda: rpx.from_torch([1], NORM, MODEL_LIKE),
+        TypeError,
+        "from_torch takes a state dict, but got list. Call `module.state_dict()`.",
+    ),
+    "a checkpoint": (
+        lambda: rpx.from_torch({"model": STATE}, NORM, MODEL_LIKE),
+        TypeError,
+        "from_torch takes a state dict of names and tensors, but got dict as 'model'. Pass the state dict itself, such "
+        "as `checkpoint['model']`.",
+    ),
+    "no twin to read": (
+        lambda: rpx.from_torch(STATE, LOW, MODEL_LIKE),
+        ValueError,
+        f"from_torch: 'dense/kernel': torch has nothing like LowRank(1). {PLAIN}",
+    ),
+    "no twin to write": (
+        lambda: rpx.to_torch(LOW.init(MODEL_LIKE), LOW),
+        ValueError,
+        f"to_torch: 'dense/kernel': torch has nothing like LowRank(1). {PLAIN}",
+    ),
+    "lengths along two axes": (
+        lambda: rpx.to_torch(rpx.WeightNorm((0, 1)).init(MODEL_LIKE), rpx.WeightNorm((0, 1))),
+        ValueError,
+        "to_torch: 'dense/kernel': torch has lengths along one axis, and nothing like WeightNorm(axis=(0, 1)). "
+        f"{PLAIN}",
+    ),
+    "orthogonal kernels of convolutions": (
+        lambda: rpx.to_torch(rpx.Orthogonal().init(CONV), rpx.Orthogonal()),
+        ValueError,
+        "to_torch: 'conv/kernel': the matrices of Orthogonal() and those of torch are in the last two axes, which are "
+        f"others here and there. {PLAIN}",
+    ),
+    "a stage on coordinates": (
+        lambda: rpx.to_torch((rpx.Freeze() >> rpx.Orthogonal()).init(DENSE), rpx.Freeze() >> rpx.Orthogonal()),
+        ValueError,
+        f"to_torch: 'dense/kernel': torch has nothing like Orthogonal() of what another stage makes. {PLAIN}",
+    ),
+    "lost signs": (
+        lambda: rpx.from_torch(
+            {f"{PATH}original": 0.5 * W, f"{PATH}0.base": np.eye(3, dtype=np.float32)}, REFLECTIONS, {"kernel": W.T}
+        ),
+        ValueError,
+        "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as zeros, "
+        "which weight decay leaves. Set them to -1 or 1.",
+    ),
+    "a mask of single weights": (
+        lambda: rpx.from_torch(
+            {"dense.weight_orig": W, "dense.weight_mask": np.eye(3, 2, dtype=np.float32)},
+            rpx.MagnitudePrune(1, axis=-1),
+            DENSE,
+        ),
+        ValueError,
+        "from_torch: 'dense/kernel': expected a mask of whole slices, got one of single weights. Take `axis=None`.",
+    ),
+    "another tied value": (
+        lambda: rpx.from_torch({"embed.weight": W, "out.weight": W + 1}, TIE, TIED),
+        ValueError,
+        "from_torch: 'out.weight' is not what 'out/kernel' is tied to. Drop the tie, or leave the name out.",
+    ),
+    "a tree that is not raw": (
+        lambda: rpx.to_torch(MODEL_LIKE, NORM),
+        ValueError,
+        "to_torch: WeightNorm().apply got a tree that never went through init: it holds no '@weight_norm'. Call "
+        "`raw = p.init(params)` once, with the whole chain, and pass `raw`.",
+    ),
+    "a rule for nothing": (
+        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dens/.*": "x"}),
+        ValueError,
+        "to_torch: `names` names nothing: no path matches 'dens/.*' as a whole. The nearest of 2 paths are "
+        "'dense/bias', 'dense/kernel'. Correct the expression; `.*` stands for any text.",
+    ),
+    "one name for two": (
+        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/.*": "x"}),
+        ValueError,
+        "to_torch: 'dense/bias' and 'dense/kernel' are both called 'x'. Tell them apart by `names`.",
+    ),
+    "a name of no group": (
+        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/bias": r"\1"}),
+        ValueError,
+        "to_torch: cannot make a name of '\\\\1' for 'dense/bias': invalid group reference 1 at position 1.",
+    ),
+    "an unknown layout": (
+        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), layouts={"dense/kernel": "oihw"}),
+        ValueError,
+        "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose'.",
+    ),
+    "an unknown style": (
+        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), style="old"),
+        ValueError,
+        "to_torch takes style='parametrizations' or 'hooks', but got 'old'.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_place_in_torch_is_refused(call, error, text):
+    with raises(error, text):
+        call()
