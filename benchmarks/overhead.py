@@ -121,7 +121,7 @@ def growth(task: str) -> dict[str, Rows]:
 
 
 def within_reach(spent: list[float]) -> bool:
-    """Whether the next count may take less than the longest time; three times the arrays are taken to cost six times."""
+    """Whether the next count may take less than the longest time, if three times the arrays cost six times as much."""
     return not spent or 6 * spent[-1] < 1e3 * LONGEST
 
 
