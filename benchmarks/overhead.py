@@ -24,8 +24,8 @@ import reparax as rpx
 
 STD = 0.075
 COUNTS = (10, 30, 100, 300, 1000, 3000)
-LONGEST = 30.0
-"""Seconds that a program may take to compile; a way that would take longer is left out."""
+LONGEST = 60.0
+"""Seconds that a program may take to trace and compile; a way that may take longer is left out."""
 
 Apply = Callable[[Any, jax.Array, Any], Any]
 """From a raw tree, a key and the standard deviation of noise to the effective tree."""
@@ -121,10 +121,8 @@ def growth(task: str) -> dict[str, Rows]:
 
 
 def within_reach(spent: list[float]) -> bool:
-    """Whether the next count may take less than the longest time, if time goes on to grow as it did."""
-    if len(spent) < 2:
-        return True
-    return spent[-1] * max(3.0, spent[-1] / spent[-2]) < 1e3 * LONGEST
+    """Whether the next count may take less than the longest time, if three times the arrays cost six times as much."""
+    return not spent or 6 * spent[-1] < 1e3 * LONGEST
 
 
 def measure(repeats: int) -> dict[str, Rows]:
