@@ -96,7 +96,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       kept for the backward pass: 20.0 KiB
         raw parameters and keys: 0 B
         made from these alone: 16.0 KiB
-            16.0 KiB  float32[64, 64]      ... (VarNoise.apply_leaf)
+            16.0 KiB  float32[64, 64]      ... (VarNoise.perturb)
         activations and data: 4.0 KiB
              2.0 KiB  float32[8, 64]       x
              2.0 KiB  float32[8, 64]       <doctest reparax._saved.saved[2]>:3:19 (loss)
