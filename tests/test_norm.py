@@ -328,6 +328,16 @@ def test_spectral_norm_starts_near_one_without_any_update(shape):
     assert top(p.apply(p.init({"w": jnp.asarray(w)}))["w"]) == pytest.approx(1, rel=0.05)
 
 
+def test_spectral_norm_outside_of_jit_compiles_its_update_once(caplog):
+    p = rpx.SpectralNorm()
+    raw = p.update(started(p, normal(6, 4)))
+    with jax.log_compiles():
+        p.update(raw)
+        assert not [record for record in caplog.records if "ompil" in record.message]
+        p.update(started(p, normal(7, 4)))
+        assert [record for record in caplog.records if "ompil" in record.message]
+
+
 def test_spectral_norm_under_vmap_brings_each_matrix_of_a_batch_to_one():
     p = rpx.SpectralNorm()
     raw = spectral(normal(5, 6, 4), normal(5, 4), normal(5, 6))
