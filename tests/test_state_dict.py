@@ -393,7 +393,7 @@ NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3
 STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
-ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
+ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no parameter."
 PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
 
 

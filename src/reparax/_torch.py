@@ -155,7 +155,8 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
         raise ValueError(
             f"the state dict is not that of {p!r}:\n  "
             + "\n  ".join(lines)
-            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
+            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no "
+            "parameter."
         )
 
 
