@@ -199,6 +199,13 @@ def test_the_first_rule_that_matches_counts():
     assert sorted(got) == ["first", "second.b"]
 
 
+def test_a_group_of_several_parts_of_a_path_is_written_with_dots():
+    tree = {"encoder": {"layer_0": {"kernel": W}}}
+    assert list(rpx.to_torch(tree, rpx.Chain(), names={"(.*)/kernel": r"model.\1.weight"})) == [
+        "model.encoder.layer_0.weight"
+    ]
+
+
 @pytest.mark.parametrize(
     ("layout", "axis", "rest"), [("kernel", -1, "hwi->ihw"), ("same", 0, "iho->iho"), ("conv_transpose", 2, "hwo->ohw")]
 )
