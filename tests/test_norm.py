@@ -189,6 +189,17 @@ def test_weight_norm_has_the_second_derivatives_of_a_quotient():
     np.testing.assert_allclose(*second(v), rtol=1e-4, atol=1e-5)
 
 
+def test_weight_norm_has_the_directional_derivatives_of_a_batch():
+    def effective(v):
+        return rpx.WeightNorm().apply({"w": {"@weight_norm": {"g": jnp.full((1, 2), 3.0), "v": v}}})["w"]
+
+    v, dv = normal(5, 3, 2), normal(5, 3, 2, seed=1)
+    got = jax.jit(lambda v, dv: jax.jvp(jax.vmap(effective), (v,), (dv,))[1])(v, dv)
+    length = np.linalg.norm(v, axis=1, keepdims=True)
+    expected = 3 * (dv / length - v * np.sum(v * dv, axis=1, keepdims=True) / length**3)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_weight_norm_at_zero_passes_gradient_to_the_length_and_none_that_is_infinite():
     p = rpx.WeightNorm()
     grad = pulled(p, started(p, np.zeros((8, 4), np.float32)), np.ones((8, 4), np.float32))["@weight_norm"]
@@ -315,6 +326,16 @@ def test_spectral_norm_keeps_the_direction_of_the_weight():
 def test_spectral_norm_starts_near_one_without_any_update(shape):
     p, w = rpx.SpectralNorm(), normal(*shape)
     assert top(p.apply(p.init({"w": jnp.asarray(w)}))["w"]) == pytest.approx(1, rel=0.05)
+
+
+def test_spectral_norm_outside_of_jit_compiles_its_update_once(caplog):
+    p = rpx.SpectralNorm()
+    raw = p.update(started(p, normal(6, 4)))
+    with jax.log_compiles():
+        p.update(raw)
+        assert not [record for record in caplog.records if "ompil" in record.message]
+        p.update(started(p, normal(7, 4)))
+        assert [record for record in caplog.records if "ompil" in record.message]
 
 
 def test_spectral_norm_under_vmap_brings_each_matrix_of_a_batch_to_one():

@@ -330,3 +330,21 @@ def test_parts_of_an_axis_are_of_one_size():
         " at 'w': P(('data', 'model'),) cuts axis 0 of float32[12, 16] into 8 parts, which are not of one size. Leave "
         "that axis whole.",
     )
+
+
+@pytest.mark.parametrize(
+    ("raw", "shardings", "path"),
+    [
+        pytest.param(LIKE, SHARDINGS, "b", id="parameters for the raw tree"),
+        pytest.param(RAW, specs(SHARDINGS), "b/@freeze/@fixed/w", id="specs for shardings"),
+        pytest.param(RAW, {**SHARDINGS, "w": NamedSharding(MESH, BOTH)}, "w/@weight_norm/g", id="another stage"),
+    ],
+)
+def test_the_state_needs_a_sharding_for_each_raw_array(raw, shardings, path):
+    state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW)
+    message = (
+        f"state_shardings: the raw tree holds {path!r}, for which there is no sharding. Pass the raw tree, and what "
+        "`p.shardings` gives for it."
+    )
+    with raises(ValueError, message):
+        rpx.state_shardings(state, raw, shardings)

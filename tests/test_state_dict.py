@@ -199,6 +199,13 @@ def test_the_first_rule_that_matches_counts():
     assert sorted(got) == ["first", "second.b"]
 
 
+def test_a_group_of_several_parts_of_a_path_is_written_with_dots():
+    tree = {"encoder": {"layer_0": {"kernel": W}}}
+    assert list(rpx.to_torch(tree, rpx.Chain(), names={"(.*)/kernel": r"model.\1.weight"})) == [
+        "model.encoder.layer_0.weight"
+    ]
+
+
 @pytest.mark.parametrize(
     ("layout", "axis", "rest"), [("kernel", -1, "hwi->ihw"), ("same", 0, "iho->iho"), ("conv_transpose", 2, "hwo->ohw")]
 )
@@ -393,7 +400,7 @@ NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3
 STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
-ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
+ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no parameter."
 PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
 
 

@@ -1,5 +1,6 @@
 """Length and direction of weights, and the largest singular value."""
 
+import functools
 import math
 from typing import ClassVar
 
@@ -140,7 +141,7 @@ class SpectralNorm(Constraint):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = jax.random.normal(key, matrix.shape[:1], matrix.dtype)
-        u, v = self._iterated(matrix, unit(start, (0,)), 15)
+        u, v = _iterated(matrix, unit(start, (0,)), 15)
         return {"w": w, "u": u, "v": v}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -157,7 +158,7 @@ class SpectralNorm(Constraint):
         return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        u, v = self._iterated(self._matrix(values["w"]), values["v"], self.n_steps)
+        u, v = _iterated(self._matrix(values["w"]), values["v"], self.n_steps)
         return {"u": u, "v": v}
 
     def _matrix(self, w: Array) -> Array:
@@ -166,10 +167,14 @@ class SpectralNorm(Constraint):
         rest = math.prod(w.shape[:axis] + w.shape[axis + 1 :])
         return jnp.moveaxis(widened(w), axis, -1).reshape(rest, w.shape[axis])
 
-    def _iterated(self, matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
-        def step(v: Array) -> tuple[Array, Array]:
-            u = unit(jnp.matmul(v, matrix, precision="highest"), (0,))
-            image = unit(jnp.matmul(matrix.conj(), u, precision="highest"), (0,))
-            return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
 
-        return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))
+@functools.partial(jax.jit, static_argnums=2)
+def _iterated(matrix: Array, v: Array, n_steps: int) -> tuple[Array, Array]:
+    """Both singular vectors after ``n_steps`` iterations from ``v``; a program of its own, compiled once."""
+
+    def step(v: Array) -> tuple[Array, Array]:
+        u = unit(jnp.matmul(v, matrix, precision="highest"), (0,))
+        image = unit(jnp.matmul(matrix.conj(), u, precision="highest"), (0,))
+        return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
+
+    return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))

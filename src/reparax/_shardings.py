@@ -39,6 +39,9 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       raw: The raw tree, or its shapes and dtypes.
       shardings: What :meth:`Parametrization.shardings` gives for it.
 
+    Raises:
+      ValueError: Naming a raw array without a sharding.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
       >>> from jax.sharding import AbstractMesh, PartitionSpec
@@ -51,12 +54,17 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       P(None, 'model')
     """
     shapes = {path: x.shape for path, x in zip(*named(raw)[:2], strict=True) if is_array(x)}
-    known = dict(zip(*named(shardings)[:2], strict=True))
+    known = {path: x for path, x in zip(*named(shardings)[:2], strict=True) if isinstance(x, NamedSharding)}
+    for path in sorted(shapes.keys() - known.keys()):
+        raise ValueError(
+            f"state_shardings: the raw tree holds {text(path)!r}, for which there is no sharding. Pass the raw tree, "
+            f"and what `p.shardings` gives for it."
+        )
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
 
     def of(path: Names, x: Any) -> NamedSharding | None:
         ends = (path[i:] for i in range(len(path) + 1))
-        own = next((end for end in ends if end in known), None)
+        own = next((end for end in ends if end in shapes), None)
         return None if not is_array(x) else known[own] if own is not None and shapes[own] == x.shape else whole
 
     paths, leaves, treedef = named(state)

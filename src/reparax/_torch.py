@@ -36,8 +36,8 @@ def from_torch(
       p: The chain. For a plain state dict it is ``Chain()``, or one of perturbations.
       like: The model's parameters, or their shapes and dtypes.
       names: What torch calls a parameter, by regular expressions that must match the whole path:
-        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``; the first that matches counts. Default: the path with ``.``
-        for ``/``, and ``weight`` for ``kernel``, ``scale`` and ``embedding``.
+        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``; the first that matches counts, and each ``/``
+        becomes a ``.``. Default: the path, with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
       layouts: The layout of a parameter, by regular expressions: ``"kernel"``, ``(*spatial, in, out)`` here for
         ``(out, in, *spatial)`` there, the default for arrays that are called so; ``"conv_transpose"``, the same for
         ``(in, out, *spatial)`` there, for transposed convolutions of flax unless they say ``transpose_kernel=True``;
@@ -155,7 +155,8 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
         raise ValueError(
             f"the state dict is not that of {p!r}:\n  "
             + "\n  ".join(lines)
-            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict what is no parameter."
+            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no "
+            "parameter."
         )
 
 

@@ -111,7 +111,7 @@ def _default(path: str) -> str:
 
 def _expanded(match: re.Match[str], name: str) -> str:
     try:
-        return match.expand(name)
+        return match.expand(name).replace("/", ".")  # a group may be several parts of the path
     except (re.error, IndexError) as error:
         raise ValueError(f"cannot make a name of {name!r} for {match[0]!r}: {error}.") from error
 
