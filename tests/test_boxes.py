@@ -35,6 +35,19 @@ def named_of(p, params=None):
 # Linen. -----------------------------------------------------------------------------------------------------------
 
 
+def test_boxes_that_someone_made_anew_hold_values_too_and_the_model_gets_plain_arrays(key):
+    raw = CHAIN.init(partitioned())
+    is_box = nn.meta.AxisMetadata
+    anew = jax.tree.map(
+        lambda x: nn.Partitioned(x.value, tuple(x.names)) if isinstance(x, is_box) else x,
+        raw,
+        is_leaf=lambda x: isinstance(x, is_box),
+    )
+    effective = CHAIN.apply(anew, key)
+    np.testing.assert_array_equal(effective["kernel"], CHAIN.apply(raw, key)["kernel"].value)
+    assert effective["bias"].names == ("mlp",)
+
+
 @pytest.mark.parametrize(
     ("p", "expected"),
     [

@@ -64,12 +64,15 @@ def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
 
 
 def _around_all(node: Mapping[str, Any]) -> Any:
+    """The marker dict in the parameter's box; in none where someone made the boxes of its values anew."""
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
-    boxes = [part for part in parts if _is_part(part)]
-    if not boxes:
-        return node
-    values, names = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts]), _names(boxes[0])
-    return boxes[0].replace(values) if names is None else _renamed(boxes[0], values, names.whole)
+    values = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts])
+    for box in filter(_is_part, parts):
+        if _is_unnamed_variable(box):
+            return box.replace(values)
+        if isinstance(names := _names(box), PartNames):
+            return _renamed(box, values, names.whole)
+    return values
 
 
 def _is_marked(x: Any) -> bool:
@@ -77,7 +80,7 @@ def _is_marked(x: Any) -> bool:
 
 
 def _is_part(x: Any) -> bool:
-    return is_box(x) and (isinstance(_names(x), PartNames) or _is_unnamed_variable(x))
+    return is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
 
 
 def _is_unnamed_variable(box: Any) -> bool:
