@@ -55,10 +55,17 @@ def length(x, axis):
     return jnp.where(jnp.all(x == 0, axis, keepdims=True), 0, size * jnp.sqrt(jnp.where(total == 0, 1, total)))
 
 
+@jax.custom_jvp
 def weight_norm(g, v):
-    n = jax.lax.stop_gradient(two_sums(v))
-    u = v / n
-    return u * (g / one(u, n))
+    return v * (g / two_sums(v))
+
+
+@weight_norm.defjvp
+def weight_norm_jvp(primals, tangents):
+    (g, v), (dg, dv) = primals, tangents
+    n = two_sums(v)
+    along = jnp.sum(v / n * dv, range(v.ndim - 1), keepdims=True)
+    return v * (g / n), dv * (g / n) + v * ((dg - g * (along / n)) / n)
 
 
 def two_sums(v):
@@ -66,17 +73,6 @@ def two_sums(v):
     small = jnp.sum(jnp.square(v / far), range(v.ndim - 1), keepdims=True)
     n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(small) * far)
     return jnp.where(n == 0, 1, n)
-
-
-@jax.custom_jvp
-def one(u, n):
-    return jnp.ones_like(n)
-
-
-@one.defjvp
-def one_jvp(primals, tangents):
-    (u, n), (du, _) = primals, tangents
-    return one(u, n), jnp.sum(u * du, range(u.ndim - 1), keepdims=True) / one(u, n)
 
 
 def spectral_norm(u, v, w):

@@ -37,40 +37,48 @@ def unit(x: Array, axes: Indices) -> Array:
     return u / _positive(u, axes).astype(x.dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def stretched(x: Array, length: Array, axes: Indices) -> Array:
     """``x`` with the given length along ``axes``; zero stays zero.
 
     Along ``axes`` are summed two arrays at once, and one more for the gradients, which is all that devices need to
-    exchange where ``axes`` are spread over them.
+    exchange where ``axes`` are spread over them. For gradients that is a sum over ``x`` itself, which need not be
+    divided by its length in memory first.
     """
-    n = _known(x, axes)
-    u = x / n.astype(x.dtype)
-    return u * (length / _one(u, n, axes)).astype(x.dtype)
+    return x * (length / _length(x, axes)).astype(x.dtype)
 
 
-def _known(x: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, 1 where it is zero, as a number without a gradient.
+@stretched.defjvp
+def _stretched_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (x, length), (dx, dlength) = primals, tangents
+    n = _length(x, axes)
+    factor = (length / n).astype(x.dtype)
+    growth = (dlength - length * (_along(x, n, dx, axes) / n)) / n
+    return x * factor, dx * factor + x * growth.astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _length(x: Array, axes: Indices) -> Array:
+    """The Euclidean length along ``axes``, 1 where it is zero.
 
     Squares are taken of ``x`` made larger and made smaller, and the second sum is read where the first overflows, so
     that ``x`` need not be divided by its largest magnitude first.
     """
-    x, far = jax.lax.stop_gradient(x), 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
+    far = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     total = _squares(x * far, axes)
     n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(_squares(x / far, axes)) * far)
     return jnp.where(n == 0, 1, n)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _one(u: Array, n: Array, axes: Indices) -> Array:
-    """The length of ``u``, which is known to be 1: its derivative is that of the length."""
-    del u, axes
-    return n**0  # and not a constant: a batch of lengths has a batch of derivatives
+@_length.defjvp
+def _length_jvp(axes: Indices, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    n = _length(*primals, axes)
+    return n, _along(*primals, n, *tangents, axes)
 
 
-@_one.defjvp
-def _one_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    one = _one(*primals, axes)
-    return one, jnp.sum((primals[0].conj() * tangents[0]).real, axis=axes, keepdims=True) / one
+def _along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
+    """The part of ``dx`` in the direction of ``x``, of length ``n``."""
+    return jnp.sum(((x / n.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
 
 
 def norm(x: Array, axes: Indices) -> Array:
