@@ -12,7 +12,14 @@ AxisNames = tuple[str | None, ...]
 
 def stated(box: Any) -> Any:
     """What a box of flax, linen's or nnx's, says of the axes of its array, in its own form; None if nothing."""
-    return box.get_metadata("out_sharding", None) if has_ancestor(box, "Variable") else getattr(box, "names", None)
+    if not has_ancestor(box, "Variable"):
+        return getattr(box, "names", None)
+    return box.get_metadata().get(keyword(box))
+
+
+def keyword(variable: Any) -> str:
+    """What flax calls the names of the axes of an nnx variable; older versions had another word."""
+    return "sharding_names" if "sharding_names" in variable.get_metadata() else "out_sharding"
 
 
 def axis_names(box: Any) -> AxisNames | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from reparax._axis_names import stated
+from reparax._axis_names import keyword, stated
 from reparax._paths import Names, PyTree, has_ancestor, is_box, named, text
 from reparax._provenance import Init, inherited
 
@@ -112,5 +112,5 @@ def _padded(box: Any) -> tuple[Any, ...]:
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
     """The same box with another value and other names."""
     if has_ancestor(box, "Variable"):
-        return box.replace(value, out_sharding=names)
+        return box.replace(value, **{keyword(box): names})
     return box.replace(value=value, names=names)
