@@ -88,8 +88,7 @@ def _is_unnamed_variable(box: Any) -> bool:
 
 
 def _holds_values(x: Any) -> bool:
-    spreads = is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
-    return spreads and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
+    return _is_part(x) and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
 
 
 def _held(box: Any) -> Any:

@@ -142,7 +142,7 @@ class Perturbation(_Leafwise):
                 require_type("apply_leaf", after, before)
         return after
 
-    # What a stage of which the draw and the change are two steps makes anew: see ``Noise``.
+    # What a stage of which the draw and the change are two steps makes anew: see ``Drawn``.
     def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
         """What the change of each array is given besides the array: its key."""
         del acting
