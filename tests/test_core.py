@@ -100,7 +100,7 @@ def test_stages_of_one_kind_are_told_apart_where_they_select_different_arrays():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     p = Affine(2.0, where="a") >> Affine(5.0, where="b")
     raw = p.init(params)
-    np.testing.assert_allclose(raw["a"]["@affine@2"]["x"], [0.5, 0.5])
+    np.testing.assert_allclose(raw["a"]["@affine"]["x"], [0.5, 0.5])
     np.testing.assert_allclose(raw["b"]["@affine"]["x"], [0.2, 0.2], rtol=1e-6)
     np.testing.assert_allclose(p.apply(raw)["a"], [1, 1])
     np.testing.assert_allclose(p.apply(raw)["b"], [1, 1])
@@ -148,12 +148,6 @@ def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
         np.testing.assert_allclose(alone.fold(raw)["w"], params["w"])
         assert alone.deterministic == p.deterministic != stage
     assert (p.deterministic >> rpx.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
-
-
-def test_neighbours_that_do_not_fuse_need_not_be_kept_apart():
-    stages = rpx.WeightNorm(), rpx.Cast("bfloat16")
-    assert rpx.Chain(stages, fused=False) == rpx.Chain(stages)
-    assert repr(rpx.Chain(stages, fused=False)) == "WeightNorm() >> Cast('bfloat16')"
 
 
 def test_deterministic_drops_what_is_random():

@@ -278,7 +278,7 @@ def noisy(w, key):
 
 
 def dropped(w, key):
-    return jnp.where(_draw.mask(key, jnp.float32(0.8), w, ()), w / 0.8, 0)
+    return jnp.where(_draw.uniform(key, w, ()) < jnp.float32(0.8), w / 0.8, 0)
 
 
 def noise(raw, key):

@@ -32,6 +32,37 @@ def single(axis: Any, who: str, name: str) -> Axis:
     return axis if isinstance(axis, str) else int(axis)
 
 
+def from_the_front(axes: Any, who: str, name: str) -> Axes:
+    """``axes`` as :func:`checked`, of which numbers must count from the front: raw values may have fewer axes."""
+    found = checked(axes, who, name)
+    numbers = [axis for axis in _each(found) if isinstance(axis, int)]
+    if any(axis < 0 for axis in numbers) or len(set(_each(found))) < len(_each(found)):
+        raise ValueError(f"{who} got {name}={axes!r}, but counts each of these axes once, from the front. Write it so.")
+    return found
+
+
+def listed(axes: Axes) -> tuple[int, ...]:
+    """Axes that a formula on one array can count, in the order in which they are given."""
+    return _numbers(axes)
+
+
+def found(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
+    """The numbers of ``axes`` in an array of these axis names, of which those that it does not have are left out.
+
+    Raises:
+      ValueError: Where an axis is given by name and the array has no names at all, or several of that name.
+    """
+
+    def numbers(axis: Axis) -> list[int]:
+        if isinstance(axis, int):
+            return [axis]
+        if names is None or names.count(axis) > 1:
+            return [int(number) for number in _each(numbered(axis, names))]
+        return [i for i, name in enumerate(names) if name == axis]
+
+    return tuple(sorted(number for axis in _each(axes) for number in numbers(axis)))
+
+
 def _is_axis(value: object) -> bool:
     return isinstance(value, str) or _counts(value)
 
@@ -123,3 +154,9 @@ def others(features: Axes | None, w: Array) -> tuple[int, ...]:
 def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front; all of them for None."""
     return tuple(range(w.ndim)) if axes is None else positive(axes, w)
+
+
+def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
+    """``axes``, which count the axes of ``w`` but those of ``stacked``, counted from the front of ``w``."""
+    own = [axis for axis in range(w.ndim) if axis not in _numbers(stacked)]
+    return tuple(sorted(own[axis] for axis in _numbers(axes)))

@@ -5,9 +5,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core import Parametrization
 from reparax._leafwise import Perturbation
-from reparax._precision import holds
 
 
 class Cast(Perturbation):
@@ -47,8 +45,3 @@ class Cast(Perturbation):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         del key
         return w.astype(self.dtype)
-
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not (isinstance(later, Cast) and self.where == later.where):
-            return None
-        return later if holds(self.dtype, later.dtype) else None

@@ -2,13 +2,15 @@
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import field
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, overload
 
 import jax
 
 from reparax import _boxes, _differences, _keys, _manifest, _raw, _recompute, _shardings
+from reparax._keys import Keys
 from reparax._paths import PyTree
+from reparax._pending import settled
 from reparax._static import Static
 
 
@@ -70,14 +72,18 @@ class Parametrization(Static, ABC):
         return type(self).update is not Parametrization.update
 
     # What a chain calls: as the public four, on a tree in which other stages have left their markers.
-    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        return self.init(tree, key)
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.init(tree, keys.of_stage(self.kind))
 
-    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        return self.apply(tree, key)
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.apply(tree, keys.of_stage(self.kind))
 
-    def _update(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        return self.update(tree, key)
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.update(tree, keys.of_stage(self.kind))
+
+    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
+        """``tree`` with all noise drawn that this stage must see."""
+        return settled(tree, keys)
 
     def _rebase(self, tree: PyTree) -> PyTree:
         return self.rebase(tree)
@@ -103,7 +109,7 @@ class Parametrization(Static, ABC):
         owners = {slot.path: slot.path for slot in _raw.flatten(tree)[1]}
         for stage in reversed(_stages(self)):
             owners = _raw.followed(owners, stage._sources(tree))
-            tree = _differences.abstract(functools.partial(stage._init, key=None), tree)
+            tree = _differences.abstract(functools.partial(stage._init, keys=Keys(None)), tree)
         return owners
 
     def _sources(self, tree: PyTree) -> dict[str, str]:
@@ -115,23 +121,17 @@ class Parametrization(Static, ABC):
         """Plain parameters for export: ``p.deterministic.apply(raw)``."""
         return self.deterministic.apply(raw)
 
-    def fuse(self, later: "Parametrization") -> "Parametrization | None":
-        """One stage of the same distribution as ``self >> later``, or None where there is no closed form."""
-        del later
-        return None
-
     def __rshift__(self, later: object) -> "Parametrization":
         if not isinstance(later, Parametrization):
             return NotImplemented
-        kept_apart = any(isinstance(part, Chain) and not part.fused for part in (self, later))
-        return compose((self, later), fused=not kept_apart)
+        return compose((self, later))
 
     def __repr__(self) -> str:
         return _manifest.expression(self)
 
     def to_json(self) -> str:
         """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
-        return _manifest.dumps(_stages(self))
+        return _manifest.dumps(_stages(self) if compose((self,)) == self else (self,))
 
     def check(self, raw: PyTree, like: PyTree) -> None:
         """Compares a raw tree, such as a restored checkpoint, with what ``init`` would make of ``like``.
@@ -164,45 +164,57 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        traced = functools.partial(self._init, key=None)
+        traced = functools.partial(self._init, keys=Keys(None))
         return _shardings.of_raw(call(self, "shardings"), self.init, traced, specs, mesh, like)
 
 
 class Chain(Parametrization):
-    """Stages in a row, the one nearest to the raw tree first; what ``>>`` builds. ``Chain()`` is the identity.
+    """Stages in a row, the first acts on the raw values first; what ``>>`` builds. ``Chain()`` is the identity.
+
+    A chain holds the stages as you wrote them, one after the other: ``len(p)``, ``p[0]``, ``p[1:]`` and loops see them.
 
     Args:
-      stages: The stages. Chains among them are flattened and neighbours with a closed form are fused.
-      fused: False keeps neighbours apart, as ``deterministic`` does where noise stood between two of them.
+      stages: The stages. The stages of chains among them stand in their place.
 
     Example:
       >>> import reparax as rpx
-      >>> (rpx.WeightNorm() >> rpx.VarNoise(3.0)) >> rpx.VarNoise(4.0)
-      WeightNorm() >> VarNoise(5.0)
-      >>> rpx.VarNoise(5.0).deterministic
-      Chain()
+      >>> p = (rpx.WeightNorm() >> rpx.VarNoise(3.0)) >> rpx.VarNoise(4.0)
+      >>> p
+      WeightNorm() >> VarNoise(3.0) >> VarNoise(4.0)
+      >>> len(p), p[0], p.deterministic
+      (3, WeightNorm(), WeightNorm())
     """
 
     stages: tuple[Parametrization, ...] = ()
-    fused: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         got: Any = self.stages
         if not isinstance(got, tuple):
             raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
-        apart = tuple(stage for part in self.stages for stage in _stages(part))
-        fused = functools.reduce(_appended, apart, ())
-        object.__setattr__(self, "stages", fused if self.fused else apart)
-        object.__setattr__(self, "fused", len(self.stages) == len(fused))
+        object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in _stages(part)))
         object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
         object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
 
     def __repr__(self) -> str:
-        if not self.fused:
-            return f"Chain({self.stages!r}, fused=False)"
         if len(self.stages) > 1:
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __bool__(self) -> bool:
+        return True  # the identity is a parametrization too, though it has no stages
+
+    def __iter__(self) -> Iterator[Parametrization]:
+        return iter(self.stages)
+
+    @overload
+    def __getitem__(self, i: int) -> Parametrization: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Chain": ...
+    def __getitem__(self, i: int | slice) -> Parametrization:
+        return Chain(self.stages[i]) if isinstance(i, slice) else self.stages[i]
 
     @property
     def advances(self) -> bool:
@@ -210,7 +222,7 @@ class Chain(Parametrization):
 
     @property
     def deterministic(self) -> Parametrization:
-        return compose(tuple(stage.deterministic for stage in self.stages), fused=False)
+        return compose(tuple(stage.deterministic for stage in self.stages))
 
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         for path, mark in _raw.markers(params).items():
@@ -218,21 +230,21 @@ class Chain(Parametrization):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        raw = self._init(params, _checked_key(self, "init", key))
-        return _boxes.spread(functools.partial(self._init, key=None), params, raw)
+        raw = self._init(params, Keys(_checked_key(self, "init", key)))
+        return _boxes.spread(functools.partial(self._init, keys=Keys(None)), params, raw)
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        effective = _recompute.recomputing(self._apply, _boxes.gathered(raw), self._checked(key))
+        effective = _recompute.recomputing(self._run, _boxes.gathered(raw), self._checked(key))
         for path, mark in _raw.markers(effective).items():
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        keys, tree = self._stage_keys(_checked_key(self, "update", key)), _boxes.gathered(raw)
+        keys, tree = Keys(_checked_key(self, "update", key)), _boxes.gathered(raw)
         for i, stage in enumerate(self.stages):
             if stage.advances:
                 seen = self._before(i, tree)
-                tree = _raw.graft("update", tree, seen, stage._update(seen, keys[i]), free=False)
+                tree = _raw.graft("update", tree, seen, stage._update(seen, keys), free=False)
         return _boxes.spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
@@ -254,19 +266,20 @@ class Chain(Parametrization):
 
     def _before(self, i: int, tree: PyTree) -> PyTree:
         """What the stage number ``i`` sees of a raw tree, without noise."""
-        return Chain(self.stages[:i], fused=False).deterministic._apply(tree, None)
+        return self[:i].deterministic._apply(tree, Keys(None))
 
-    def _stage_keys(self, key: jax.Array | None) -> list[jax.Array | None]:
-        return _keys.per_stage(key, [stage.kind for stage in self.stages])
+    def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        keys = Keys(key)
+        return settled(self._apply(tree, keys), keys)
 
-    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        for stage, stage_key in reversed(list(zip(self.stages, self._stage_keys(key), strict=True))):
-            tree = stage._init(tree, stage_key)
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        for stage in reversed(self.stages):
+            tree = stage._init(tree, keys)
         return tree
 
-    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        for stage, stage_key in zip(self.stages, self._stage_keys(key), strict=True):
-            tree = stage._apply(tree, stage_key)
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        for stage in self.stages:
+            tree = stage._apply(stage._ready(tree, keys), keys)
         return tree
 
 
@@ -276,15 +289,10 @@ def _stages(part: object) -> tuple[Parametrization, ...]:
     return part.stages if isinstance(part, Chain) else (part,)
 
 
-def _appended(done: tuple[Parametrization, ...], stage: Parametrization) -> tuple[Parametrization, ...]:
-    fused = done[-1].fuse(stage) if done else None
-    return (*done, stage) if fused is None else _appended(done[:-1], fused)
-
-
-def compose(stages: tuple[Parametrization, ...], *, fused: bool = True) -> Parametrization:
-    """The chain of ``stages``; the stage itself where only one is left."""
-    chain = Chain(stages, fused=fused)
-    return chain.stages[0] if len(chain.stages) == 1 else chain
+def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+    """The chain of ``stages``; the stage itself where there is only one."""
+    chain = Chain(stages)
+    return chain.stages[0] if len(chain) == 1 else chain
 
 
 def call(p: Parametrization, method: str) -> str:

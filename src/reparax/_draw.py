@@ -1,7 +1,7 @@
 """Random arrays for the whole library, made with the sharding of the weight that they meet.
 
-The numbers are those of ``jax.random`` for the same key: words, uniform numbers and masks bit for bit, normal numbers
-but for the last bits, where a compiler may round a fused ``erf_inv`` in its own way. A batch of keys gives a batch of
+The numbers are those of ``jax.random`` for the same key: words and uniform numbers bit for bit, normal numbers but
+for the last bits, where a compiler may round a fused ``erf_inv`` in its own way. A batch of keys gives a batch of
 the arrays that its keys give alone, made in a loop whose body is compiled once.
 """
 
@@ -23,10 +23,10 @@ def normal(key: Array, w: Array) -> Array:
     return _normal(key, w.shape, w.dtype, _sharding(w))
 
 
-def mask(key: Array, keep: Array, w: Array, shared: tuple[int, ...]) -> Array:
-    """Booleans that are True with probability ``keep``, to within 2^-23; one draw along each axis of ``shared``."""
+def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
+    """Numbers in [0, 1), to within 2^-23; one along each axis of ``shared``, and else one for each entry of ``w``."""
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
-    return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared)) < keep.astype(jnp.float32)
+    return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared))
 
 
 def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:

@@ -1,22 +1,15 @@
-"""Perturbations that draw by the type of an array alone, so that small arrays of one type draw in one loop.
-
-The draws of one loop are held at once until they meet their arrays, as the effective arrays are.
-"""
+"""Perturbations that draw by the type of an array alone, so that neighbours on one array may draw once."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-from jax import Array, export
-from jax.sharding import AxisType
+import jax.numpy as jnp
+from jax import Array
 
-from reparax import _keys
+from reparax._keys import Keys
 from reparax._leafwise import Perturbation
-
-LOOPED = 2**14
-"""The most entries of an array that draws in a loop. Each array that draws alone costs a compiler on a CPU a tenth of a
-second once, and each that draws in a loop costs a second core, which loops leave idle, in every step."""
+from reparax._paths import PyTree
+from reparax._pending import Pending, drawn, joined
 
 
 class Drawn(Perturbation):
@@ -30,40 +23,30 @@ class Drawn(Perturbation):
     def perturb(self, w: Array, drawn: Array) -> Array:
         """The effective array of ``w``, of the same shape and dtype."""
 
-    def apply_leaf(self, w: Array, key: Array | None) -> Array:
-        assert key is not None
+    @property
+    def shared(self) -> Any:
+        """What the draw depends on besides the type of the array."""
+        return ()
+
+    def merged(self, later: Any) -> Any:
+        """One stage of the same distribution as this one and then ``later`` on one array, None where there is none.
+
+        Only the class that defines it joins its noises.
+        """
+        del later
+        return None
+
+    def apply_leaf(self, w: Array, key: Array) -> Array:
         return self.perturb(w, self.draw(w, key))
 
-    def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
-        assert key is not None
-        groups = _groups(acting)
-        keys = _keys.per_leaf(key, [paths[i] for group in groups for i in group])
-        drawn: dict[int, Array] = {}
-        for group in groups:
-            first, (stage, like) = len(drawn), acting[group[0]]
-            if len(group) == 1:
-                drawn[group[0]] = stage.draw(like, keys[first])
-            else:
-                batch = stage.draw(like, jax.lax.slice_in_dim(keys, first, first + len(group)))
-                parts = jax.lax.split(batch, [1] * len(group))
-                drawn.update(zip(group, [jax.lax.squeeze(part, [0]) for part in parts], strict=True))
-        return [drawn[i] for i in range(len(acting))]
-
-    def _change(self, w: Array, drawn: Any) -> Array:
-        return self.perturb(w, drawn)
-
-
-def _groups(acting: Sequence[tuple[Drawn, Array]]) -> list[list[int]]:
-    """The places of the arrays that draw together: of one type, small, and of which the sharding is known."""
-    groups: dict[Any, list[int]] = {}
-    for i, (stage, w) in enumerate(acting):
-        axes = tuple(getattr(stage, name) for name in stage.axis_fields)
-        sharding = jax.typeof(w).sharding
-        # What lies on a mesh in Auto mode may be sharded differently, which only the compiler learns.
-        alone = _is_large(w) or AxisType.Auto in sharding.mesh.axis_types
-        groups.setdefault(i if alone else (w.shape, w.dtype, sharding, axes), []).append(i)
-    return list(groups.values())
-
-
-def _is_large(w: Array) -> bool:
-    return any(map(export.is_symbolic_dim, w.shape)) or w.size > LOOPED
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        found, treedef = self._selection("apply", tree)
+        leaves = [w for w, _, _ in found]
+        acting = {i: (slot.draw, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        numbers = keys.numbers(self.kind, [path for path, _ in acting.values()])
+        both = {i: joined(leaves[i], stage) for i, (_, stage) in acting.items()}
+        alone = [i for i, noise in both.items() if noise is None]
+        ready = dict(zip(alone, drawn([leaves[i] for i in alone], keys), strict=True))
+        for (i, (path, stage)), number in zip(acting.items(), numbers, strict=True):
+            leaves[i] = both[i] or Pending(jnp.asarray(ready[i]), stage, path, number)
+        return treedef.unflatten(leaves)

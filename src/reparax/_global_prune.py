@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax import _raw, _sparsity
+from reparax import _sparsity
 from reparax._constraint import refuse_infinite
-from reparax._core import Parametrization
+from reparax._keys import Keys
 from reparax._leafwise import Reparametrization
 from reparax._mask import largest, masked, masking
 from reparax._paths import PyTree
@@ -47,6 +47,11 @@ class GlobalPrune(Reparametrization):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "sparsity", _sparsity.checked(self.sparsity, "GlobalPrune"))
+        if self.stacked != ():
+            raise ValueError(
+                f"GlobalPrune got stacked={self.stacked!r}, but ranks the weights of all arrays together. Leave "
+                f"`stacked` out, or prune each array by itself with MagnitudePrune."
+            )
 
     @property
     def advances(self) -> bool:
@@ -61,21 +66,15 @@ class GlobalPrune(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not (isinstance(later, GlobalPrune) and self.where == later.where):
-            return None
-        return GlobalPrune((*_sparsity.amounts(self.sparsity), *_sparsity.amounts(later.sparsity)), where=self.where)
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self._update(super()._init(tree, keys), keys)
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
-        return self._update(super()._init(tree, key), key)
-
-    def _update(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
-        weights: list[Array] = []  # of all nodes first: a mask depends on every one
-        self._at_nodes("update", tree, lambda _, node: weights.append(jnp.asarray(node["w"])))
-        masks = iter(self._masks(weights))
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
-        return self._at_nodes("update", tree, lambda _, node: {mark: {**node, FIXED: {"mask": next(masks)}}})
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        leaves, treedef, own = self._own_nodes("update", tree, keys)  # all of them first: a mask depends on every one
+        masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
+        for (i, node), mask in zip(own.items(), masks, strict=True):
+            leaves[i] = {node.mark: {**node.held, FIXED: {"mask": mask}}}
+        return treedef.unflatten(leaves)
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])

@@ -11,8 +11,17 @@ from jax import Array
 
 from reparax import _raw, _where
 from reparax._core import call
-from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
-from reparax._paths import PyTree, is_array
+from reparax._keys import Keys
+from reparax._nodes import (
+    located,
+    no_own_node,
+    node_of,
+    require_named_arrays,
+    require_type,
+    require_values,
+    values_under,
+)
+from reparax._paths import PyTree, is_array, named
 from reparax._stage import Stage
 
 Leaves = dict[str, dict[str, Array]]
@@ -63,28 +72,30 @@ class Joint(Stage):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
         leaves, slots, treedef = _raw.flatten(tree)
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
+        marks = [_raw.marker(self.kind, _raw.number(path, self.kind)) for path in named(tree)[0]]
         seen = [slot.visible and is_array(w) for w, slot in zip(leaves, slots, strict=True)]
         for group in self._groups("init", slots, seen):
             with located(_at(call(self, "init"), slots, group)):
                 nodes = self._opened({name: jnp.asarray(leaves[i]) for name, i in group.items()})
             for name, i in group.items():
-                leaves[i] = {mark: nodes[name]}
+                leaves[i] = {marks[i]: nodes[name]}
         return treedef.unflatten(leaves)
 
-    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
-        mark = last_mark(call(self, "apply"), self.kind, tree)
-        is_node = _raw.is_node(mark)
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
+        marks = {i: str(_raw.own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
+        if not marks:
+            raise no_own_node(call(self, "apply"), self.kind, tree)
         for group in self._groups("apply", slots, list(map(is_node, leaves))):
             with located(_at(call(self, "apply"), slots, group)):
                 for i in group.values():
-                    require_values(leaves[i][mark], mark)
-                effective = self.apply_leaves({name: values_under(leaves[i][mark]) for name, i in group.items()})
+                    require_values(leaves[i], marks[i])
+                effective = self.apply_leaves({name: values_under(leaves[i][marks[i]]) for name, i in group.items()})
             for name, i in group.items():
                 leaves[i] = effective[name]
         return treedef.unflatten(leaves)

@@ -1,7 +1,7 @@
 """Chains from the configuration that lies beside a checkpoint."""
 
 from reparax import _manifest
-from reparax._core import Parametrization, compose
+from reparax._core import Chain, Parametrization
 
 
 def from_json(text: str) -> Parametrization:
@@ -15,4 +15,5 @@ def from_json(text: str) -> Parametrization:
       >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
       WeightNorm(axis=0) >> VarNoise(0.1)
     """
-    return compose(tuple(_manifest.loads(text)), fused=False)
+    stages = tuple(_manifest.loads(text))
+    return stages[0] if len(stages) == 1 else Chain(stages)

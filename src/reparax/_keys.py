@@ -1,7 +1,7 @@
 """Keys: one for each random stage, one for each array; the only file that splits them.
 
-A draw depends on the key, the stage's kind (and its number among the random stages of that kind) and the
-array's path, and on nothing else: not on how many arrays there are, nor on the other stages.
+A draw depends on the key, the array's path, the stage's kind and its number among the stages of that kind that act on
+the array, and on nothing else: not on how many arrays there are, nor on what the other stages do to these.
 """
 
 import hashlib
@@ -12,6 +12,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Keys:
+    """The keys of one call of a chain, which counts what has acted so far."""
+
+    def __init__(self, key: jax.Array | None) -> None:
+        self._key = key
+        self._stages: Counter[str] = Counter()
+        self._arrays: Counter[tuple[str, str]] = Counter()
+
+    def of_stage(self, kind: str) -> jax.Array | None:
+        """The key of a stage that takes a whole tree: by its kind and its number among those of that kind."""
+        self._stages[kind] += 1
+        return None if self._key is None else _fold(self._key, [f"{kind}@{self._stages[kind]}"])[0]
+
+    def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
+        """The number, on each array, of a stage of ``kind`` that acts on these now."""
+        self._arrays.update((kind, path) for path in paths)
+        return [self._arrays[kind, path] for path in paths]
+
+    def of_arrays(self, kind: str, number: int, paths: Sequence[str]) -> jax.Array | None:
+        """A batch of keys, one for each array on which the stage of ``kind`` has this number; None without a key."""
+        if self._key is None or not paths:
+            return None
+        return _fold(_fold(self._key, [f"{kind}@{number}"])[0], paths)
 
 
 def checked(key: Any, who: str, in_batches: str) -> jax.Array:
@@ -27,6 +52,11 @@ def checked(key: Any, who: str, in_batches: str) -> jax.Array:
             f"{who} takes one key, but got a batch of keys of shape {typed.shape}. Map over them: `{in_batches}`."
         )
     return typed
+
+
+def split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A key for each of the independent arrays that are stacked in one."""
+    return jax.random.split(key, shape)
 
 
 def _shown(value: Any) -> str:
@@ -53,21 +83,3 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 def _literal(words: np.ndarray) -> jax.Array:
     """``words`` written into the program: a constant array would be one of its inputs, and be kept for gradients."""
     return jax.lax.concatenate([jax.lax.full((1,), int(word), jnp.uint32) for word in words], 0)
-
-
-def per_stage(key: jax.Array | None, kinds: Sequence[str]) -> list[jax.Array | None]:
-    """A key for each stage, by its kind and its number among the stages of that kind."""
-    if key is None or not kinds:
-        return [None for _ in kinds]
-    seen: Counter[str] = Counter()
-    texts: list[str] = []
-    for kind in kinds:
-        seen[kind] += 1
-        texts.append(f"{kind}@{seen[kind]}")
-    keys = _fold(key, texts)
-    return [keys[i] for i in range(len(texts))]
-
-
-def per_leaf(key: jax.Array, paths: Sequence[str]) -> jax.Array:
-    """A batch of keys, one for each array, by its path."""
-    return _fold(key, paths)

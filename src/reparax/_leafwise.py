@@ -2,27 +2,45 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax import _axes, _axis_names, _keys, _paths, _raw, _where
+from reparax import _axes, _axis_names, _keys, _paths, _raw, _stacked, _where
 from reparax._axis_names import AxisNames
 from reparax._core import Chain, Parametrization, call
-from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
-from reparax._paths import PyTree
-from reparax._raw import FIXED
+from reparax._keys import Keys
+from reparax._nodes import (
+    Types,
+    abstract,
+    has_symbols,
+    located,
+    no_own_node,
+    node_of,
+    require_fit,
+    require_named_arrays,
+    require_type,
+    require_values,
+    types_under,
+    values_under,
+)
+from reparax._paths import PyTree, is_array
+from reparax._pending import drawn, settled, without_noise
+from reparax._raw import FIXED, Slot
 from reparax._stage import Stage
 
 
 class _Leafwise(Stage):
     where: _where.Where = field(default=None, kw_only=True)
+    stacked: _axes.Axes = field(default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 0
-    """The fewest dimensions of an array that the stage takes by default."""
+    """The fewest dimensions of an array that the stage takes by default. With two or more, the stage leaves alone by
+    default what is called a bias or a scale, whatever its dimensions."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
     axis_fields: ClassVar[tuple[str, ...]] = ()
@@ -30,9 +48,10 @@ class _Leafwise(Stage):
 
     def __post_init__(self) -> None:
         _where.checked(self.where, type(self).__name__)
+        object.__setattr__(self, "stacked", _axes.from_the_front(self.stacked, type(self).__name__, "stacked"))
 
     def default(self, w: Array) -> bool:
-        """Whether the stage acts on ``w`` where no ``where`` is given."""
+        """Whether the stage acts on ``w``, by its type, where no ``where`` is given."""
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -47,14 +66,34 @@ class _Leafwise(Stage):
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
 
-    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, _raw.Slot, Self | None]], Any]:
+    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys  # noise on arrays that the stage does not act on may wait
+        return tree
+
+    def _by_default(self, w: Any, slot: Slot, names: AxisNames | None) -> bool:
+        if self.min_ndim >= 2 and _where.is_bias_or_scale(slot):
+            return False
+        stacked = self._places(names)
+        return _stacked.lacks_axes(w, stacked) is None and self.default(_stacked.one(w, stacked))
+
+    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, Slot, Self | None]], Any]:
         """Each leaf with what is known of it and the stage that acts on it, if any, its axes by number."""
         leaves, slots, treedef = _raw.flatten(tree)
         who = call(self, method)
-        chosen = _where.choose(who, self, tree, leaves, slots)
         names = self._axis_names(tree, len(leaves))
+        arrays = list(map(without_noise, leaves))
+
+        def place(i: int) -> _where.Place:
+            return _where.Place(
+                slots[i],
+                is_array(arrays[i]),
+                lambda: arrays[i],
+                lambda: self._by_default(arrays[i], slots[i], names[i]),
+            )
+
+        chosen = _where.choose(who, self.where, list(map(place, range(len(leaves)))), _where.is_state(tree))
         return [
-            (w, slot, self._taking(f"{who} at {slot.path!r}", w, names[i]) if chosen[i] else None)
+            (w, slot, self._taking(f"{who} at {slot.path!r}", arrays[i], names[i]) if chosen[i] else None)
             for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
         ], treedef
 
@@ -64,13 +103,18 @@ class _Leafwise(Stage):
             stage = self._numbered(names)
             if stage is not self and names is not None:
                 _axis_names.require_fit(names, w)
-        if (reason := stage.refuse(w)) is not None:
+            places = stage._places(names)
+            reason = _stacked.lacks_axes(w, places)
+            for one in _stacked.each(w, places) if reason is None else ():
+                reason = reason or stage.refuse(one)
+        if reason is not None:
             raise ValueError(f"{who}: {reason}")
         return stage
 
     def _axis_names(self, tree: PyTree, count: int, is_leaf: _paths.IsLeaf | None = None) -> list[AxisNames | None]:
         """The axis names of each leaf, where this stage asks for any."""
-        return _axis_names.of_leaves(tree, is_leaf) if self._named_axes else [None] * count
+        asks = self._named_axes or _axes.has_names(self.stacked)
+        return _axis_names.of_leaves(tree, is_leaf) if asks else [None] * count
 
     @property
     def _named_axes(self) -> dict[str, Any]:
@@ -80,22 +124,33 @@ class _Leafwise(Stage):
 
     def _numbered(self, names: AxisNames | None) -> Self:
         """This stage for an array of these axis names."""
-        axes = {name: _axes.numbered(given, names) for name, given in self._named_axes.items()}
-        return replace(self, **axes) if axes else self
+        if not self._named_axes and not _axes.has_names(self.stacked):
+            return self
+        places = self._places(names)
+        rest = None if names is None else tuple(name for i, name in enumerate(names) if i not in places)
+        axes = {name: _axes.numbered(given, rest) for name, given in self._named_axes.items()}
+        return replace(self, **axes, stacked=places)
+
+    def _places(self, names: AxisNames | None) -> tuple[int, ...]:
+        """The stacked axes of an array of these axis names; a name that it does not have is none of them."""
+        return _axes.found(self.stacked, names)
 
 
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
     A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key, ``min_ndim = 2``
-    that it leaves vectors alone where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the
-    field ``axis`` by name. A chain with perturbations and the chain without share one raw structure, one optimizer
-    state and one checkpoint.
+    that it leaves vectors alone, and biases and scales, where ``where`` does not name them, ``axis_fields = ("axis",)``
+    that users may give the field ``axis`` by name. A chain with perturbations and the chain without share one raw
+    structure, one optimizer state and one checkpoint.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
-        ``(path, array) -> bool``. Default: every floating or complex array that is a parameter and has at least
-        ``min_ndim`` dimensions, which is 0 unless the stage says otherwise.
+        ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. Default: every
+        floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
+        stage says otherwise.
+      stacked: Axes of independent arrays, such as layers under a scan: the formula acts on each by itself. By number,
+        counted from the front, or by name.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -110,46 +165,61 @@ class Perturbation(_Leafwise):
     stochastic: ClassVar[bool] = True
 
     @abstractmethod
-    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+    def apply_leaf(self, w: Array, key: Array) -> Array:
         """The effective array of ``w``, of the same shape and dtype."""
 
     @property
     def deterministic(self) -> Parametrization:
         return Chain() if self.stochastic else self
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
         self._selection("init", tree)
         return tree
 
-    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("apply", tree)
-        acting = [(stage, jnp.asarray(w)) for w, _, stage in found if stage is not None]
-        paths = [slot.draw for _, slot, stage in found if stage is not None]
-        changes = iter(zip(acting, self._draws(acting, paths, key), strict=True))
+        leaves = [w for w, _, _ in found]
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = drawn([leaves[i] for i in acting], keys)
+        paths = [slot.draw for slot, _ in acting.values()]
+        numbers = keys.numbers(self.kind, paths)
+        own = _leaf_keys(keys, self.kind, numbers, paths) if self.stochastic else [None] * len(paths)
         who = call(self, "apply")
+        for (i, (slot, stage)), w, key in zip(acting.items(), ready, own, strict=True):
+            leaves[i] = stage._changed(f"{who} at {slot.path!r}", jnp.asarray(w), key)
+        return treedef.unflatten(leaves)
 
-        def changed(slot: _raw.Slot) -> Array:
-            (stage, before), drawn = next(changes)
-            return stage._changed(f"{who} at {slot.path!r}", before, drawn)
-
-        return treedef.unflatten([changed(slot) if stage is not None else w for w, slot, stage in found])
-
-    def _changed(self, who: str, before: Array, drawn: Any) -> Array:
+    def _changed(self, who: str, before: Array, key: Any) -> Array:
+        places = self._places(None)
         with located(who):
-            after = self._change(before, drawn)
+            each = None if key is None else _keys.split(key, _stacked.sizes(before, places)) if places else key
+            after = _stacked.over(places, self.apply_leaf)(before, each)
             if not self.changes_type:
                 require_type("apply_leaf", after, before)
         return after
 
-    # What a stage of which the draw and the change are two steps makes anew: see ``Drawn``.
-    def _draws(self, acting: Sequence[tuple[Any, Array]], paths: Sequence[str], key: Array | None) -> Sequence[Any]:
-        """What the change of each array is given besides the array: its key."""
-        del acting
-        return _leaf_keys(key if self.stochastic else None, paths)
 
-    def _change(self, w: Array, drawn: Any) -> Array:
-        return self.apply_leaf(w, drawn)
+@dataclass(frozen=True)
+class _Node:
+    """A marker dict of the kind of a stage.
+
+    Attributes:
+      who: How errors name it.
+      stage: The stage, its axes by number where it is known to act here.
+      mark: The marker.
+      held: What stands under it.
+    """
+
+    who: str
+    stage: Any
+    mark: str
+    held: Mapping[str, Any]
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """The values under the marker."""
+        return values_under(self.held)
 
 
 class Reparametrization(_Leafwise):
@@ -163,6 +233,8 @@ class Reparametrization(_Leafwise):
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
+      stacked: As for :class:`Perturbation`. Each raw value has the stacked axes in the places that the array has them
+        in, or as near to these as it has axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -201,44 +273,61 @@ class Reparametrization(_Leafwise):
     def advances(self) -> bool:
         return type(self).update_leaf is not Reparametrization.update_leaf
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
+    @property
+    def _draws(self) -> bool:
+        """Whether the start is drawn."""
+        return type(self).draw_leaf is not Reparametrization.draw_leaf
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("init", tree)
-        draws = type(self).draw_leaf is not Reparametrization.draw_leaf
-        paths = [slot.draw for _, slot, stage in found if stage is not None]
-        keys = iter(_leaf_keys((jax.random.key(0) if key is None else key) if draws else None, paths))
-        mark, who = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1), call(self, "init")
-        return treedef.unflatten(
-            [
-                {mark: stage._opened(f"{who} at {slot.path!r}", w, next(keys))} if stage is not None else w
-                for w, slot, stage in found
-            ]
-        )
+        names, leaves, _ = _paths.named(tree)
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        numbers = [_raw.number(names[i], self.kind) for i in acting]
+        paths = [slot.draw for slot, _ in acting.values()]
+        own = _leaf_keys(keys, self.kind, numbers, paths) if self._draws else [None] * len(paths)
+        who = call(self, "init")
+        for (i, (slot, stage)), number, key in zip(acting.items(), numbers, own, strict=True):
+            leaves[i] = {_raw.marker(self.kind, number): stage._opened(f"{who} at {slot.path!r}", leaves[i], key)}
+        return treedef.unflatten(leaves)
 
-    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
-        return self._at_nodes("apply", tree, lambda stage, node: stage.apply_leaf(values_under(node)))
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))
 
-    def _update(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        def advanced(node: _Node) -> dict[str, Any]:
+            anew = node.stage._over(node.stage.update_leaf)(node.values)
+            return {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
 
-        def advanced(stage: Self, node: Mapping[str, Any]) -> dict[str, Any]:
-            return {**node, FIXED: {**node[FIXED], **stage.update_leaf(values_under(node))}}
-
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
-        return self._at_nodes("update", tree, lambda stage, node: {mark: advanced(stage, node)})
+        return self._at_nodes("update", tree, keys, advanced)
 
     def _rebase(self, tree: PyTree) -> PyTree:
         if type(self).rebase_leaf is Reparametrization.rebase_leaf:
             return tree
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind))
-        return self._at_nodes(
-            "rebase", tree, lambda stage, node: {mark: node_of(stage.rebase_leaf(values_under(node)), self.fixed)}
-        )
+
+        def rebased(node: _Node) -> dict[str, Any]:
+            return {node.mark: node_of(node.stage._over(node.stage.rebase_leaf)(node.values), self.fixed)}
+
+        return self._at_nodes("rebase", tree, Keys(None), rebased)
+
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """A formula on one array for each of the stacked ones."""
+        return _stacked.over(self._places(None), formula)
+
+    def _values(self, w: Array, key: Array | None) -> dict[str, Array]:
+        """The raw values of an array."""
+        if not self._draws:
+            return self._over(self.init_leaf)(w)
+        key, places = jax.random.key(0) if key is None else key, self._places(None)
+        return self._over(self.draw_leaf)(w, _keys.split(key, _stacked.sizes(w, places)) if places else key)
+
+    def _closed(self, values: Mapping[str, Array]) -> Array:
+        """The effective array of raw values."""
+        return self._over(self.apply_leaf)(dict(values))
 
     def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
         with located(who):
-            values = self.init_leaf(array) if key is None else self.draw_leaf(array, key)
+            values = self._values(array, key)
             require_named_arrays("init_leaf", values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
@@ -248,29 +337,111 @@ class Reparametrization(_Leafwise):
     def _abstract(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
         try:
-            return jax.eval_shape(self.apply_leaf, dict(values))
+            return jax.eval_shape(self._closed, dict(values))
         except KeyError as error:
             given = ", ".join(map(repr, values))
             raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
 
-    def _at_nodes(self, method: str, tree: PyTree, change: Callable[[Self, Mapping[str, Any]], Any]) -> PyTree:
-        who = call(self, method)
-        mark = last_mark(who, self.kind, tree)
-        is_node = _raw.is_node(mark)
-        paths, leaves, treedef = _paths.named(tree, is_node)
+    def _at_nodes(self, method: str, tree: PyTree, keys: Keys, change: Callable[[_Node], Any]) -> PyTree:
+        """``tree`` with each marker dict of the stage changed."""
+        leaves, treedef, own = self._own_nodes(method, tree, keys)
+        for i, node in own.items():
+            with located(node.who):
+                leaves[i] = change(node)
+        return treedef.unflatten(leaves)
+
+    def _own_nodes(self, method: str, tree: PyTree, keys: Keys) -> tuple[list[Any], Any, dict[int, _Node]]:
+        """The leaves of ``tree``, where marker dicts of the kind are leaves too, and the stage's own among these.
+
+        Another stage of the kind may have made some of them, on arrays that this one does not select.
+        """
+        is_node, who = _raw.is_node(self.kind), call(self, method)
+        leaves, slots, treedef = _raw.flatten(tree, is_node)
         names = self._axis_names(tree, len(leaves), is_node)
+        nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
+        if not nodes:
+            raise no_own_node(who, self.kind, tree)
 
-        def at(i: int) -> Any:
-            with located(f"{who} at {_raw.parameter(paths[i])!r}"):
-                require_values(leaves[i][mark], mark)
-                return change(self._numbered(names[i]), leaves[i][mark])
+        def place(i: int) -> _where.Place:
+            array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
+            present = i in nodes or is_array(leaves[i])
+            return _where.Place(slots[i], present, array, lambda: self._by_default(array(), slots[i], names[i]))
 
-        return treedef.unflatten([at(i) if is_node(x) else x for i, x in enumerate(leaves)])
+        places = list(map(place, range(len(leaves))))
+        chosen = _where.choose(who, self.where, places, _where.is_state(tree, is_node))
+        for slot in (slots[i] for i, flag in enumerate(chosen) if flag and i not in nodes):
+            raise ValueError(
+                f"{who} selects {slot.path!r}, which never went through init. Call `raw = p.init(params)` once, with "
+                f"the whole chain, and pass `raw`."
+            )
+        own = {i: node for i, node in nodes.items() if chosen[i]}
+        ready = settled([node.held for node in own.values()], keys)
+        return leaves, treedef, {i: self._fitting(own[i], names[i], held) for i, held in zip(own, ready, strict=True)}
+
+    def _node(self, who: str, x: Mapping[str, Any]) -> _Node:
+        mark = str(_raw.own_mark(x, self.kind))
+        with located(who):
+            require_values(x, mark)
+        return _Node(who, self, mark, x[mark])
+
+    def _fitting(self, node: _Node, names: AxisNames | None, held: Mapping[str, Any]) -> _Node:
+        """``node``, of values without noise, once they are known to be those of the stage."""
+        with located(node.who):
+            stage = self._numbered(names)
+            require_fit(held, _remembered(Reparametrization._expected, stage, types_under(held)))
+        return replace(node, stage=stage, held=held)
+
+    def _type(self, node: _Node, names: AxisNames | None) -> Any:
+        """Shape and dtype of the effective array of a node."""
+        types = types_under(node.held)
+        known = self._type_of_main(types)
+        if known is not None:
+            return known
+        with located(node.who):
+            return _remembered(Reparametrization._effective, self._numbered(names), types)
+
+    def _type_of_main(self, types: Types) -> Any:
+        """Shape and dtype of the main value, which are those of the effective array where it is aligned; else None."""
+        values = abstract(types)
+        return next((values[name] for name in self.main or () if self.aligned and name in values), None)
+
+    def _effective(self, types: Types) -> Any:
+        """Shape and dtype of the effective array of values of these types."""
+        known = self._type_of_main(types)
+        return jax.eval_shape(self._closed, abstract(types)) if known is None else known
+
+    def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of the raw values of what values of these types make; None where ``init`` needs numbers."""
+        if has_symbols(types):
+            return None
+        effective = self._effective(types)
+        try:
+            values = jax.eval_shape(lambda w: self._values(w, None), effective)
+        except jax.errors.JAXTypeError:
+            return None
+        return {name: value.shape for name, value in values.items()}
 
 
-def _leaf_keys(key: Array | None, paths: Sequence[str]) -> list[Array | None]:
+def _remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    """``method(stage, types)``, which is the same for equal stages."""
+    try:
+        hash(stage)
+    except TypeError:  # of a traced hyperparameter
+        return method(stage, types)
+    return _once(method, stage, types)
+
+
+@lru_cache(maxsize=4096)
+def _once(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    return method(stage, types)
+
+
+def _leaf_keys(keys: Keys, kind: str, numbers: Sequence[int], paths: Sequence[str]) -> list[Array | None]:
     """A key for each path; None for each where there is no key."""
-    if key is None or not paths:
-        return [None for _ in paths]
-    keys = _keys.per_leaf(key, paths)
-    return [keys[i] for i in range(len(paths))]
+    found: list[Array | None] = [None for _ in paths]
+    for number in set(numbers):
+        places = [i for i, own in enumerate(numbers) if own == number]
+        batch = keys.of_arrays(kind, number, [paths[i] for i in places])
+        for i, key in zip(places, [None] * len(places) if batch is None else batch, strict=True):
+            found[i] = key
+    return found

@@ -7,7 +7,6 @@ from jax import Array
 
 from reparax._axes import Axis, out_of_bounds, position, single, whole
 from reparax._constraint import Constraint
-from reparax._core import Parametrization
 from reparax._leafwise import Reparametrization
 from reparax._precision import widened
 
@@ -35,7 +34,7 @@ class Mask(Reparametrization):
     Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, 1 where ``w`` is not zero at ``init`` and
     0 where it is. So a mask of your own is given by its zeros: ``Mask().init(jax.tree.map(jnp.multiply, params,
     masks))``. ``init`` is exact. No gradient passes to masked entries. An array that starts as zeros stays zero: leave
-    it out. Two in a row fuse into one. Another mask is a new ``init``.
+    it out. Another mask is a new ``init``.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
@@ -62,9 +61,6 @@ class Mask(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
-
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        return self if self == later else None
 
 
 class NofM(Constraint):

@@ -6,35 +6,70 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, export
 
 from reparax import _paths, _raw
 from reparax._paths import PyTree
 from reparax._raw import FIXED
 
+Types = tuple[tuple[str, tuple[int, ...], Any], ...]
 
-def last_mark(who: str, kind: str, tree: PyTree) -> str:
-    """The marker of the last stage of ``kind`` that the tree went through."""
-    number = _raw.count(tree, kind)
-    if number:
-        return _raw.marker(kind, number)
+
+def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
+    """What is said where a stage finds nothing that it has made."""
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
-        raise ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}")
-    raise ValueError(
+        return ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}")
+    return ValueError(
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
         f"the whole chain, and pass `raw`."
     )
 
 
-def require_values(node: Any, mark: str) -> None:
-    """Refuses what is not named arrays under a marker."""
-    for name, held in ((mark, node), (FIXED, node.get(FIXED, {}) if isinstance(node, Mapping) else {})):
-        if not isinstance(held, Mapping):
-            raise ValueError(f"{name!r} holds no values but {_paths.described(held)}: {_raw.OTHER_CHAIN}")
-    for name, value in {**node, **node.get(FIXED, {})}.items():
+def require_values(node: Mapping[str, Any], mark: str) -> None:
+    """Refuses what is not one marker, and named arrays under it."""
+    for name in node:
+        if name != mark:
+            raise ValueError(f"{name!r} stands beside {mark!r}: {_raw.OTHER_CHAIN}")
+    held = node[mark]
+    for name, values in ((mark, held), (FIXED, held.get(FIXED, {}) if isinstance(held, Mapping) else {})):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{name!r} holds no values but {_paths.described(values)}: {_raw.OTHER_CHAIN}")
+    for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not _paths.is_array(value):
             raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {_raw.OTHER_CHAIN}")
+
+
+def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]] | None) -> None:
+    """Refuses values of other names or shapes than ``init`` would give them, where these are known."""
+    if expected is None:
+        return
+    for name, shape, _ in types_under(held):
+        if name not in expected:
+            raise ValueError(f"the value {name!r} is none of {tuple(expected)}: {_raw.OTHER_CHAIN}")
+        if shape != expected[name]:
+            raise ValueError(f"expected {name} of shape {expected[name]}, got {shape}: {_raw.OTHER_CHAIN}")
+
+
+def types_under(held: Mapping[str, Any]) -> Types:
+    """Name, shape and dtype of each value under a marker."""
+    values = {**{name: x for name, x in held.items() if name != FIXED}, **held.get(FIXED, {})}
+    return tuple((name, tuple(x.shape), _dtype(x.dtype)) for name, x in sorted(values.items()))
+
+
+def _dtype(dtype: Any) -> Any:
+    """The dtype that JAX gives an array of ``dtype``."""
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def abstract(types: Types) -> dict[str, jax.ShapeDtypeStruct]:
+    """Values of these types, without numbers."""
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in types}
+
+
+def has_symbols(types: Types) -> bool:
+    """Whether a length is not known as a number."""
+    return any(map(export.is_symbolic_dim, (n for _, shape, _ in types for n in shape)))
 
 
 def values_under(node: Mapping[str, Any]) -> dict[str, Array]:

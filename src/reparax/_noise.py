@@ -1,15 +1,13 @@
 """Noise on weights: drawn anew at each ``apply``, gone in ``p.deterministic``."""
 
 import math
-from dataclasses import field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from reparax import _draw
-from reparax._axes import Axes, checked, out_of_bounds, positive
-from reparax._core import Parametrization
+from reparax._axes import Axes, checked, out_of_bounds, unstacked
 from reparax._drawn import Drawn
 from reparax._hyperparameter import number
 from reparax._precision import scalar, widened
@@ -18,8 +16,9 @@ from reparax._precision import scalar, widened
 class VarNoise(Drawn):
     r"""Variational noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
-    The raw tree is the model's own. Two in a row fuse into one of :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex
-    arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Half-precision arrays are added to in float32.
+    The raw tree is the model's own. Two in a row on one array draw once, with the standard deviation
+    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`.
+    Half-precision arrays are added to in float32.
 
     Args:
       std: Standard deviation, a number or a traced scalar, not negative (of a traced one, nobody checks it).
@@ -30,15 +29,12 @@ class VarNoise(Drawn):
       >>> p = rpx.VarNoise(0.075)
       >>> p.apply({"w": jnp.ones(3)}, jax.random.key(0))["w"]
       Array([0.95527077, 1.0161126 , 0.992114  ], dtype=float32)
-      >>> rpx.VarNoise(3) >> rpx.VarNoise(4)
-      VarNoise(5.0)
 
     References:
       Graves, *Practical Variational Inference for Neural Networks*, 2011.
     """
 
     std: Any
-    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,20 +50,15 @@ class VarNoise(Drawn):
         x = widened(w)
         return (x + scalar(self.std, x) * drawn).astype(w.dtype)
 
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not (isinstance(later, VarNoise) and self.where == later.where):
-            return None
-        terms = _terms(self.terms, self.std) + _terms(later.terms, later.std)
-        known = all(isinstance(std, float) for std in (self.std, later.std))
-        # Taken over all terms at once, the sum does not depend on the order in which the stages were composed.
-        return VarNoise(math.hypot(*terms), where=self.where, terms=terms) if known else None
+    def merged(self, later: Any) -> Any:
+        return VarNoise(_hypot(self.std, later.std))
 
 
 class WeightDropout(Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two in a row with equal ``broadcast``
-    fuse: the keep probabilities multiply.
+    on one array draw once: the keep probabilities multiply.
 
     Args:
       rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
@@ -75,7 +66,9 @@ class WeightDropout(Drawn):
       broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
         columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
         :class:`WeightNorm`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      stacked: Axes of independent arrays, as of layers under a scan; ``broadcast`` counts the other axes.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -84,8 +77,6 @@ class WeightDropout(Drawn):
       Array([[2., 2.],
              [2., 2.],
              [0., 0.]], dtype=float32)
-      >>> rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5)
-      WeightDropout(0.75)
 
     References:
       Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013.
@@ -93,7 +84,6 @@ class WeightDropout(Drawn):
 
     rate: Any
     broadcast: Axes = ()
-    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
@@ -113,27 +103,35 @@ class WeightDropout(Drawn):
         return out_of_bounds(self.broadcast, w, "broadcast")
 
     @property
-    def _keep(self) -> Array:
-        return jnp.asarray(1 - self.rate)  # a number is subtracted in double precision, so that this is never 0
+    def shared(self) -> Any:
+        return self.broadcast, self.stacked
 
     def draw(self, like: Array, key: Array) -> Array:
-        return _draw.mask(key, self._keep, like, positive(self.broadcast, like))
+        return _draw.uniform(key, like, unstacked(self.broadcast, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
-        x = widened(w)
-        return jnp.where(drawn, x / scalar(self._keep, x), jnp.zeros_like(x)).astype(w.dtype)
+        x, keep = widened(w), _keep(self.rate)
+        return jnp.where(drawn < scalar(keep, drawn), x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not (isinstance(later, WeightDropout) and (self.where, self.broadcast) == (later.where, later.broadcast)):
+    def merged(self, later: Any) -> Any:
+        if self.shared != later.shared:
             return None
-        terms = _terms(self.terms, self.rate) + _terms(later.terms, later.rate)
-        known = all(isinstance(rate, float) for rate in (self.rate, later.rate))
-        if not known:
-            return None
-        rate = min(1 - math.prod(1 - term for term in terms), math.nextafter(1, 0))
-        return WeightDropout(rate, self.broadcast, where=self.where, terms=terms)
+        rates = self.rate, later.rate
+        if all(isinstance(rate, float) for rate in rates):
+            rate = min(1 - math.prod(1 - rate for rate in rates), math.nextafter(1, 0))
+        else:
+            rate = 1 - jnp.asarray(_keep(self.rate)) * jnp.asarray(_keep(later.rate))
+        return WeightDropout(rate, self.broadcast, stacked=self.stacked)
 
 
-def _terms(terms: tuple[float, ...], own: float) -> tuple[float, ...]:
-    """The hyperparameters that a stage was fused from, its own if it was not."""
-    return terms or (own,)
+def _hypot(a: Any, b: Any) -> Any:
+    """The root of the sum of squares, of which the gradient at zero is zero."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.hypot(a, b)
+    total = jnp.square(a) + jnp.square(b)
+    return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+
+
+def _keep(rate: Any) -> Any:
+    """The probability to keep a weight. Taken in at least single precision, it is not rounded to 1, nor to 0."""
+    return 1 - rate if isinstance(rate, float) else 1 - rate.astype(jnp.promote_types(rate.dtype, jnp.float32))

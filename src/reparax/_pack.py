@@ -11,9 +11,10 @@ from reparax import _manifest, _raw
 from reparax._axes import whole
 from reparax._block import Block, names, require_unique, texts
 from reparax._core import call
+from reparax._keys import Keys
 from reparax._layouts import blocks, optional, read, write
-from reparax._nodes import last_mark, located
-from reparax._paths import IsLeaf, PyTree, described, is_array
+from reparax._nodes import located, no_own_node
+from reparax._paths import IsLeaf, PyTree, described, is_array, named
 from reparax._raw import Slot
 from reparax._stage import Stage
 from reparax._where import matches, nearest
@@ -67,29 +68,31 @@ class _Rearranged(Stage):
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
         leaves, slots, treedef = _raw.flatten(tree)
         cells = self._cells("init", _found(leaves, slots, is_array))
-        mark = _raw.marker(self.kind, _raw.count(tree, self.kind) + 1)
+        marks = [_raw.marker(self.kind, _raw.number(path, self.kind)) for path in named(tree)[0]]
         for cell, places in cells.items():
             with located(_at(call(self, "init"), cell)):
                 sizes = dict(self.sizes)
                 values = read(self._model, {path: leaves[i] for path, i in places.items()}, sizes)
                 stored = write(self._stored, values, sizes)
             for path, i in places.items():
-                leaves[i] = {mark: {_label(name): stored[name] for name in stored if self._home(name) == path}}
+                leaves[i] = {marks[i]: {_label(name): stored[name] for name in stored if self._home(name) == path}}
         return treedef.unflatten(leaves)
 
-    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
-        mark = last_mark(call(self, "apply"), self.kind, tree)
-        is_node = _raw.is_node(mark)
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
+        marks = {i: str(_raw.own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
+        if not marks:
+            raise no_own_node(call(self, "apply"), self.kind, tree)
         cells = self._cells("apply", _found(leaves, slots, is_node))
         for cell, places in cells.items():
             with located(_at(call(self, "apply"), cell)):
-                effective = self._effective({path: leaves[i][mark] for path, i in places.items()})
+                effective = self._effective({path: leaves[i][marks[i]] for path, i in places.items()})
             for path, i in places.items():
                 leaves[i] = effective[path]
         return treedef.unflatten(leaves)

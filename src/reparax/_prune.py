@@ -1,7 +1,6 @@
 """Pruning: masks of a given sparsity, array by array."""
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +10,6 @@ from jax import Array
 from reparax import _sparsity
 from reparax._axes import Axes, along, optional, others, out_of_bounds
 from reparax._constraint import Constraint
-from reparax._core import Parametrization
 from reparax._hyperparameter import number
 from reparax._lengths import scale
 from reparax._mask import largest, masked, masking
@@ -44,11 +42,6 @@ class _Prune(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not isinstance(later, type(self)) or replace(later, sparsity=self.sparsity) != self:
-            return None
-        return replace(self, sparsity=(*_sparsity.amounts(self.sparsity), *_sparsity.amounts(later.sparsity)))
-
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w`` where the slices of the largest scores stay."""
         return masking(w, largest(scores, _sparsity.left(self.sparsity, scores.size)))
@@ -65,8 +58,9 @@ class MagnitudePrune(_Prune):
     cubic schedule of Zhu and Gupta. No gradient passes to masked entries. Their raw values stay, so that an ``update``
     may bring them back; to undo a pruning as a whole is a new ``init``, of weights that you have kept.
 
-    Two in a row fuse into one that prunes twice: the second amount counts among what the first leaves, as in torch, so
-    that 0.5 and 0.5 leave a quarter. Over all arrays together, this is :class:`GlobalPrune`.
+    A tuple prunes twice: the second amount counts among what the first leaves, as in torch, so that ``(0.5, 0.5)``
+    leaves a quarter. Two stages in a row count all weights each. Over all arrays together, this is
+    :class:`GlobalPrune`.
 
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
@@ -83,8 +77,6 @@ class MagnitudePrune(_Prune):
       >>> p.apply(p.init({"w": jnp.array([[3.0, 1.0], [-2.0, 0.5]])}))["w"]
       Array([[ 3.,  0.],
              [-2.,  0.]], dtype=float32)
-      >>> p >> p
-      MagnitudePrune((0.5, 0.5))
 
     References:
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
@@ -111,7 +103,7 @@ class RandomPrune(_Prune):
 
     Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
     What is zero already is pruned first, so ``init`` is exact where ``w`` is as sparse already; else it starts at a
-    random such point, while ``project`` gives the nearest. No gradient passes to masked entries. Two in a row fuse.
+    random such point, while ``project`` gives the nearest. No gradient passes to masked entries.
 
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple

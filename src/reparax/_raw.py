@@ -51,6 +51,7 @@ class Slot:
       path: The path under which stages select it: the parameter's own path for a main value,
         the parameter's path and the value's name for an auxiliary one and for a part.
       draw: A path that no other array of the tree shares, on which its random draws depend.
+      parameter: The path of the parameter that it belongs to.
       main: Whether it is a main value all the way, or no stage has replaced it.
       fixed: Whether no optimizer may move it.
       visible: Whether a stage nearer to the raw tree may select it.
@@ -58,14 +59,34 @@ class Slot:
 
     path: str
     draw: str
+    parameter: str
     main: bool
     fixed: bool
     visible: bool
 
 
-def is_node(mark: str) -> Callable[[object], bool]:
-    """A test for the marker dicts of ``mark``."""
-    return lambda x: isinstance(x, Mapping) and mark in x
+def own_mark(x: Any, kind: str) -> str | None:
+    """The marker of ``kind`` in a marker dict under which no other marker stands, None where there is none."""
+    marks = [name for name in x if _is_mark(name) and kind_of(name) == kind] if isinstance(x, Mapping) else []
+    return next((mark for mark in marks if not _holds_mark(x[mark])), None)
+
+
+def is_node(kind: str) -> Callable[[object], bool]:
+    """A test for the marker dicts that the next stage of ``kind`` takes away: the innermost ones of that kind."""
+    return lambda x: own_mark(x, kind) is not None
+
+
+def _is_mark(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("@") and name != FIXED
+
+
+def _holds_mark(x: object) -> bool:
+    return isinstance(x, Mapping) and any(_is_mark(name) or _holds_mark(held) for name, held in x.items())
+
+
+def kind_of(mark: str) -> str:
+    """The kind in a marker: ``kind`` of ``@kind`` and of ``@kind@2``."""
+    return mark.split("@")[1]
 
 
 def parameter(path: Names) -> str:
@@ -76,13 +97,18 @@ def parameter(path: Names) -> str:
     return text(path)
 
 
+def number(path: Names, kind: str) -> int:
+    """The number of the next stage of ``kind`` among those that act on the array at ``path``: the outermost is 1."""
+    return 1 + sum(_is_mark(name) and kind_of(name) == kind for name in path)
+
+
 def marker(kind: str, n: int) -> str:
-    """The marker of the ``n``-th stage of a kind, counted from the effective tree: ``@kind``, ``@kind@2``."""
+    """The marker of the stage of a kind that has the number ``n`` on its array: ``@kind``, ``@kind@2``."""
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
 def _stage(path: Names, i: int) -> Kind:
-    kind = path[i].split("@")[1]
+    kind = kind_of(path[i])
     if kind not in _kinds:
         raise ValueError(
             f"The raw tree holds {path[i]!r} at {parameter(path)!r}, but no stage of that kind is defined. "
@@ -94,9 +120,11 @@ def _stage(path: Names, i: int) -> Kind:
 def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
     """For each marker along ``path``: the names up to it, the value taken there, whether main, fixed, in the path."""
     for i, name in enumerate(path):
-        if name.startswith("@") and name != FIXED:
+        if _is_mark(name):
             stage = _stage(path, i)
-            fixed = path[i + 1] == FIXED
+            fixed = FIXED in path[i + 1 : i + 2]
+            if len(path) <= i + 1 + fixed:
+                raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
             value = path[i + 2] if fixed else path[i + 1]
             main = value not in stage.fixed if stage.main is None else value in stage.main
             yield path[: i + 1], value, main, fixed, stage.parts or not main
@@ -114,7 +142,7 @@ def _slots(paths: list[Names]) -> list[Slot]:
             mains.setdefault(node, set()).update([value] if main else [])
 
     def slot(path: Names) -> Slot:
-        shown = draw = parameter(path)
+        shown = draw = own = parameter(path)
         all_main = visible = True
         for node, value, main, fixed, in_path in _values(path):
             if in_path:
@@ -123,7 +151,7 @@ def _slots(paths: list[Names]) -> list[Slot]:
                 draw = f"{draw}/{value}"
             all_main = all_main and main
             visible = visible and (main or not fixed)
-        return Slot(shown, draw, all_main, FIXED in path, visible)
+        return Slot(shown, draw, own, all_main, FIXED in path, visible)
 
     return [slot(path) for path in paths]
 
@@ -171,22 +199,6 @@ def markers(tree: PyTree) -> dict[str, str]:
         if first is not None:
             found.setdefault(parameter(path), first)
     return found
-
-
-def count(tree: PyTree, kind: str) -> int:
-    """How many stages of ``kind`` the tree has been through.
-
-    Stages of one kind nest like a stack: ``init`` marks at least one place with the next number, ``apply`` takes
-    the places of the highest number away. So a stage finds its own values from the tree alone, and a chain is
-    the plain composition of its stages.
-    """
-    numbers = [0]
-    for path in nodes(tree):
-        for name in path:
-            head, _, number = name.removeprefix("@").partition("@")
-            if name.startswith("@") and head == kind:
-                numbers.append(int(number or 1))
-    return max(numbers)
 
 
 def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:

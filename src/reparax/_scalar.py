@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +12,6 @@ from jax.core import Tracer
 
 from reparax import _manifest
 from reparax._constraint import Constraint
-from reparax._core import Parametrization
 from reparax._hyperparameter import number
 from reparax._leafwise import Reparametrization
 from reparax._precision import scalar, widened
@@ -235,8 +233,8 @@ class Elementwise(_Map):
 class Scale(Reparametrization):
     r"""A constant multiple: :math:`w = c \, x`, as the multipliers of muP.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Two in a row fuse
-    into their product. Half-precision arithmetic is float32.
+    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision
+    arithmetic is float32.
 
     Args:
       factor: :math:`c`, a number other than 0 or a traced scalar.
@@ -246,15 +244,12 @@ class Scale(Reparametrization):
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.Scale(0.5).init({"w": jnp.ones(2)})
       {'w': {'@scale': {'x': Array([2., 2.], dtype=float32)}}}
-      >>> rpx.Scale(0.5) >> rpx.Scale(3)
-      Scale(1.5)
 
     References:
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
     factor: Any
-    terms: tuple[float, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     aligned: ClassVar[bool] = True
@@ -273,13 +268,3 @@ class Scale(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["x"])
         return (scalar(self.factor, x) * x).astype(values["x"].dtype)
-
-    def fuse(self, later: Parametrization) -> Parametrization | None:
-        if not (isinstance(later, Scale) and self.where == later.where):
-            return None
-        if not (isinstance(self.factor, float) and isinstance(later.factor, float)):
-            return None
-        # Multiplied in one order, the product does not depend on how the stages were composed.
-        terms = (self.terms or (self.factor,)) + (later.terms or (later.factor,))
-        factor = math.prod(terms)
-        return Scale(factor, where=self.where, terms=terms) if 0 < abs(factor) < math.inf else None

@@ -5,6 +5,7 @@ from abc import abstractmethod
 import jax
 
 from reparax._core import Chain, Parametrization
+from reparax._keys import Keys
 from reparax._paths import PyTree
 
 
@@ -31,7 +32,7 @@ class Stage(Parametrization):
         return tree
 
     @abstractmethod
-    def _init(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree: ...
 
     @abstractmethod
-    def _apply(self, tree: PyTree, key: jax.Array | None) -> PyTree: ...
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree: ...

@@ -9,7 +9,9 @@ import jax
 
 from reparax._core import Chain, Parametrization
 from reparax._differences import abstract
+from reparax._keys import Keys
 from reparax._paths import PyTree, described, is_array, is_empty, named, text
+from reparax._pending import settled
 from reparax._raw import FIXED, parameter
 from reparax._sizes import readable, size_in_bytes
 
@@ -135,14 +137,14 @@ class _Watched(Chain):
         found: dict[str, tuple[str, ...]] = {}
 
         def watched(params: PyTree) -> PyTree:
-            tree = self._init(params, None)
-            for stage, key in zip(self.stages, self._stage_keys(jax.random.key(0)), strict=True):
-                before, tree = tree, stage._apply(tree, key)
+            tree, keys = self._init(params, Keys(None)), Keys(jax.random.key(0))
+            for stage in self.stages:
+                before, tree = tree, stage._apply(tree, keys)
                 old, new = _objects(before), _objects(tree)
                 for path in new:
                     if new[path] != old.get(path):
                         found[path] = (*found.get(path, ()), type(stage).__name__)
-            return tree
+            return settled(tree, keys)
 
         abstract(watched, params)
         return found

@@ -13,8 +13,9 @@ from jax.core import Tracer
 
 from reparax import _raw
 from reparax._core import call
+from reparax._keys import Keys
 from reparax._manifest import code
-from reparax._paths import PyTree, described, is_array
+from reparax._paths import PyTree, described, is_array, named
 from reparax._raw import Slot
 from reparax._stage import Stage
 from reparax._where import matches, nearest
@@ -74,16 +75,19 @@ class Tie(Stage):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
-    def _init(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
         leaves, slots, treedef = _raw.flatten(tree)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
         places = self._places("init", [slot for slot, x in zip(slots, leaves, strict=True) if is_array(x)])
         for target, (source, transform) in places.items():
             self._require_equal(target, values[target], source, values[source], transform)
-        empty: dict[str, PyTree] = {_raw.marker(self.kind, _raw.count(tree, self.kind) + 1): {}}
+        numbers = [_raw.number(path, self.kind) for path in named(tree)[0]]
         return treedef.unflatten(
-            [empty if slot.draw in places else leaf for slot, leaf in zip(slots, leaves, strict=True)]
+            [
+                {_raw.marker(self.kind, number): {}} if slot.draw in places else leaf
+                for slot, leaf, number in zip(slots, leaves, numbers, strict=True)
+            ]
         )
 
     def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
@@ -99,9 +103,9 @@ class Tie(Stage):
                 f"change the model. Set the target to that first, drop the tie, or say `unequal='overwrite'`."
             )
 
-    def _apply(self, tree: PyTree, key: Array | None) -> PyTree:
-        del key
-        is_node = _raw.is_node(_raw.marker(self.kind, _raw.count(tree, self.kind)))
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
         held = [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]

@@ -74,7 +74,7 @@ def planned(
     p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, by_hook: Callable[[str, Twin], bool]
 ) -> Plan:
     """The exchange of ``raw``, real or abstract, that ``p`` made."""
-    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)), fused=False)
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     effective = {path: x for path, x in _by_path(abstract(weights.fold, raw)).items() if is_array(x)}
     tensors, chosen = _tensors(list(effective), names or {}), _chosen(list(effective), layouts or {})
     naming, held, tied = Naming(weights, by_hook), list[Held](), dict[str, str]()

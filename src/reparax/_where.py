@@ -4,16 +4,17 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.tree_util import register_static
 
 from reparax import _manifest
-from reparax._paths import PyTree, described, has_ancestor, is_array, named, text
+from reparax._paths import IsLeaf, PyTree, described, has_ancestor, is_array, named, text
 from reparax._raw import Slot
 
-Where = str | Callable[[str, Any], bool] | None
+BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
+"""What libraries call arrays of a number for each feature."""
 
 
 @register_static
@@ -32,6 +33,48 @@ class Selected:
 
 
 _manifest.register(Selected)
+
+
+@register_static
+@dataclass(frozen=True, repr=False)
+class AllBut:
+    """What :func:`all_but` makes: the default of a stage, without some paths."""
+
+    patterns: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"all_but({', '.join(map(repr, self.patterns))})"
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether one of the expressions matches the whole path."""
+        return any(re.fullmatch(pattern, path) for pattern in self.patterns)
+
+
+_manifest.register(AllBut)
+
+
+def all_but(*patterns: Any) -> AllBut:
+    """For ``where``: what the stage takes by default, without the paths that one of the regular expressions matches.
+
+    Args:
+      patterns: Regular expressions, each for whole paths.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm(where=rpx.all_but("embed/.*"))
+      >>> jax.tree.map(jnp.shape, p.init({"embed": {"table": jnp.ones((3, 2))}, "out": {"kernel": jnp.ones((2, 3))}}))
+      {'embed': {'table': (3, 2)}, 'out': {'kernel': {'@weight_norm': {'g': (1, 3), 'v': (2, 3)}}}}
+    """
+    if not patterns:
+        raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"all_but takes regular expressions for whole paths, but got {pattern!r}. Write text.")
+        checked(pattern, "all_but")
+    return AllBut(patterns)
+
+
+Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree) -> Selected:
@@ -75,7 +118,7 @@ def checked(where: Where, owner: str) -> None:
             re.compile(where)
         except re.error as error:
             raise ValueError(f"{owner} got where={where!r}, which is not a regular expression: {error}.") from error
-    elif where is not None and not callable(where):
+    elif not (where is None or callable(where) or isinstance(where, AllBut)):
         got = "where" if any(map(is_array, jax.tree.leaves(where))) else f"where={where!r}"
         raise TypeError(
             f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
@@ -83,51 +126,75 @@ def checked(where: Where, owner: str) -> None:
         )
 
 
-def is_state(tree: PyTree) -> list[bool]:
+def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
     """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``."""
-    paths, nodes, _ = named(tree, lambda x: has_ancestor(x, "Variable"))
+
+    def stops(x: object) -> bool:
+        return has_ancestor(x, "Variable") or (is_leaf is not None and is_leaf(x))
+
+    paths, nodes, _ = named(tree, stops)
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
         other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
         other_collection = "batch_stats" in path or ("params" in collections and path[0] != "params")
-        flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
+        flags += [other_variable or other_collection] * len(jax.tree.leaves(node, is_leaf=is_leaf))
     return flags
 
 
-class Selective(Protocol):
-    """What a selection asks of a stage."""
-
-    @property
-    def where(self) -> Where: ...
-    def default(self, w: Any) -> bool: ...
+def is_bias_or_scale(slot: Slot) -> bool:
+    """Whether an array is called as biases and scales are, which have no rows and columns whatever their shape."""
+    return not {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}.isdisjoint(BIASES_AND_SCALES)
 
 
-def choose(who: str, stage: Selective, tree: PyTree, leaves: Sequence[Any], slots: Sequence[Slot]) -> list[bool]:
-    """Whether each leaf is selected.
+@dataclass(frozen=True)
+class Place:
+    """A place in a tree, and what a selection may ask of it.
+
+    Attributes:
+      slot: What stands there.
+      present: Whether that is an array.
+      array: Gives the array, or its type.
+      by_default: Whether the stage takes it where no ``where`` is given.
+    """
+
+    slot: Slot
+    present: bool
+    array: Callable[[], Any]
+    by_default: Callable[[], bool]
+
+
+def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool]) -> list[bool]:
+    """Whether each place is selected.
 
     Raises:
       ValueError: If nothing is selected.
     """
-    visible = [slot.visible and is_array(w) for slot, w in zip(slots, leaves, strict=True)]
-    if (where := stage.where) is None:
-        state = is_state(tree)
-        eligible = [visible[i] and slot.main and not state[i] for i, slot in enumerate(slots)]
-        flags = [eligible[i] and stage.default(w) for i, w in enumerate(leaves)]
+    visible = [place.slot.visible and place.present for place in places]
+    if where is None or isinstance(where, AllBut):
+        flags = [
+            seen and place.slot.main and not held and not _left_out(where, place) and place.by_default()
+            for seen, place, held in zip(visible, places, state, strict=True)
+        ]
     else:
-        flags = [visible[i] and _matches(where, slots[i], w) for i, w in enumerate(leaves)]
+        flags = [seen and _matches(where, place) for seen, place in zip(visible, places, strict=True)]
     if not any(flags):
-        paths = [slot.path for slot, seen in zip(slots, visible, strict=True) if seen]
+        paths = [place.slot.path for place, seen in zip(places, visible, strict=True) if seen]
         raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
     return flags
 
 
-def _matches(where: str | Callable[[str, Any], bool], slot: Slot, w: Any) -> bool:
+def _left_out(where: AllBut | None, place: Place) -> bool:
+    return where is not None and where.leaves_out(place.slot.path)
+
+
+def _matches(where: str | Callable[[str, Any], bool], place: Place) -> bool:
+    path = place.slot.path
     if isinstance(where, str):
-        return re.fullmatch(where, slot.path) is not None
-    if isinstance(where, Selected) and not slot.main:
-        return slot.path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
-    return bool(where(slot.path, w))
+        return re.fullmatch(where, path) is not None
+    if isinstance(where, Selected) and not place.slot.main:
+        return path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
+    return bool(where(path, None if isinstance(where, Selected) else place.array()))
 
 
 def nothing(where: Where, paths: Sequence[str]) -> str:
@@ -140,6 +207,8 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
             f"{nearest(where, unique)}. Correct the expression; `.*` stands for any text."
         )
     shown = ", ".join(map(repr, unique[:3])) + (", ..." if len(unique) > 3 else "")
+    if isinstance(where, AllBut):
+        return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
     if where is None:
         return f"its default takes none of the {len(unique)} arrays ({shown}). Name some with `where`."
     return f"the predicate is false for all {len(unique)} paths ({shown}). Print the paths it is called with."

@@ -1,0 +1,173 @@
+"""Arrays as matrices: which of their axes are rows, and which are columns.
+
+Formulas of matrices see two axes. An array may have several rows and columns, as an attention kernel of
+``(embed, heads, dim)`` has with ``rows=0, columns=(1, 2)``: they are merged before a formula runs and parted after it,
+and so are those of its raw values, whose rows and columns have the sizes of the array's. All have the rows first.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any, ClassVar
+
+import jax
+from jax import Array
+
+from reparax._axes import Axes, listed, optional
+from reparax._constraint import Constraint
+
+Places = tuple[int, ...]
+Sizes = tuple[int, ...]
+
+
+class Matrices(Constraint):
+    """A stage of matrices.
+
+    A subclass writes its formulas for arrays of two axes. ``value_axes`` says for each raw value that has rows or
+    columns what its axes are: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``. Only a stage that has values of
+    both takes several axes as rows or as columns, as else nothing would tell their sizes.
+    """
+
+    rows: Axes | None = field(default=None, kw_only=True)
+    columns: Axes | None = field(default=None, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    square: ClassVar[bool] = False
+    """Whether rows and columns have the same sizes, so that values of the rows tell both."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rows", "columns"):
+            object.__setattr__(self, name, optional(getattr(self, name), type(self).__name__, name))
+
+    def refuse(self, w: Array) -> str | None:
+        wrong = self._no_matrix(w)
+        return super().refuse(_merged(w, *self._groups(w.ndim))) if wrong is None else wrong
+
+    def _no_matrix(self, w: Array) -> str | None:
+        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
+        if w.ndim < 2:
+            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+        if self.rows is None and self.columns is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}. Say which axes are rows and columns (rows=0, columns=(1, 2)) "
+                f"or which hold matrices of their own (stacked=0), or leave it out with `where`."
+            )
+        if not self._share(w.ndim):
+            return (
+                f"expected rows and columns that share the axes of shape {w.shape} among them, got rows={self.rows} "
+                f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
+            )
+        rows, columns = self._groups(w.ndim)
+        if len(rows) == len(columns) == 1:
+            return None
+        kinds = {axis for axes in self.value_axes.values() for axis in axes}
+        if "rows" in kinds and ("columns" in kinds or self.square):
+            return None
+        return (
+            f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
+            f"{w.shape}. Leave the array out with `where`, or reshape it."
+        )
+
+    def _share(self, ndim: int) -> bool:
+        """Whether the axes of an array are each a row or a column."""
+        given = [listed(axes) for axes in (self.rows, self.columns) if axes is not None]
+        named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
+        once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
+        return not given or (once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
+
+    def _groups(self, ndim: int) -> tuple[Places, Places]:
+        """The axes of an array that are rows, and those that are columns."""
+        given = [None if axes is None else listed(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
+        if rows is None and columns is None:
+            return (0,), (1,)
+        taken = rows if rows is not None else columns
+        rest = tuple(axis for axis in range(ndim) if axis not in (taken or ()))
+        return (rest if rows is None else rows), (rest if columns is None else columns)
+
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        def each(x: Any, *others: Any) -> Any:
+            if isinstance(x, Mapping):
+                counts = self._counts(x)
+                made = formula({name: self._merged_value(name, value, counts) for name, value in x.items()}, *others)
+                groups, sizes = self._groups(sum(counts)), self._sizes(x, counts)
+            else:
+                groups = self._groups(x.ndim)
+                made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
+            if isinstance(made, Mapping):
+                return {name: self._parted_value(name, value, sizes) for name, value in made.items()}
+            return _parted(made, groups, sizes) if made.ndim == 2 else made
+
+        return super()._over(each)
+
+    def _counts(self, values: Mapping[str, Array]) -> tuple[int, int]:
+        """How many axes of the array are rows, and how many are columns, as its raw values tell."""
+        given = [None if axes is None else len(listed(axes)) for axes in (self.rows, self.columns)]
+        if given[0] is None and given[1] is None:
+            return 1, 1
+        known = {"rows": given[0], "columns": given[1]}
+        for name, axes in self.value_axes.items():
+            groups = [axis for axis in axes if axis in known]
+            missing = [axis for axis in groups if known[axis] is None]
+            if name in values and len(missing) == 1:
+                held = values[name].ndim - (len(axes) - len(groups))
+                known[missing[0]] = held - sum(known[axis] or 0 for axis in groups)
+        rows, columns = known["rows"], known["columns"]
+        return rows or columns or 1, columns or rows or 1
+
+    def _sizes(self, values: Mapping[str, Array], counts: tuple[int, int]) -> tuple[Sizes, Sizes] | None:
+        """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""
+        if counts == (1, 1):
+            return None
+        found: dict[str, Sizes] = {}
+        for name, axes in self.value_axes.items():
+            shape = values[name].shape if name in values else ()
+            for axis in axes if shape else ():
+                count = counts[("rows", "columns").index(axis)] if axis in ("rows", "columns") else 1
+                found.setdefault(axis, shape[:count])
+                shape = shape[count:]
+        return found["rows"], found.get("columns", found["rows"])
+
+    def _merged_value(self, name: str, value: Array, counts: tuple[int, int]) -> Array:
+        """A raw value as its formula takes it."""
+        shape: list[int] = []
+        rest = value.shape
+        for axis in self.value_axes.get(name, ()):
+            count = counts[("rows", "columns").index(axis)] if axis in ("rows", "columns") else 1
+            shape.append(math.prod(rest[:count]))
+            rest = rest[count:]
+        return value.reshape(*shape, *rest)
+
+    def _parted_value(self, name: str, value: Array, sizes: tuple[Sizes, Sizes] | None) -> Array:
+        """A raw value as it stands in the raw tree."""
+        axes = self.value_axes.get(name, ())
+        if sizes is None or not axes:
+            return value
+        parts = {"rows": sizes[0], "columns": sizes[1]}
+        shape = [n for axis, size in zip(axes, value.shape, strict=True) for n in parts.get(axis, (size,))]
+        return value.reshape(shape)
+
+
+def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
+    rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
+    return rows, columns
+
+
+def _merged(w: Any, rows: Places, columns: Places) -> Any:
+    """An array, or the type of one, as a matrix."""
+    shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, w.dtype)
+    order = (*rows, *columns)
+    return w if order == (0, 1) else w.transpose(order).reshape(shape)
+
+
+def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
+    """The array of which a matrix is made."""
+    rows, columns = groups
+    whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
+    order = (*rows, *columns)
+    return whole if order == (0, 1) else whole.transpose([order.index(axis) for axis in range(len(order))])

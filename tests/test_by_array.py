@@ -1,0 +1,234 @@
+"""What happens to an array depends on the stages that act on it, and on nothing else."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import model
+from errors import raises
+
+import reparax as rpx
+
+PARAMS = {
+    "a": {"kernel": jax.random.normal(jax.random.key(1), (5, 4))},
+    "b": {"kernel": jax.random.normal(jax.random.key(2), (5, 4)), "bias": jnp.ones(4)},
+}
+OF_A = [
+    rpx.WeightNorm(where="a/kernel"),
+    rpx.VarNoise(0.1, where="a/.*"),
+    rpx.WeightDropout(0.5, where="a/kernel"),
+    rpx.Scale(2.0, where="a/kernel"),
+    rpx.LowRank(2, where="a/kernel"),
+]
+OF_B = [
+    rpx.WeightNorm(where="b/kernel"),
+    rpx.VarNoise(0.2, where="b/.*"),
+    rpx.WeightDropout(0.3, where="b/kernel"),
+    rpx.Scale(3.0, where="b/.*"),
+    rpx.Cast("float32", where="b/.*"),
+    rpx.SpectralNorm(where="b/kernel"),
+]
+
+
+def chain(stages):
+    return rpx.Chain(tuple(stages))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_of_one_array_change_neither_markers_nor_draws_of_another(seed):
+    rng = random.Random(seed)
+    own = rng.choices(OF_A, k=rng.randint(1, 4))
+    mixed = list(own)
+    for other in rng.choices(OF_B, k=rng.randint(1, 4)):
+        mixed.insert(rng.randint(0, len(mixed)), other)
+    key = jax.random.key(seed)
+    alone, together = chain(own), chain(mixed)
+    raw, more = alone.init(PARAMS, key), together.init(PARAMS, key)
+    assert jax.tree.structure(raw["a"]) == jax.tree.structure(more["a"])
+    for x, y in zip(jax.tree.leaves(raw["a"]), jax.tree.leaves(more["a"]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(alone.apply(raw, key)["a"]["kernel"], together.apply(more, key)["a"]["kernel"])
+
+
+def test_each_array_counts_its_own_stages():
+    p = rpx.Scale(2.0, where="a/.*") >> rpx.Scale(3.0) >> rpx.Scale(5.0, where="b/kernel")
+    raw = jax.tree.map(jnp.shape, p.init(PARAMS))
+    twice = {"@scale": {"x": {"@scale@2": {"x": (5, 4)}}}}
+    assert raw == {"a": {"kernel": twice}, "b": {"bias": {"@scale": {"x": (4,)}}, "kernel": twice}}
+
+
+def test_a_stage_leaves_the_markers_of_others_of_its_kind_alone():
+    p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
+    raw = p.init(PARAMS)
+    raw["a"]["kernel"]["@scale"]["x"] = jnp.full((5, 4), 1.0)
+    raw["b"]["kernel"]["@scale"]["x"] = jnp.full((5, 4), 1.0)
+    effective = p.apply(raw)
+    np.testing.assert_array_equal(effective["a"]["kernel"], np.full((5, 4), 2.0))
+    np.testing.assert_array_equal(effective["b"]["kernel"], np.full((5, 4), 3.0))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(lambda path, w: w.ndim == 2, id="predicate"),
+        pytest.param(lambda path, w: path.startswith("a"), id="predicate of paths"),
+        pytest.param(rpx.selected({"a": True, "b": False}), id="selected"),
+        pytest.param(rpx.all_but("b/.*"), id="all but"),
+        pytest.param(None, id="default"),
+    ],
+)
+def test_two_stages_of_one_kind_are_told_apart_however_they_select(where):
+    p = rpx.LowRank(1, where=where) >> rpx.LowRank(2, where="b/kernel")
+    raw = p.init(PARAMS)
+    want = rpx.LowRank(2).fold(rpx.LowRank(2).init(PARAMS))["b"]["kernel"]
+    again = p.apply(raw)
+    assert np.linalg.matrix_rank(again["a"]["kernel"]) == 1
+    assert again["b"]["kernel"].shape == want.shape
+
+
+def test_numbers_over_the_whole_tree_as_they_were_written_before_are_read():
+    p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
+    raw = p.init(PARAMS)
+    old = {**raw, "a": {"kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
+    for x, y in zip(jax.tree.leaves(p.apply(old)), jax.tree.leaves(p.apply(raw)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_plain_array_where_a_stage_selects_one_is_refused():
+    p = rpx.Scale(2.0, where="a/kernel|b/kernel")
+    raw = {**p.init(PARAMS), "a": PARAMS["a"]}
+    text = (
+        "Scale(2.0, where='a/kernel|b/kernel').apply selects 'a/kernel', which never went through init. Call "
+        "`raw = p.init(params)` once, with the whole chain, and pass `raw`."
+    )
+    with raises(ValueError, text):
+        p.apply(raw)
+
+
+OTHER = (
+    "another chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every "
+    "difference."
+)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        pytest.param(
+            lambda node: node.update(bias=jnp.ones(2)),
+            f"WeightNorm().apply at 'w': 'bias' stands beside '@weight_norm': {OTHER}",
+            id="beside the marker",
+        ),
+        pytest.param(
+            lambda node: node["@weight_norm"].update(z=jnp.ones(1)),
+            f"WeightNorm().apply at 'w': the value 'z' is none of ('g', 'v'): {OTHER}",
+            id="beside the values",
+        ),
+        pytest.param(
+            lambda node: node.update({"@weight_norm": jnp.ones((3, 2))}),
+            f"WeightNorm().apply at 'w': '@weight_norm' holds no values but float32[3, 2]: {OTHER}",
+            id="no values",
+        ),
+    ],
+)
+def test_what_stands_where_it_should_not_is_refused(spoil, text):
+    raw = rpx.WeightNorm().init({"w": jnp.ones((3, 2))})
+    spoil(raw["w"])
+    with raises(ValueError, text):
+        rpx.WeightNorm().apply(raw)
+
+
+def test_a_value_of_another_shape_is_refused():
+    raw = rpx.Mask().init({"w": jnp.ones((3, 2))})
+    raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
+    with raises(ValueError, f"Mask().apply at 'w': expected mask of shape (3, 2), got (5, 3, 2): {OTHER}"):
+        rpx.Mask().apply(raw)
+
+
+@pytest.mark.parametrize("read", [rpx.labels, (rpx.VarNoise(0.1) >> rpx.WeightNorm()).fold], ids=["labels", "chain"])
+def test_an_array_under_a_marker_is_refused(read):
+    with pytest.raises(ValueError, match="holds no values"):
+        read({"w": {"@weight_norm": jnp.ones((3, 2))}})
+
+
+# ---- chains are what was written
+
+STAGES = [
+    *OF_A,
+    *OF_B,
+    rpx.Cast("bfloat16"),
+    rpx.MagnitudePrune(0.5),
+    rpx.MagnitudePrune((0.5, 0.25), axis=-1),
+    rpx.Mask(),
+    rpx.Chain(),
+    rpx.VarNoise(0.1) >> rpx.VarNoise(0.7),
+]
+
+
+def test_two_thousand_random_chains_are_associative_and_equal_what_json_gives_back():
+    rng = random.Random(0)
+    for _ in range(2000):
+        stages = rng.choices(STAGES, k=rng.randint(1, 6))
+        first, second = rng.randint(0, len(stages)), rng.randint(0, len(stages))
+        i, j = sorted((first, second))
+        a, b, c = chain(stages[:i]), chain(stages[i:j]), chain(stages[j:])
+        p = (a >> b) >> c
+        assert p == a >> (b >> c)
+        again = rpx.from_json(p.to_json())
+        assert p == again
+        assert hash(p) == hash(again)
+        more = rng.choice(STAGES)
+        assert p >> more == again >> more
+        assert more >> p == more >> again
+        assert p.deterministic == again.deterministic
+        assert eval(repr(p), vars(rpx)) == p
+
+
+def test_a_chain_of_one_comes_back_from_json_as_a_chain():
+    p = chain([rpx.WeightNorm()])
+    assert rpx.from_json(p.to_json()) == p != rpx.WeightNorm()
+
+
+def test_a_chain_is_a_sequence_of_its_stages():
+    a, b, c = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.Cast("bfloat16")
+    p = a >> b >> c
+    assert len(p) == 3
+    assert list(p) == [a, b, c]
+    assert p[0] == a
+    assert p[-1] == c
+    assert p[1:] == b >> c
+    assert p[:1] == chain([a])
+    assert list(itertools.chain(p, p)) == [a, b, c, a, b, c]
+    assert len(rpx.Chain()) == 0
+    assert rpx.Chain()
+    with pytest.raises(IndexError):
+        p[3]
+
+
+@pytest.mark.parametrize("kind", [rpx.MagnitudePrune, rpx.GlobalPrune], ids=lambda kind: kind.__name__)
+def test_each_pruning_counts_all_entries(kind):
+    params = {"w": jax.random.normal(jax.random.key(1), (32, 32))}
+    one, again = kind(0.5), kind(0.5, where="w")
+    for p in (one >> one, one >> rpx.VarNoise(0.1) >> one, one >> again, rpx.Chain((one, one))):
+        assert float((p.fold(p.init(params))["w"] == 0).mean()) == 0.5
+
+
+@pytest.mark.parametrize("stage", [rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePrune(0.5), rpx.WeightNorm()], ids=repr)
+def test_noise_between_two_stages_leaves_the_raw_structure_alone(stage):
+    params = model()
+    raw = (stage >> stage).init(params)
+    apart = stage >> rpx.VarNoise(0.1) >> stage
+    assert jax.tree.structure(raw) == jax.tree.structure(apart.init(params))
+    effective = apart.apply(raw, jax.random.key(0))
+    assert jax.tree.structure(effective) == jax.tree.structure(params)
+    for x, y in zip(jax.tree.leaves(apart.fold(raw)), jax.tree.leaves((stage >> stage).fold(raw)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_traced_factor_reads_the_raw_tree_of_a_known_one():
+    raw = (rpx.Scale(2.0) >> rpx.Scale(3.0)).init({"w": jnp.ones((2, 2))})
+    got = jax.jit(lambda factor: (rpx.Scale(2.0) >> rpx.Scale(factor)).apply(raw))(3.0)
+    np.testing.assert_allclose(got["w"], np.ones((2, 2)), rtol=1e-6)
