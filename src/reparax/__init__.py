@@ -66,6 +66,7 @@ from reparax._summary import summary as summary
 from reparax._tie import Tie as Tie
 from reparax._torch import from_torch as from_torch
 from reparax._torch import to_torch as to_torch
+from reparax._transfer import transfer as transfer
 from reparax._where import all_but as all_but
 from reparax._where import selected as selected
 

@@ -19,6 +19,8 @@ def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
     """What is said where a stage finds nothing that it has made."""
     mark = _raw.marker(kind, 1)
     for path, other in _raw.markers(tree).items():
+        if _raw.kind_of(other) == kind:
+            return ValueError(f"{who} does not know what stands under {other!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {_raw.OTHER_CHAIN}")
     return ValueError(
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "

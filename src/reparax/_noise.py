@@ -134,4 +134,6 @@ def _hypot(a: Any, b: Any) -> Any:
 
 def _keep(rate: Any) -> Any:
     """The probability to keep a weight. Taken in at least single precision, it is not rounded to 1, nor to 0."""
-    return 1 - rate if isinstance(rate, float) else 1 - rate.astype(jnp.promote_types(rate.dtype, jnp.float32))
+    if isinstance(rate, float):
+        return 1 - rate
+    return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

@@ -78,12 +78,6 @@ class WeightNorm(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]
         axes = others(self.axis, v)
-        expected = tuple(1 if axis in axes else size for axis, size in enumerate(v.shape))
-        if g.shape != expected:
-            raise ValueError(
-                f"expected g of shape {expected} beside v of shape {v.shape}, got {g.shape}. "
-                f"Apply the chain that made this raw tree; its `axis` was another."
-            )
         x = widened(v)
         return stretched(x, g.astype(x.real.dtype), axes).astype(v.dtype)
 

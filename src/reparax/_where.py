@@ -111,14 +111,14 @@ def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
     return [match for match in found if match]
 
 
-def checked(where: Where, owner: str) -> None:
+def checked(where: Any, owner: str) -> None:
     """Refuses what cannot select, when the stage is built."""
     if isinstance(where, str):
         try:
             re.compile(where)
         except re.error as error:
             raise ValueError(f"{owner} got where={where!r}, which is not a regular expression: {error}.") from error
-    elif not (where is None or callable(where) or isinstance(where, AllBut)):
+    elif where is not None and not callable(where) and not isinstance(where, AllBut):
         got = "where" if any(map(is_array, jax.tree.leaves(where))) else f"where={where!r}"
         raise TypeError(
             f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "

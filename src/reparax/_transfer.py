@@ -1,0 +1,186 @@
+"""Raw trees, and the states of optimizers, from one chain to another."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax import _boxes, _raw
+from reparax._core import Chain, Parametrization
+from reparax._keys import Keys
+from reparax._paths import Names, PyTree, is_array, named, text
+from reparax._raw import FIXED
+
+
+def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTree = None) -> PyTree:
+    """Carries a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model stays the same.
+
+    A value stays where the same stage (whatever its ``where``) made it at the same path, and all stages around it are
+    the same; all others start by the right inverse, from the weights as they are now. In an optimizer's state, moments
+    of values that stay are kept, and others start at zero; counters stay.
+
+    It reads raw trees of older versions, too, in which markers were numbered over the whole tree:
+    ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
+
+    Args:
+      raw: A raw tree, or the state of an optimizer: a tuple in which trees like the raw one lie.
+      old: The chain that made it.
+      new: The chain to carry it to.
+      like: The raw tree of ``old`` itself, where ``raw`` is a state that has nothing for fixed values, as that of
+        :func:`optimizer`, or that is no tuple.
+
+    Raises:
+      ValueError: If ``old`` did not make ``raw``, or no part of a state is like its raw tree.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
+      >>> raw = old.init({"w": jnp.ones((3, 2))})
+      >>> jax.tree.map(jnp.shape, rpx.transfer(raw, old, new))
+      {'w': {'@weight_norm': {'g': {'@positive': {'x': (1, 2)}}, 'v': (3, 2)}}}
+    """
+    if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
+        return _carried(raw, old, new).tree
+    return _of_state(raw, old, new, like)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A new raw tree, and the paths of the nodes in it that hold what the old one held."""
+
+    tree: PyTree
+    nodes: frozenset[Names]
+
+    def keeps(self, path: Names) -> bool:
+        """Whether all that leads to an array of the new tree is as it was."""
+        marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
+        return all(_plain(path[:i]) in self.nodes for i in marks)
+
+
+def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
+    params, nodes = _Reading((old,)).nodes(_boxes.gathered(raw))
+    return _Writing((new,)).carried(params, nodes)
+
+
+Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
+
+
+class _Reading(Chain):
+    def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
+        """The effective tree, and each marker dict that was taken away, with its stage."""
+        found: Nodes = {}
+        for stage in self.deterministic if isinstance(self.deterministic, Chain) else (self.deterministic,):
+            before, tree = _marked(tree, stage.kind), stage._apply(tree, Keys(None))
+            after = _marked(tree, stage.kind)
+            found |= {path: (stage, node) for path, node in before.items() if path not in after}
+        return tree, found
+
+
+class _Writing(Chain):
+    def carried(self, params: PyTree, nodes: Nodes) -> _Carried:
+        """The raw tree of ``params`` in which each of ``nodes`` stands again that the same stage makes at its path."""
+        tree, kept = params, set[Names]()
+        for stage in reversed(self.stages):
+            before, tree = _marked(tree, stage.kind), stage._init(tree, Keys(None))
+            again = {
+                path: node
+                for path, (other, node) in nodes.items()
+                if path not in before and _same(stage, other) and _alike(node, _marked(tree, stage.kind).get(path))
+            }
+            kept |= again.keys()
+            tree = _replaced(tree, stage.kind, again)
+        return _Carried(_boxes.spread(functools.partial(self._init, keys=Keys(None)), params, tree), frozenset(kept))
+
+
+def _plain(path: Names) -> Names:
+    """A path without the numbers of markers, which follow from how they are nested."""
+    return tuple(f"@{_raw.kind_of(name)}" if name.startswith("@") else name for name in path)
+
+
+def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
+    """What stands under the innermost markers of a kind, by the path of each."""
+    is_node = _raw.is_node(kind)
+    pairs = zip(*named(tree, is_node)[:2], strict=True)
+    return {_plain(path): x[_raw.own_mark(x, kind)] for path, x in pairs if is_node(x)}
+
+
+def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]]) -> PyTree:
+    is_node = _raw.is_node(kind)
+    paths, leaves, treedef = named(tree, is_node)
+    return treedef.unflatten(
+        [
+            {_raw.own_mark(x, kind): nodes[_plain(path)]} if is_node(x) and _plain(path) in nodes else x
+            for path, x in zip(paths, leaves, strict=True)
+        ]
+    )
+
+
+def _same(a: Parametrization, b: Parametrization) -> bool:
+    """Whether two stages do the same to an array that both select."""
+    names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
+    return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
+
+
+def _alike(a: Mapping[str, Any], b: Mapping[str, Any] | None) -> bool:
+    shapes = [jax.tree.map(jnp.shape, x) for x in (a, b)]
+    return shapes[0] == shapes[1]
+
+
+def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
+    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old, new=new)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=part)
+    if not any(map(part, leaves)):
+        raise ValueError(
+            f"transfer found nothing like a raw tree of {old!r} in the state. Pass the raw tree that the state belongs "
+            f"to as `like`; a state of `rpx.optimizer` has nothing for fixed values, which `like` tells the shapes of."
+        )
+    return treedef.unflatten([_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves])
+
+
+def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
+    """What a part of a state that is like ``raw`` becomes."""
+    kept: list[_Carried] = []
+
+    def of_types(raw: PyTree) -> PyTree:
+        kept.append(_carried(raw, old, new))
+        return kept[-1].tree
+
+    types = jax.eval_shape(of_types, raw)
+    held = {_plain(path): leaf for path, leaf in zip(*named(x)[:2], strict=True)}
+    has_fixed = any(FIXED in path for path in held)
+    dtype = next(iter(held.values())).dtype
+
+    def moment(path: Names, like: Any) -> Any:
+        if _plain(path) in held and kept[-1].keeps(path):
+            return held[_plain(path)]
+        if FIXED in path and not has_fixed:
+            return None
+        return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
+
+    paths, leaves, treedef = named(types)
+    return treedef.unflatten([moment(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def _is_part(x: PyTree, like: PyTree) -> bool:
+    """Whether ``x`` holds arrays at paths of ``like`` alone."""
+    inside = {text(path) for path in named(x)[0]} if type(x) is type(like) else set[str]()
+    return bool(inside) and inside <= {text(path) for path in named(like)[0]}
+
+
+def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
+    """Whether ``x`` is a raw tree of ``old``, none of those that hold one."""
+    if isinstance(x, tuple) or jax.tree_util.all_leaves([x]) or not jax.tree.leaves(x):
+        return False
+    try:
+        jax.eval_shape(lambda raw: _carried(raw, old, new).tree, x)
+    except ValueError:
+        return False
+    return True
