@@ -62,7 +62,7 @@ class _Named(dict[str, Any]):
         new.made_by = type(mapping)
         return new
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], Any]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.made_by)
 
     @classmethod
