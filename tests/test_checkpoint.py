@@ -354,11 +354,11 @@ UNREADABLE = {
     ),
     "foreign_function": (
         STAGE % '{"class": "reparax.Tie", "ties": [["a", "b", {"function": "os.system"}]]}',
-        "from_json takes functions of jax only, but got 'os.system'.",
+        "from_json takes public functions of jax.numpy, jax.nn, jax.lax and jax.scipy only, but got 'os.system'.",
     ),
     "unknown_function": (
         STAGE % '{"class": "reparax.Tie", "ties": [["a", "b", {"function": "jax.numpy.nope"}]]}',
-        "from_json found the function 'jax.numpy.nope', but jax has no such function.",
+        "from_json found the function 'jax.numpy.nope', but jax has no such function on arrays.",
     ),
 }
 

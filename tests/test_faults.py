@@ -387,22 +387,23 @@ WRONG_TREES = {
         (rpx.WeightNorm() >> rpx.LowRank(1)).apply,
         lambda: ((rpx.LowRank(1) >> rpx.WeightNorm()).init(_params()),),
         ValueError,
-        "WeightNorm().apply at 'dense/kernel': the value 'v' is no array but dict: another chain made this raw tree. "
+        "WeightNorm().apply does not know what stands under '@weight_norm' at 'dense/kernel': another chain made this "
+        "raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "g_of_shape_1_1": Fault(
         rpx.WeightNorm().apply,
         lambda: _node(g=jnp.ones((1, 1))),
         ValueError,
-        "WeightNorm().apply at 'k': expected g of shape (1, 2) beside v of shape (3, 2), got (1, 1). "
-        "Apply the chain that made this raw tree; its `axis` was another.",
+        "WeightNorm().apply at 'k': expected g of shape (1, 2), got (1, 1): another chain made this raw tree. "
+        f"{OTHER_CHAIN}",
     ),
     "g_of_another_axis": Fault(
         rpx.WeightNorm().apply,
         lambda: (rpx.WeightNorm(axis=0).init({"k": jnp.ones((2, 2))}),),
         ValueError,
-        "WeightNorm().apply at 'k': expected g of shape (1, 2) beside v of shape (2, 2), got (2, 1). "
-        "Apply the chain that made this raw tree; its `axis` was another.",
+        "WeightNorm().apply at 'k': expected g of shape (1, 2), got (2, 1): another chain made this raw tree. "
+        f"{OTHER_CHAIN}",
     ),
     "number_in_a_marker": Fault(
         rpx.WeightNorm().apply,
@@ -468,8 +469,8 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: ({**_node()[0], "l": {"@of_another_library": {"x": KERNEL}}},),
         ValueError,
-        "WeightNorm().apply does not know '@of_another_library' at 'l': another chain made this raw tree. "
-        f"{OTHER_CHAIN}",
+        "The raw tree holds '@of_another_library' at 'l', but no stage of that kind is defined. "
+        "Import the module that defines it.",
     ),
 }
 

@@ -72,3 +72,38 @@ def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
     merged = hk.data_structures.merge(first, second)
     assert jax.tree.structure(merged) == jax.tree.structure(raw)
     assert all(a is b for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(raw), strict=True))
+
+
+def immutable() -> Any:
+    return hk.data_structures.to_immutable_dict({**params(), "deep": {"er": {"w": jnp.full((2, 2), 3.0)}}})
+
+
+def test_paths_in_immutable_dicts_are_those_of_plain_dicts() -> None:
+    p = rpx.Freeze(where="deep/er/w") >> rpx.WeightNorm(where="l1/w") >> rpx.VarNoise(0.1, where=".*/b")
+    raw = p.init(immutable())
+    assert jax.tree.map(jnp.shape, raw["l1"]) == {"w": {"@weight_norm": {"g": (1, 4), "v": (3, 4)}}, "b": (4,)}
+    assert p.owners(immutable()).keys() == {"l1/w", "l1/b", "l2/w", "l2/b", "deep/er/w"}
+    p.check(raw, like=immutable())
+    effective = p.apply(raw, jax.random.key(0))
+    plain = p.apply(p.init(hk.data_structures.to_mutable_dict(immutable())), jax.random.key(0))
+    assert jax.tree.structure(effective) == jax.tree.structure(immutable())
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(effective), jax.tree.leaves(plain), strict=True))
+
+
+def test_raw_trees_of_immutable_dicts_are_partitioned_updated_and_tied() -> None:
+    p = rpx.SpectralNorm(where="l.*/w") >> rpx.Tie({"deep/er/w": ("l2/w", lambda w: w[:2])}, unequal="overwrite")
+    raw = p.update(p.init(immutable()))
+    free, fixed = rpx.partition(raw)
+    assert (free["l1"]["w"]["@spectral_norm"]["@fixed"]["u"], fixed["l1"]["b"]) == (None, None)
+    assert rpx.labels(raw)["l1"]["w"]["@spectral_norm"]["@fixed"]["u"] == "fixed"
+    both = rpx.combine(free, fixed)
+    assert jax.tree.structure(both) == jax.tree.structure(raw)
+    assert all(a is b for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(raw), strict=True))
+    folded = p.fold(both)
+    np.testing.assert_array_equal(folded["deep"]["er"]["w"], p.fold(raw)["l2"]["w"][:2])
+
+
+def test_an_immutable_dict_all_of_whose_values_are_fixed_is_combined() -> None:
+    p = rpx.Freeze(where=".*")
+    raw = p.init(hk.data_structures.to_immutable_dict({"l1": {"w": jnp.ones(2)}}))
+    np.testing.assert_array_equal(p.fold(rpx.combine(*rpx.partition(raw)))["l1"]["w"], [1, 1])

@@ -408,14 +408,23 @@ def test_what_follows_from_a_value_of_weights_alone_that_is_made_among_the_data(
     assert kept(rpx.remat(of_raw), raw, ROOT, X)["weights"] == 0
 
 
-def test_constants_beside_the_loss():
-    constants = {"flag": True, "rate": 0.5, "step": 3, "half": np.float16(2)}
+def test_what_is_no_array_in_the_result_comes_out_as_it_is():
+    marker = object()
+    constants = {"flag": True, "rate": 0.5, "step": 3, "name": "x", "half": np.float16(2), "any": marker, "no": None}
 
     def with_constants(raw, key, x):
-        return loss(raw, key, x), constants
+        return loss(raw, key, x), {**constants, "weights": P.apply(raw, key)}
 
-    assert jax.value_and_grad(rpx.remat(with_constants), has_aux=True)(RAW, ROOT, X)[0][1] == constants
-    assert all(isinstance(x, jax.Array) for x in rpx.remat(with_constants)(RAW, ROOT, X)[1].values())
+    def assert_equal(got, want):
+        assert all(got[name] is value for name, value in constants.items())
+        trees_close(got["weights"], want["weights"])
+
+    (value, got), slopes = jax.value_and_grad(rpx.remat(with_constants), has_aux=True)(RAW, ROOT, X)
+    (wanted, want), wanted_slopes = jax.value_and_grad(with_constants, has_aux=True)(RAW, ROOT, X)
+    assert_equal(got, want)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    trees_close(slopes, wanted_slopes)
+    assert_equal(rpx.remat(with_constants)(RAW, ROOT, X)[1], want)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from reparax._axes import whole
+from reparax._known import plain
 from reparax._manifest import register
 from reparax._paths import described
 
@@ -53,7 +54,8 @@ class Concat:
             raise TypeError(f"Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got {parts!r}.")
         if whole(self.axis, "Concat", "axis") < 0:
             raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front. Write it so.")
-        object.__setattr__(self, "parts", tuple(parts))
+        for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
+            object.__setattr__(self, name, plain(value))
         require_unique(names(self), "Concat")
 
     def __repr__(self) -> str:

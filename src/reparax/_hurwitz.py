@@ -9,6 +9,7 @@ from jax import Array
 
 from reparax._constraint import Constraint
 from reparax._definite import cholesky, definite, factor, unfactored
+from reparax._hyperparameter import known_number
 from reparax._linalg import identity, no_square, product, resolution
 from reparax._linear import Skew
 from reparax._precision import widened
@@ -68,6 +69,7 @@ class Hurwitz(Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "rate", known_number(self.rate, "Hurwitz", "rate"))
         if not 0 <= self.rate < math.inf:
             raise ValueError(f"Hurwitz got rate={self.rate}, but a decay rate is finite and not negative.")
 

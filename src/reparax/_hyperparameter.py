@@ -14,9 +14,25 @@ def number(value: Any, who: str, name: str) -> Any:
     if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
         return float(value)
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
+        if callable(value):
+            raise TypeError(
+                f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
+                f"`{who}(schedule(step))`."
+            )
         got = f"an array of dtype {value.dtype} and shape {value.shape}" if is_array(value) else repr(value)
         raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
     return value if isinstance(value, Tracer) else float(value)
+
+
+def known_number(value: Any, who: str, name: str) -> float:
+    """As :func:`number`, for a number that must be known when the stage is built."""
+    checked = number(value, who, name)
+    if isinstance(checked, Tracer):
+        raise TypeError(
+            f"{who} takes a known number as {name}, but got a traced one of dtype {checked.dtype}. Build the stage "
+            f"outside of the jitted function."
+        )
+    return checked
 
 
 def positive_number(value: Any, who: str, name: str) -> Any:

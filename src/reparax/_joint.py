@@ -42,7 +42,7 @@ class Joint(Stage):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class JointNorm(rpx.Joint):  # weight norm of the weights of an output together with its bias
+      >>> class OutputNorm(rpx.Joint):  # weight norm of the weights of an output together with its bias
       ...     main = ("v",)
       ...     def init_leaves(self, arrays):
       ...         w, b = arrays["w"], arrays["b"]
@@ -51,10 +51,10 @@ class Joint(Stage):
       ...         v, c = values["w"]["v"], values["b"]["v"]
       ...         ratio = values["w"]["g"] / jnp.sqrt((v**2).sum(0) + c**2)
       ...         return {"w": ratio[None] * v, "b": ratio * c}
-      >>> p = JointNorm({"w": "(.*)/kernel", "b": "(.*)/bias"})
+      >>> p = OutputNorm({"w": "(.*)/kernel", "b": "(.*)/bias"})
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}})
       >>> jax.tree.map(jnp.shape, raw["dense"])
-      {'bias': {'@joint_norm': {'v': (2,)}}, 'kernel': {'@joint_norm': {'g': (2,), 'v': (3, 2)}}}
+      {'bias': {'@output_norm': {'v': (2,)}}, 'kernel': {'@output_norm': {'g': (2,), 'v': (3, 2)}}}
     """
 
     arrays: Any

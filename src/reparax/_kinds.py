@@ -1,29 +1,66 @@
 """Kinds: the names of stages in the markers of raw trees."""
 
+import inspect
 import re
+import sys
+from pathlib import Path
 
 from reparax import _manifest, _raw
 
 
+def of(cls: type) -> str:
+    """The kind that ``cls`` gives itself, or that of its name; a class that never stands in a raw tree needs none."""
+    if "kind" in cls.__dict__:
+        return checked(cls, cls.__dict__["kind"])
+    kind = derived(cls)
+    return kind if inspect.isabstract(cls) else _told_apart(cls, kind)
+
+
 def derived(cls: type) -> str:
-    """The class name in the style of names; with the package in front where a stage of ours has that one."""
+    """The class name in the style of names; with the package in front where a class of another one has that."""
     kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
-    ours, package = __name__.partition(".")[0], cls.__module__.partition(".")[0]
-    other = _raw.registered(kind)
-    taken = other is not None and other.__module__.partition(".")[0] == ours != package
-    return f"{package.strip('_')}_{kind}" if taken else kind
+    other, package = _taken(cls, kind), cls.__module__.partition(".")[0]
+    elsewhere = other is not None and other.__module__.partition(".")[0] != package
+    return f"{package.strip('_')}_{kind}" if elsewhere else kind
 
 
-def checked(cls: type, kind: str) -> str:
+def checked(cls: type, kind: object) -> str:
     """``kind``, where it can be told apart in a raw tree; the same class may be defined anew."""
-    if not kind or set(kind) & set("@./") or kind == "fixed":
+    if not isinstance(kind, str) or not _is_name(kind):
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
         )
-    other = _raw.registered(kind)
-    if other is not None and _manifest.class_name(other) != _manifest.class_name(cls):
+    if (other := _taken(cls, kind)) is not None:
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, which is the kind of {_manifest.class_name(other)}. "
             f"Give it another `kind`."
         )
     return kind
+
+
+def _told_apart(cls: type, kind: str) -> str:
+    """``kind``, which the name of ``cls`` gives, where no other class and nothing else has it."""
+    other = _taken(cls, kind)
+    if other is None and _is_name(kind):
+        return kind
+    why = "is no name of a stage" if other is None else f"is the kind of {_manifest.class_name(other)}"
+    raise ValueError(
+        f"{_manifest.class_name(cls)} would stand in raw trees as {_raw.marker(kind, 1)!r}, but {kind!r} {why}. Write "
+        f'another one into the class, `kind = "..."`.'
+    )
+
+
+def _is_name(kind: str) -> bool:
+    return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
+
+
+def _taken(cls: type, kind: str) -> type | None:
+    """Another class of that kind, which is not an earlier definition of ``cls``."""
+    other = _raw.registered(kind)
+    return None if other is None or _place(other) == _place(cls) else other
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Where ``cls`` is defined: its file, as a script may be imported as a module too, and its name there."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

@@ -3,10 +3,23 @@
 import dataclasses
 import importlib
 import json
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax._known import everywhere, holds_array, plain
+from reparax._paths import described
+
 FORMAT = 1
+# Only functions of these modules, and of those below them, have a name in JSON.
+_PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
+_NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
 
 _classes: dict[str, type] = {}
 
@@ -17,8 +30,12 @@ def register(cls: type) -> None:
 
 
 def class_name(cls: type) -> str:
-    """The name of a stage in a manifest: its package and its class, ``reparax.WeightNorm``."""
-    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+    """The name of a class in a manifest, ``reparax.WeightNorm``; of a third party's, with its whole module.
+
+    An author who may move the class to another module later sets ``__module__`` in it to the public one.
+    """
+    package = cls.__module__.partition(".")[0]
+    return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
 
 
 def arguments(stage: Any) -> dict[str, Any]:
@@ -34,22 +51,47 @@ def required(stage: Any) -> set[str]:
 
 
 def _same(value: Any, default: Any) -> bool:
-    return value is default or (not hasattr(value, "dtype") and value == default)
+    return value is default or (not holds_array(value) and value == plain(default))
+
+
+def _is_public(module: str) -> bool:
+    return _package(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
+
+
+def _package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def _public(module: str, name: str) -> Any:
+    """The public function on arrays of that name in a module, or the scalar type; None where there is none."""
+    found = vars(sys.modules[module]).get(name)
+    is_other_class = isinstance(found, type) and not isinstance(found, type(jnp.float32))
+    hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
+    return found if callable(found) and not hidden else None
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
-    """The public name of a function of JAX, ``jax.numpy.transpose``; None for any other."""
-    name = getattr(function, "__name__", "")
-    for module in ("jax.numpy", "jax.nn", "jax.lax", "jax.numpy.linalg", "jax"):
-        if name and getattr(importlib.import_module(module), name, None) is function:
+    """The public name of a function of JAX on arrays, ``jax.numpy.transpose``; None for any other."""
+    name = str(getattr(function, "__name__", ""))
+    modules = [module for module in list(sys.modules) if _is_public(module)]
+    for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package(module)), module)):
+        if _public(module, name) is function:
             return f"{module}.{name}"
     return None
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument; for a traced value and a nameless function, which have none, what they are."""
-    if hasattr(value, "dtype"):
-        return f"<traced {value.dtype}>"
+    """Code for a constructor argument; for an array and a nameless function, which have none, what they are."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{described(value)}>"
+    if type(value) is float and not math.isfinite(value):
+        return f"float('{value}')"
+    if type(value) is tuple:
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+    if type(value) is list:
+        return f"[{', '.join(map(code, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
     public = function_name(value) if callable(value) else None
     name = public or getattr(value, "__qualname__", None)
     return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
@@ -66,6 +108,8 @@ def expression(stage: object) -> str:
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple):
@@ -86,7 +130,8 @@ def _fields(stage: Any) -> dict[str, Any]:
 
 def dumps(stages: Sequence[Any]) -> str:
     """JSON for a sequence of stages."""
-    return json.dumps({"reparax": FORMAT, "stages": [{"class": class_name(type(s)), **_fields(s)} for s in stages]})
+    entries = [{"class": class_name(type(stage)), **_fields(stage)} for stage in stages]
+    return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
 
 
 def _decode(value: Any) -> Any:
@@ -97,6 +142,8 @@ def _decode(value: Any) -> Any:
             return _build(value)
         case {"function": str() as name}:
             return function(name)
+        case {"float": "inf" | "-inf" | "nan" as text}:
+            return float(text)
         case _:
             return value
 
@@ -104,12 +151,41 @@ def _decode(value: Any) -> Any:
 def function(name: str) -> Any:
     """The function whose :func:`function_name` is ``name``."""
     module, _, attribute = name.rpartition(".")
-    if module.partition(".")[0] != "jax" or "_src" in module:
-        raise ValueError(f"from_json takes functions of jax only, but got {name!r}.")
-    found = getattr(importlib.import_module(module), attribute, None)
+    if not _is_public(module):
+        raise ValueError(
+            f"from_json takes public functions of {', '.join(_PACKAGES[:-1])} and {_PACKAGES[-1]} only, but got "
+            f"{name!r}."
+        )
+    try:
+        importlib.import_module(module)
+        found = _public(module, attribute)
+    except ImportError:
+        found = None
     if found is None:
-        raise ValueError(f"from_json found the function {name!r}, but jax has no such function.")
+        raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    """What stands for a function of JAX in a pickle."""
+
+    name: str
+
+
+def by_name(value: Any) -> Any:
+    """``value`` with names for all functions of JAX in it."""
+
+    def named(item: Any) -> Any:
+        name = function_name(item) if callable(item) else None
+        return item if name is None else _Name(name)
+
+    return everywhere(named, value)
+
+
+def by_function(value: Any) -> Any:
+    """The inverse of :func:`by_name`."""
+    return everywhere(lambda item: function(item.name) if isinstance(item, _Name) else item, value)
 
 
 def _build(entry: Mapping[str, Any]) -> Any:
@@ -122,19 +198,24 @@ def _build(entry: Mapping[str, Any]) -> Any:
     arguments = {k: _decode(v) for k, v in entry.items() if k != "class"}
     try:
         return _classes[name](**arguments)
-    except TypeError as error:
-        raise ValueError(f"from_json cannot build {name} from {arguments}: {error}.") from error
+    except ValueError:
+        raise
+    except Exception as error:  # of any type, as the text may hold anything
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
 def loads(text: str) -> list[Any]:
-    """The stages that :func:`dumps` wrote."""
-    match _parsed(text):
-        case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
-            return [_build(entry) for entry in entries]
-        case _:
-            raise ValueError(
-                f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
-            )
+    """What the entries describe that :func:`dumps` wrote."""
+    try:
+        match _parsed(text):
+            case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
+                return [_build(entry) for entry in entries]
+            case _:
+                raise ValueError(
+                    f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
+                )
+    except RecursionError as error:
+        raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error
 
 
 def _is_entry(entry: Any) -> bool:
@@ -144,5 +225,5 @@ def _is_entry(entry: Any) -> bool:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, TypeError):
+    except (ValueError, TypeError):
         return None

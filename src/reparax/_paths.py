@@ -6,7 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    keystr,
+    register_pytree_with_keys_class,
+    tree_flatten_with_path,
+)
 
 PyTree = Any
 Names = tuple[str, ...]
@@ -42,12 +49,62 @@ def is_box(x: object) -> bool:
     return has_ancestor(x, "Variable", "AxisMetadata")
 
 
+@register_pytree_with_keys_class
+class _Named(dict[str, Any]):
+    """A mapping whose own registration with JAX gives no names of keys, with names; of it, JAX makes the former."""
+
+    made_by: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], opened: Callable[[Any], Any]) -> "_Named":
+        """The mapping with names, and so has each such one in it."""
+        new = cls({key: opened(mapping[key]) for key in sorted(mapping)})
+        new.made_by = type(mapping)
+        return new
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.made_by)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        keys, made_by = aux
+        return made_by(dict(zip(keys, children, strict=True)))
+
+
+def _is_unnamed(x: object) -> bool:
+    """Whether ``x`` is a mapping that JAX flattens without names of keys, as haiku's immutable dicts."""
+    if type(x) is dict or not isinstance(x, Mapping):
+        return False
+    parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
+    unnamed = any(isinstance(key, FlattenedIndexKey) for keypath, _ in parts for key in keypath)
+    return unnamed or (not parts and not is_empty(x))
+
+
+def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
+    """``tree`` with names in the mappings that have none, where ``is_leaf`` lets them be opened."""
+
+    def closed(x: object) -> bool:
+        return is_leaf is not None and is_leaf(x)
+
+    def opened(x: Any) -> Any:
+        return _Named.of(x, each_opened) if _is_unnamed(x) and not closed(x) else x
+
+    def each_opened(x: Any) -> Any:
+        nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: closed(x) or _is_unnamed(x))
+        return treedef.unflatten(map(opened, nodes)) if any(map(_is_unnamed, nodes)) else x
+
+    return each_opened(tree)
+
+
 def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
     """The names that lead to each leaf, the leaves, and the structure to put leaves back.
 
     The ``value`` of nnx variables and of flax boxes is no name; a field called ``value`` of any other node is one.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    if any(isinstance(key, FlattenedIndexKey) for keypath, _ in pairs for key in keypath):
+        tree = with_names(tree, is_leaf)
+        pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     boxes: set[Any] = set()
     if any(_VALUE in keypath for keypath, _ in pairs):
         nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]

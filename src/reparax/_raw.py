@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
-from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text
+from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text, with_names
 
 FIXED = "@fixed"
 OTHER_CHAIN = (
@@ -250,7 +250,12 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
 
 def combine(free: PyTree, fixed: PyTree) -> PyTree:
     """The raw tree of which :func:`partition` made ``free`` and ``fixed``."""
-    return jax.tree.map(lambda a, b: b if a is None else a, free, fixed, is_leaf=lambda x: x is None)
+
+    def is_none(x: object) -> bool:
+        return x is None
+
+    trees = with_names(free, is_none), with_names(fixed, is_none)
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
 
 
 def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:

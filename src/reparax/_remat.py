@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from reparax import _program
 from reparax._arguments import Argnums, Arguments, caller
@@ -27,7 +28,8 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
 
     Args:
       fun: A loss, or any function of arrays, pure as JAX asks: what it writes into an argument, as nnx modules write
-        their statistics, is lost. Leaves of its arguments that are no arrays are constants.
+        their statistics, is lost. Leaves of its arguments that are no arrays are constants; those of its result come
+        out as they are.
       argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
         change the noise. Default: the first argument, and those that hold nothing but PRNG keys (or uint32 arrays whose
         last axis has the 2 or 4 entries of a legacy key). What ``p.apply`` reads counts as named wherever ``fun`` has
@@ -56,14 +58,31 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         given = Arguments.of(who, fun, argnums, args, kwargs)
-        closed, shape = jax.make_jaxpr(lambda *arrays: given.call(arrays), return_shape=True)(*given.arrays)
+        closed, restored = _traced(given)
         if _program.has_refs(closed.jaxpr):
             raise TypeError(
                 f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
                 f"it out of the function, and return its value beside the loss."
             )
         known = [False for _ in closed.consts] + given.given
-        outs = split(_program.opened(closed), known)(*closed.consts, *given.arrays)
-        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+        return restored(split(_program.opened(closed), known)(*closed.consts, *given.arrays))
 
     return function
+
+
+def _traced(given: Arguments) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """The program of what is traced in the result, and the function that makes of its outputs the whole result."""
+    found: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        outs, treedef = jax.tree.flatten(given.call(arrays))
+        found[:] = treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}
+        return [out for out in outs if isinstance(out, Tracer)]
+
+    closed = jax.make_jaxpr(of_arrays)(*given.arrays)
+
+    def restored(outputs: list[Any]) -> Any:
+        (treedef, untraced), made = found, iter(outputs)
+        return treedef.unflatten([untraced[i] if i in untraced else next(made) for i in range(treedef.num_leaves)])
+
+    return closed, restored

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax import _manifest
 from reparax._constraint import Constraint
 from reparax._hyperparameter import number
 from reparax._leafwise import Reparametrization
@@ -204,16 +203,6 @@ class Elementwise(_Map):
         for name, function in (("forward", self.forward), ("inverse", self.inverse)):
             if not callable(function):
                 raise TypeError(f"Elementwise takes a function as {name}, but got {function!r}.")
-
-    # Pickle refuses functions of jax that are not where they say they were defined, so these go by public name.
-    def __getstate__(self) -> dict[str, Any]:
-        public = {name: _manifest.function_name(getattr(self, name)) for name in ("forward", "inverse")}
-        return {**vars(self), **{name: text for name, text in public.items() if text is not None}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        pair = {name: state[name] for name in ("forward", "inverse")}
-        named = {name: _manifest.function(text) for name, text in pair.items() if isinstance(text, str)}
-        vars(self).update({**state, **named})
 
     def refuse(self, w: Array) -> str | None:
         why = super().refuse(w)

@@ -11,6 +11,7 @@ from jax import Array
 
 from reparax._axes import whole
 from reparax._constraint import Constraint
+from reparax._hyperparameter import known_number
 from reparax._linalg import (
     adjoint,
     no_matrix,
@@ -82,6 +83,7 @@ class _BoundedBelow(_SingularValues):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "least", known_number(self.least, type(self).__name__, "least"))
         if not 0 <= self.least < math.inf:
             raise ValueError(f"{type(self).__name__} got least={self.least}, but a bound is finite and not negative.")
 
@@ -223,6 +225,7 @@ class AlmostOrthogonal(_SingularValues):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "radius", known_number(self.radius, "AlmostOrthogonal", "radius"))
         if not 0 < self.radius <= 1:
             raise ValueError(f"AlmostOrthogonal got radius={self.radius}, but takes more than 0 and at most 1.")
 

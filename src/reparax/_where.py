@@ -24,6 +24,11 @@ class Selected:
 
     paths: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        paths: Any = self.paths
+        if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it by `rpx.selected`.")
+
     def __repr__(self) -> str:
         return f"selected({dict.fromkeys(self.paths, True)})"
 

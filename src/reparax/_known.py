@@ -1,0 +1,44 @@
+"""Known values as Python writes them, which have a repr, a hash and a form in JSON; arrays have none of these."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (np.bool_, bool),
+    (np.integer, int),
+    (np.floating, float),
+    (np.complexfloating, complex),
+    (np.str_, str),
+)
+
+
+def everywhere(change: Callable[[Any], Any], value: Any) -> Any:
+    """``change`` of ``value``, or of all that stands in it where it is a tuple, a list or a dict."""
+    if type(value) is tuple or type(value) is list:
+        return type(value)(everywhere(change, item) for item in value)
+    if type(value) is dict:
+        return {everywhere(change, key): everywhere(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def plain(value: Any) -> Any:
+    """``value`` with numbers, flags and text of Python for all known scalars of numpy and JAX in it."""
+    return everywhere(_plain, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
+        value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
+    # The one NaN of this process equals itself in a tuple.
+    return math.nan if type(value) is float and math.isnan(value) else value
+
+
+def holds_array(value: Any) -> bool:
+    """Whether there is an array in ``value``, known or traced."""
+    return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))

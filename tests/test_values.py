@@ -1,0 +1,667 @@
+"""Stages as values: what every public stage has in common as a Python object, whatever it is built of."""
+
+import copy
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import pickle
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
+
+# Each public stage, with unusual arguments.
+STAGES = {
+    "AlmostOrthogonal": [rpx.AlmostOrthogonal(), rpx.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]")],
+    "BlockDiagonal": [rpx.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
+    "Bounded": [rpx.Bounded(-1e-30, 1e30), rpx.Bounded(low=-2, high=-1, outside="refuse")],
+    "Cast": [rpx.Cast(jnp.float8_e4m3fn), rpx.Cast("float16", where="")],
+    "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
+    "Circulant": [rpx.Circulant(where="a")],
+    "CudnnLSTM": [rpx.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
+    "Diagonal": [rpx.Diagonal(outside="refuse")],
+    "Elementwise": [
+        rpx.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
+        rpx.Elementwise(jax.nn.sigmoid, jax.scipy.special.logit),
+        rpx.Elementwise(jax.lax.exp, jnp.log),
+    ],
+    "Fibration": [rpx.Fibration(jnp.diagonal, jnp.diag), rpx.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky)],
+    "FixedRank": [rpx.FixedRank(1, least=0), rpx.FixedRank(2, least=1e-30)],
+    "Freeze": [rpx.Freeze(where="'\"\\\\d")],
+    "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(3), rpx.GlobalPrune((0.5, 2, 0.25))],
+    "Grassmann": [rpx.Grassmann("householder")],
+    "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
+    "Invertible": [rpx.Invertible(least=0.5)],
+    "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
+    "LowRank": [rpx.LowRank(1)],
+    "MagnitudePrune": [
+        rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
+        rpx.MagnitudePrune(4, axis="mlp", order=1),
+        rpx.MagnitudePrune((2, 0.5)),
+    ],
+    "Mask": [rpx.Mask()],
+    "MaxNorm": [rpx.MaxNorm(3, axis=None), rpx.MaxNorm(1e-300, axis=("a", "b"))],
+    "NofM": [rpx.NofM(0, 1, axis="x")],
+    "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
+    "Pack": [
+        rpx.Pack("haiku.lstm", at="lstm(/.*)?"),
+        rpx.Pack({"w": rpx.Concat(("q: n heads h", "k: n heads h"), axis=1, per="heads")}, sizes={"heads": 2}),
+    ],
+    "PoincareBall": [rpx.PoincareBall(0.01, axis=(0, -1))],
+    "PositiveDefinite": [rpx.PositiveDefinite("expm")],
+    "Positive": [rpx.Positive("square")],
+    "PositiveSemidefinite": [rpx.PositiveSemidefinite(), rpx.PositiveSemidefinite(rank=1)],
+    "RandomPrune": [rpx.RandomPrune(0.0, axis=-1)],
+    "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
+    "Simplex": [rpx.Simplex(axis="a name")],
+    "Skew": [rpx.Skew()],
+    "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],
+    "SpecialOrthogonal": [rpx.SpecialOrthogonal("householder")],
+    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, axis=1)],
+    "Sphere": [rpx.Sphere(radius=2, axis=None)],
+    "Split": [
+        rpx.Split({"W": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
+        rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
+    ],
+    "Stiefel": [rpx.Stiefel("expm")],
+    "Symmetric": [rpx.Symmetric(where=".*")],
+    "Tie": [
+        rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite"),
+    ],
+    "Toeplitz": [rpx.Toeplitz()],
+    "Triangular": [rpx.Triangular(lower=False, unit_diagonal=True)],
+    "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b")],
+    "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
+    "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(axis=(0, "heads"))],
+    "WeightStandardization": [rpx.WeightStandardization(axis=(0, 1))],
+}
+
+each_stage = pytest.mark.parametrize("p", [p for each in STAGES.values() for p in each], ids=repr)
+
+
+def test_the_table_has_all_public_stages():
+    public = {name: x for name, x in vars(rpx).items() if isinstance(x, type) and issubclass(x, rpx.Parametrization)}
+    assert set(STAGES) == {name for name, x in public.items() if not inspect.isabstract(x)}
+    assert all(isinstance(p, public[name]) for name, each in STAGES.items() for p in each)
+
+
+@each_stage
+def test_copies_of_a_stage_are_equal_and_write_the_same(p):
+    loads = json.JSONDecoder(parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    loads.decode(p.to_json())
+    copies = {
+        "replace": dataclasses.replace(p),
+        "copy": copy.copy(p),
+        "deepcopy": copy.deepcopy(p),
+        "pickle": pickle.loads(pickle.dumps(p)),
+        "repr": eval(repr(p), MODULE),
+        "json": rpx.from_json(p.to_json()),
+    }
+    for way, twin in copies.items():
+        assert (way, type(twin)) == (way, type(p))
+        assert (way, twin) == (way, p)
+        assert (way, hash(twin)) == (way, hash(p))
+        assert (way, repr(twin)) == (way, repr(p))
+        assert (way, twin.to_json()) == (way, p.to_json())
+
+
+def test_replace_checks_again():
+    with raises(ValueError, "VarNoise got std=-1.0, but a standard deviation is finite and not negative."):
+        dataclasses.replace(rpx.VarNoise(0.1), std=-1)
+    with raises(TypeError, "Chain takes parametrizations, but got 3 of type int."):
+        dataclasses.replace(rpx.Chain(), stages=(3,))
+
+
+# ---- Known scalars of numpy and JAX are numbers, flags and text of Python. ------------------------------------------
+
+
+class Anything(rpx.Perturbation):
+    """A third party's stage, which converts nothing."""
+
+    value: object = np.float32(0.5)
+    computed: object = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.__dict__["seen"] = type(self.value)
+        object.__setattr__(self, "computed", np.int64(7))
+
+    def apply_leaf(self, w, key):
+        return w
+
+
+SCALARS = [
+    (np.float64(0.25), 0.25),
+    (np.float16(0.25), 0.25),
+    (np.longdouble(0.25), 0.25),
+    (np.array(0.25), 0.25),
+    (jnp.float32(0.25), 0.25),
+    (jnp.bfloat16(0.25), 0.25),
+    (jnp.bfloat16.dtype.type(0.25), 0.25),
+    (np.int8(3), 3),
+    (jnp.uint8(3), 3),
+    (np.bool_(1), True),
+    (jnp.array(0, bool), False),
+    (np.complex64(1 + 2j), 1 + 2j),
+    (np.str_("a"), "a"),
+    ((np.int64(1), (np.str_("a"), None)), (1, ("a", None))),
+]
+
+
+def types(value):
+    return tuple(map(types, value)) if isinstance(value, tuple) else type(value)
+
+
+@pytest.mark.parametrize(("given", "plain"), SCALARS, ids=[f"{type(x).__name__}-{y}" for x, y in SCALARS])
+def test_known_scalars_in_fields_are_values_of_python(given, plain):
+    p = Anything(given)
+    assert (p.value, types(p.value)) == (plain, types(plain))
+    assert p.seen is type(plain)  # before `__post_init__`
+    assert p == Anything(value=plain) == dataclasses.replace(Anything(), value=given)
+    assert hash(p) == hash(Anything(plain))
+    assert eval(repr(p), {"Anything": Anything}) == p
+
+
+def test_defaults_and_what_post_init_computes_are_values_of_python():
+    assert (type(Anything().value), type(Anything().computed)) == (float, int)
+    assert repr(Anything()) == "Anything(computed=7)"
+    assert "float64" not in repr(Anything(np.float64(0.25)))
+
+
+def test_a_traced_scalar_stays_traced():
+    def build(value):
+        assert Anything(value).value is value
+        assert Anything((value, np.int64(1))).value == (value, 1)
+        return rpx.VarNoise(value).std
+
+    assert jax.jit(build)(0.5) == 0.5
+
+
+def test_known_arrays_stay_arrays():
+    w = np.ones(2)
+    assert Anything(w).value is w
+    key = jax.random.key(0)
+    assert Anything(key).value is key
+
+
+OF_SCALARS = {
+    "AlmostOrthogonal(radius=0.25)": lambda: rpx.AlmostOrthogonal(np.float64(0.25)),
+    "Hurwitz(rate=0.5)": lambda: rpx.Hurwitz(jnp.float32(0.5)),
+    "Invertible(least=0.5)": lambda: rpx.Invertible(least=np.float32(0.5)),
+    "FixedRank(2, least=0.5)": lambda: rpx.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
+    "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.Triangular(np.bool_(0), jnp.array(1, bool)),
+    "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
+    "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
+    "MagnitudePrune((2, 0.5), axis=1)": lambda: rpx.MagnitudePrune((jnp.int32(2), np.float16(0.5)), axis=np.int8(1)),
+    "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
+    "Split((('W', Concat(('a: 2', 'b: 2'), axis=1)),))": (
+        lambda: rpx.Split({"W": rpx.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "build"), OF_SCALARS.items(), ids=OF_SCALARS)
+def test_stages_of_known_scalars_are_those_of_numbers(text, build):
+    p = build()
+    assert repr(p) == repr(eval(text, MODULE))
+    assert p == eval(text, MODULE) == rpx.from_json(p.to_json())
+    assert hash(p) == hash(eval(text, MODULE))
+
+
+# ---- Infinity and NaN. ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, (math.inf, (math.nan,)), np.float32("nan")], ids=str)
+def test_numbers_that_are_not_finite_are_read_back_equal(value):
+    p = Anything(value)
+    assert eval(repr(p), {"Anything": Anything}) == p
+    assert "Infinity" not in p.to_json()
+    assert "NaN" not in p.to_json()
+    for twin in (rpx.from_json(p.to_json()), pickle.loads(pickle.dumps(p)), copy.deepcopy(p), Anything(value)):
+        assert twin == p
+        assert hash(twin) == hash(p)
+
+
+def test_infinity_as_code_and_in_json():
+    p = rpx.MagnitudePrune(0.5, axis=0, order=math.inf)
+    assert repr(p) == "MagnitudePrune(0.5, axis=0, order=float('inf'))"
+    assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
+    assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
+        "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"
+    )
+
+
+# ---- Functions of JAX. ----------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "jnp.diagonal": jnp.diagonal,
+    "jnp.add": jnp.add,
+    "jnp.linalg.inv": jnp.linalg.inv,
+    "jnp.float32": jnp.float32,
+    "jax.nn.relu": jax.nn.relu,
+    "jax.lax.exp": jax.lax.exp,
+    "jax.scipy.special.logit": jax.scipy.special.logit,
+    "jax.scipy.stats.norm.ppf": jax.scipy.stats.norm.ppf,
+}
+
+
+@pytest.mark.parametrize(("text", "function"), FUNCTIONS.items(), ids=FUNCTIONS)
+def test_functions_of_jax_go_by_their_public_names(text, function):
+    p = Anything((function, 1))
+    assert repr(p) == f"Anything(value=({text}, 1), computed=7)"
+    for twin in (rpx.from_json(p.to_json()), pickle.loads(pickle.dumps(p)), copy.copy(p), copy.deepcopy(p)):
+        assert twin.value[0] is function
+        assert twin == p
+
+
+class Ranked(rpx.Joint):
+    f: object = jnp.sort
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: value["x"] for name, value in values.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted(rpx.Perturbation):
+    f: object
+
+    def apply_leaf(self, w, key):
+        return self.f(w)
+
+
+@pytest.mark.parametrize("p", [Ranked({"w": ".*"}, f=jnp.diagonal), Slotted(jnp.diagonal)], ids=repr)
+def test_a_third_partys_field_with_a_function_of_jax_is_pickled(p):
+    twin = pickle.loads(pickle.dumps(p))
+    assert twin == p
+    assert twin.f is jnp.diagonal
+
+
+@pytest.mark.parametrize("function", [jax.clear_caches, jax.jit, jnp.save, jnp.load, jnp.finfo, jnp.set_printoptions])
+def test_other_callables_of_jax_have_no_form_in_json(function):
+    name = function.__name__
+    with raises(
+        ValueError,
+        f"Anything(value={name}, computed=7).to_json cannot write value={name}: only numbers, text, stages and "
+        f"functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep "
+        f"this stage in code.",
+    ):
+        Anything(function).to_json()
+
+
+# ---- Whatever the text, `from_json` raises ValueError. --------------------------------------------------------------
+
+
+def text_of(*entries):
+    return json.dumps({"reparax": 1, "stages": entries})
+
+
+def elementwise(name):
+    return text_of({"class": "reparax.Elementwise", "forward": {"function": name}, "inverse": {"function": name}})
+
+
+ONLY = "from_json takes public functions of jax.numpy, jax.nn, jax.lax and jax.scipy only, but got"
+NOTHING = "but jax has no such function on arrays."
+WRONG = {
+    "another module of jax": (elementwise("jax.nope.x"), f"{ONLY} 'jax.nope.x'."),
+    "jax itself": (elementwise("jax.clear_caches"), f"{ONLY} 'jax.clear_caches'."),
+    "a private module": (elementwise("jax.numpy._x.y"), f"{ONLY} 'jax.numpy._x.y'."),
+    "internals": (elementwise("jax._src.numpy.x"), f"{ONLY} 'jax._src.numpy.x'."),
+    "another module": (elementwise("os.system"), f"{ONLY} 'os.system'."),
+    "a name alone": (elementwise("tanh"), f"{ONLY} 'tanh'."),
+    "nothing": (elementwise(""), f"{ONLY} ''."),
+    "a longer name": (elementwise("jax.numpyx.y"), f"{ONLY} 'jax.numpyx.y'."),
+    "no module": (elementwise("jax.scipy.nope.x"), f"from_json found the function 'jax.scipy.nope.x', {NOTHING}"),
+    "no function": (elementwise("jax.numpy.pi"), f"from_json found the function 'jax.numpy.pi', {NOTHING}"),
+    "a file": (elementwise("jax.numpy.load"), f"from_json found the function 'jax.numpy.load', {NOTHING}"),
+    "a class": (elementwise("jax.numpy.ndarray"), f"from_json found the function 'jax.numpy.ndarray', {NOTHING}"),
+    "a private one": (elementwise("jax.numpy.__dir__"), f"from_json found the function 'jax.numpy.__dir__', {NOTHING}"),
+    "brackets": ("[" * 100000, f"from_json got a text that is nested too deep: '{'[' * 60}'."),
+    "no stage": (
+        text_of({"class": "reparax.Selected", "paths": ["a"]}),
+        "from_json found selected({'a': True}) in the place of a stage, but it is none. "
+        "Write it as an argument of one.",
+    ),
+    "paths": (
+        text_of({"class": "reparax.Mask", "where": {"class": "reparax.Selected", "paths": 3}}),
+        "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got 3. "
+        "Make it by `rpx.selected`.",
+    ),
+    "an abstract class": (
+        text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),
+        "from_json found the stage 'reparax.Joint', but no class of that name is defined. "
+        "Import the module that defines it.",
+    ),
+    "a number as text": (
+        text_of({"class": "reparax.VarNoise", "std": "0.1"}),
+        "from_json cannot build reparax.VarNoise from {'std': '0.1'}: VarNoise takes a real number or a real scalar "
+        "array as std, but got '0.1'.",
+    ),
+    "a huge number": (
+        text_of({"class": "reparax.Scale", "factor": 10**400}),
+        f"from_json cannot build reparax.Scale from {{'factor': {10**400}}}: int too large to convert to float.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_text_is_refused(text, message):
+    with raises(ValueError, message):
+        rpx.from_json(text)
+
+
+ODD = [
+    None,
+    True,
+    -3,
+    0.5,
+    1e999,
+    10**400,
+    "",
+    "0.1",
+    "(",
+    "\ud800\0",
+    [],
+    [[]],
+    [1, "a"],
+    {},
+    {"a": 1},
+    {"float": "1"},
+    {"float": "nan"},
+    {"class": 3},
+    {"class": "reparax.Mask"},
+    {"class": "reparax.Selected", "paths": [3]},
+    {"class": "reparax.Concat", "parts": ["a"]},
+    {"function": 3},
+    {"function": "jax.numpy.tanh"},
+    {"function": "jax.numpy.a\0.b"},
+    {"function": "jax.scipy." + "x" * 5000 + ".y"},
+]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_odd_values_are_taken_or_refused_by_a_value_error(name):
+    cls = getattr(rpx, name)
+    for p in STAGES[name]:
+        entry = json.loads(p.to_json())["stages"][0] if name != "Chain" else {"class": "reparax.Chain"}
+        for field in [field.name for field in dataclasses.fields(cls)]:
+            for value in ODD:
+                try:
+                    found = rpx.from_json(text_of({**entry, field: value}))
+                except ValueError:
+                    continue
+                assert isinstance(found, rpx.Parametrization)
+                assert repr(found)
+
+
+# ---- Kinds. ---------------------------------------------------------------------------------------------------------
+
+
+def define(name, module, base=rpx.Reparametrization, **members):
+    """A class of that name in that module."""
+
+    def init_leaf(self, w):
+        return {"x": w / 2}
+
+    def apply_leaf(self, values):
+        return values["x"] * 2
+
+    formulas = {"init_leaf": init_leaf, "apply_leaf": apply_leaf}
+    return type(base)(name, (base,), {"__module__": module, "__qualname__": name, **formulas, **members})
+
+
+def no_kind(name, kind, why):
+    return raises(
+        ValueError,
+        f"{name} would stand in raw trees as '@{kind}', but '{kind}' {why}. Write another one into the class, "
+        f'`kind = "..."`.',
+    )
+
+
+def test_two_classes_of_one_name_in_a_package_are_told_apart():
+    first = define("Sorted", "kinds_a.one")
+    with no_kind("kinds_a.two.Sorted", "sorted", "is the kind of kinds_a.one.Sorted"):
+        define("Sorted", "kinds_a.two")
+    second = define("Sorted", "kinds_a.two", kind="other_sorted")
+    assert (first.kind, second.kind) == ("sorted", "other_sorted")
+    for cls in (first, second):  # the class that wrote it, by its module
+        assert type(rpx.from_json(cls(where="a").to_json())) is cls
+        assert json.loads(cls().to_json())["stages"] == [{"class": f"{cls.__module__}.Sorted"}]
+
+
+def test_two_names_of_one_kind_are_told_apart():
+    define("HttpSorted", "kinds_b.one")
+    with no_kind("kinds_b.one.Http_Sorted", "http_sorted", "is the kind of kinds_b.one.HttpSorted"):
+        define("Http_Sorted", "kinds_b.one")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Fixed", "fixed"), ("_", ""), ("__", ""), ("a.b", "a.b")])
+def test_a_name_that_is_no_kind_is_refused(name, kind):
+    with no_kind(f"kinds_c.{name}", kind, "is no name of a stage"):
+        define(name, "kinds_c")
+    assert define(name, "kinds_c", kind=f"kinds_c_{name.replace('.', '_')}")
+
+
+def test_values_of_a_class_called_fixed_train():
+    raw = define("Fixed", "kinds_d", kind="halved")().init({"w": jnp.ones(2)})
+    assert rpx.labels(raw) == {"w": {"@halved": {"x": "free"}}}
+
+
+def test_the_name_of_another_package_is_kept_apart_by_the_package():
+    assert define("Reversed", "kinds_e.x").kind == "reversed"
+    assert define("Reversed", "kinds_f.y").kind == "kinds_f_reversed"
+    assert define("WeightNorm", "kinds_f").kind == "kinds_f_weight_norm"
+    assert rpx.WeightNorm.kind == "weight_norm"
+    define("Other", "kinds_g", kind="kinds_h_reversed")
+    with no_kind("kinds_h.Reversed", "kinds_h_reversed", "is the kind of kinds_g.Other"):
+        define("Reversed", "kinds_h")
+
+
+def test_a_kind_must_be_text():
+    with raises(ValueError, "Bad got kind=3, but a kind is a name without '@', '.' and '/', and not 'fixed'."):
+        define("Bad", "kinds_i", kind=3)
+
+
+def test_a_class_that_is_defined_anew_is_the_same_one():
+    kinds = [define("Cell", "kinds_j.x", doc=i).kind for i in range(2)]
+    assert kinds == ["cell", "cell"]
+    assert rpx.from_json(define("Cell", "kinds_j.x", doc=2)().to_json()).doc == 2
+    slotted = [dataclasses.dataclass(frozen=True, slots=True)(define("Slots", "kinds_j.x")) for _ in range(2)]
+    assert {cls.kind for cls in slotted} == {"slots"}
+    given = [define("Given", "kinds_j.x", kind="given_twice") for _ in range(2)]
+    assert {cls.kind for cls in given} == {"given_twice"}
+
+
+SOURCE = """
+import reparax as rpx
+class FromAFile(rpx.Perturbation):
+    def apply_leaf(self, w, key):
+        return w
+"""
+
+
+def test_a_module_that_is_reloaded_or_is_a_script_too_has_the_same_classes(tmp_path, monkeypatch):
+    (tmp_path / "kinds_of_a_file.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("kinds_of_a_file")
+    importlib.reload(module)
+    spec = importlib.util.spec_from_file_location("kinds_of_a_script", tmp_path / "kinds_of_a_file.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    assert module.FromAFile.kind == script.FromAFile.kind == "from_afile"
+
+
+def test_classes_that_cannot_be_built_need_no_kind_of_their_own():
+    abstract = {"apply_leaf": rpx.Perturbation.apply_leaf}
+    first, second = (define("Base", f"kinds_k.{x}", rpx.Perturbation, **abstract) for x in ("one", "two"))
+    assert inspect.isabstract(first)
+    assert inspect.isabstract(second)
+    assert define("Base", "kinds_k.three").kind == "base"
+
+
+def test_json_names_a_class_by_the_module_that_its_author_calls_public():
+    cls = define("Public", "kinds_l")
+    assert json.loads(cls().to_json())["stages"] == [{"class": "kinds_l.Public"}]
+    assert json.loads(rpx.WeightNorm().to_json())["stages"] == [{"class": "reparax.WeightNorm"}]
+
+
+# ---- What cannot be compared, and what a class must not be. ---------------------------------------------------------
+
+
+def array_error(p, name):
+    return (
+        f"{p} holds an array as {name}, so it can be neither compared nor hashed. Give it a known number, or build "
+        f"the stage inside of the jitted function that uses it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (np.ones(2, np.float32), "<float32[2]>"),
+        (jnp.ones((2, 3)), "<float32[2, 3]>"),
+        ((1, [jnp.ones(1)]), "(1, [<float32[1]>])"),
+    ],
+    ids=["numpy", "jax", "inside"],
+)
+def test_a_stage_that_holds_an_array_is_neither_compared_nor_hashed(value, shown):
+    p, text = Anything(value), array_error(f"Anything(value={shown}, computed=7)", "value")
+    for compared in (p, Anything(value), Anything(3)):
+        with raises(TypeError, text):
+            assert p == compared
+    with raises(TypeError, text):
+        assert Anything(3) == p
+    with raises(TypeError, text):
+        hash(p)
+    with raises(TypeError, text):
+        hash(p >> rpx.WeightNorm())
+    assert p != rpx.Mask()
+
+
+def test_a_stage_of_a_traced_number_is_neither_compared_nor_hashed():
+    def build(std):
+        with raises(TypeError, array_error("VarNoise(<traced float32>)", "std")):
+            assert rpx.VarNoise(std) == rpx.VarNoise(0.1)
+        with raises(TypeError, array_error("VarNoise(<traced float32>)", "std")):
+            hash(rpx.VarNoise(std))
+        return std
+
+    jax.jit(build)(0.5)
+
+
+def test_a_third_partys_own_equality_stays():
+    def same(self, other):
+        return True
+
+    cls = define("Equal", "kinds_m", __annotations__={"value": int}, __eq__=same, __hash__=lambda self: 3)
+    assert cls(1) == cls(2)
+    assert hash(cls(1)) == 3
+
+
+OWN = "defines __init__, but a stage is a dataclass, which has one of its own. Declare"
+INSTEAD = "in the class instead, with the type that it has, and check values in `__post_init__`."
+
+
+def test_an_init_of_ones_own_is_refused():
+    with raises(TypeError, f"Low {OWN} `rank: int` {INSTEAD}"):
+
+        class Low(rpx.Perturbation):
+            def __init__(self, rank):
+                self.rank = rank
+
+    with raises(TypeError, f"Low {OWN} `rank: int`, `name: str` {INSTEAD}"):
+
+        class Low(rpx.Reparametrization):
+            def __init__(self, rank: int, *, name: str = "x"):
+                object.__setattr__(self, "rank", rank)
+
+    with raises(TypeError, f"Low {OWN} what varies {INSTEAD}"):
+
+        class Low(rpx.Joint):
+            def __init__(self):
+                pass
+
+
+# ---- A schedule where a number is expected. -------------------------------------------------------------------------
+
+
+def schedule(step):
+    return step / 2
+
+
+OF_NUMBERS = {
+    "std": rpx.VarNoise,
+    "rate": rpx.WeightDropout,
+    "sparsity": rpx.MagnitudePrune,
+    "factor": rpx.Scale,
+    "low": lambda f: rpx.Bounded(f, 1),
+    "high": lambda f: rpx.Bounded(0, f),
+    "order": lambda f: rpx.MagnitudePrune(0.5, axis=0, order=f),
+    "radius": lambda f: rpx.Sphere(radius=f),
+    "max": rpx.MaxNorm,
+    "curvature": rpx.PoincareBall,
+    "least": lambda f: rpx.Invertible(least=f),
+}
+OWNERS = {
+    "std": "VarNoise",
+    "rate": "WeightDropout",
+    "sparsity": "MagnitudePrune",
+    "factor": "Scale",
+    "low": "Bounded",
+    "high": "Bounded",
+    "order": "MagnitudePrune",
+    "radius": "Sphere",
+    "max": "MaxNorm",
+    "curvature": "PoincareBall",
+    "least": "Invertible",
+}
+
+
+@pytest.mark.parametrize(
+    "function", [schedule, optax.linear_schedule(0.0, 1.0, 5), np.float32], ids=["f", "optax", "class"]
+)
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_a_schedule_is_no_number(name, function):
+    who = OWNERS[name]
+    with raises(
+        TypeError,
+        f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
+        f"`{who}(schedule(step))`.",
+    ):
+        OF_NUMBERS[name](function)
+
+
+@pytest.mark.parametrize(
+    ("who", "name", "build"),
+    [
+        ("AlmostOrthogonal", "radius", rpx.AlmostOrthogonal),
+        ("Hurwitz", "rate", rpx.Hurwitz),
+        ("FixedRank", "least", lambda x: rpx.FixedRank(1, least=x)),
+    ],
+)
+def test_numbers_that_must_be_known_are_not_traced(who, name, build):
+    text = (
+        f"{who} takes a known number as {name}, but got a traced one of dtype float32. Build the stage outside of the "
+        f"jitted function."
+    )
+
+    def traced(x):
+        with raises(TypeError, text):
+            build(x)
+        return x
+
+    jax.eval_shape(traced, jnp.float32(0.5))
