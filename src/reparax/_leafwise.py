@@ -12,6 +12,7 @@ from jax import Array
 from reparax import _axes, _axis_names, _keys, _paths, _raw, _where
 from reparax._axis_names import AxisNames
 from reparax._core import Chain, Parametrization, call
+from reparax._mean import Mean
 from reparax._nodes import last_mark, located, node_of, require_named_arrays, require_type, require_values, values_under
 from reparax._paths import PyTree
 from reparax._raw import FIXED
@@ -87,10 +88,11 @@ class _Leafwise(Stage):
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
-    A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key, ``min_ndim = 2``
-    that it leaves vectors alone where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the
-    field ``axis`` by name. A chain with perturbations and the chain without share one raw structure, one optimizer
-    state and one checkpoint.
+    A subclass writes ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` where the mean over all keys is not ``w``
+    itself; ``stochastic = False`` says that it needs no key, ``min_ndim = 2`` that it leaves vectors alone where
+    ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the field ``axis`` by name,
+    ``straight_through = True`` that its gradient is not that of its formula. A chain with perturbations and the chain
+    without share one raw structure, one optimizer state and one checkpoint.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
@@ -103,8 +105,12 @@ class Perturbation(_Leafwise):
       ...     rate: float
       ...     def apply_leaf(self, w, key):
       ...         return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+      ...     def mean_leaf(self, w):
+      ...         return (1 - 2 * self.rate) * w
       >>> SignFlip(0.5).apply({"w": jnp.ones(4)}, jax.random.key(0))["w"]
       Array([ 1.,  1., -1.,  1.], dtype=float32)
+      >>> SignFlip(0.25).fold({"w": jnp.ones(4)})["w"]
+      Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
 
     stochastic: ClassVar[bool] = True
@@ -113,9 +119,15 @@ class Perturbation(_Leafwise):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         """The effective array of ``w``, of the same shape and dtype."""
 
+    def mean_leaf(self, w: Array) -> Array:
+        """The mean of ``apply_leaf(w, key)`` over all keys: what ``p.deterministic`` has in its place."""
+        return w
+
     @property
     def deterministic(self) -> Parametrization:
-        return Chain() if self.stochastic else self
+        if not self.stochastic:
+            return self
+        return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
 
     def _init(self, tree: PyTree, key: Array | None) -> PyTree:
         del key
@@ -134,6 +146,22 @@ class Perturbation(_Leafwise):
             return stage._changed(f"{who} at {slot.path!r}", before, drawn)
 
         return treedef.unflatten([changed(slot) if stage is not None else w for w, slot, stage in found])
+
+    def _averaged(self, tree: PyTree) -> PyTree:
+        """The tree with the mean of each array that the stage acts on."""
+        found, treedef = self._selection("fold", tree)
+        who = call(self, "fold")
+
+        def mean(stage: Self, before: Array, slot: _raw.Slot) -> Array:
+            with located(f"{who} at {slot.path!r}"):
+                after = stage.mean_leaf(before)
+                if not self.changes_type:
+                    require_type("mean_leaf", after, before)
+            return after
+
+        return treedef.unflatten(
+            [w if stage is None else mean(stage, jnp.asarray(w), slot) for w, slot, stage in found]
+        )
 
     def _changed(self, who: str, before: Array, drawn: Any) -> Array:
         with located(who):

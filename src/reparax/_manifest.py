@@ -48,7 +48,7 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 def code(value: Any) -> str:
     """Code for a constructor argument; for a traced value and a nameless function, which have none, what they are."""
-    if hasattr(value, "dtype"):
+    if hasattr(value, "dtype") and not dataclasses.is_dataclass(value):
         return f"<traced {value.dtype}>"
     public = function_name(value) if callable(value) else None
     name = public or getattr(value, "__qualname__", None)
