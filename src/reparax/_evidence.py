@@ -1,5 +1,7 @@
 """What the laws are judged by: programs compiled once for all laws, comparisons, and the errors that say what broke."""
 
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +14,7 @@ from jax import Array
 
 from reparax import _paths
 from reparax._core import Chain, Parametrization
+from reparax._mean import Mean
 from reparax._paths import PyTree
 from reparax._precision import widened
 from reparax._raw import combine, partition
@@ -97,7 +100,8 @@ def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, Py
 
     Each array counts by its entries, by their average, and by their average in units of the claim.
     """
-    claimed = jax.tree.map(comparable, p.fold(raw))
+    mean = p.fold(raw)
+    claimed = jax.tree.map(comparable, mean)
     sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed)
 
     def spread(w: Array, m: Array) -> Array:
@@ -111,12 +115,24 @@ def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, Py
         squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), found)
         return (jax.tree.map(jnp.add, done[0], found), jax.tree.map(jnp.add, done[1], squares)), None
 
-    return claimed, *jax.lax.scan(add, (sums, sums), keys)[0]
+    return mean, *jax.lax.scan(add, (sums, sums), keys)[0]
+
+
+def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of ``n`` deviations and its standard error, from their sum and the sum of their squares.
+
+    What is rare may be missing from the draws of one entry, so its variance is taken to be the average one at least.
+    """
+    mean = total / n
+    variance = np.real(squares) / n - np.square(np.abs(mean))
+    entries = variance[:-2]
+    least = np.mean(entries) if entries.size else 0.0
+    return mean, np.sqrt(np.maximum(np.concatenate([np.maximum(entries, least), variance[-2:]]), 0.0) / n)
 
 
 def comparable(w: Array) -> Array:
     """``w`` in single precision at least, so that numbers add up."""
-    return w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    return widened(w) if inexact(w) else w.astype(jnp.float32)
 
 
 def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
@@ -201,7 +217,12 @@ def moved(raw: PyTree, key: Array) -> PyTree:
 def normal(tree: PyTree, key: Array) -> PyTree:
     """Standard normal numbers in the place of those of ``tree``."""
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
-    return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape).astype(w.dtype)), tree)
+
+    def draw(w: Array) -> Array:
+        drawn = rng.normal(size=w.shape) + (1j * rng.normal(size=w.shape) if jnp.iscomplexobj(w) else 0)
+        return jnp.asarray(drawn.astype(w.dtype))
+
+    return jax.tree.map(draw, tree)
 
 
 def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
@@ -264,3 +285,9 @@ def has_functions(p: Parametrization) -> bool:
 
 def stages(p: Parametrization) -> tuple[Parametrization, ...]:
     return p.stages if isinstance(p, Chain) else (p,)
+
+
+def without_means(p: Parametrization) -> Parametrization:
+    """``p`` without the random stages whose mean is not the array itself, as ``init`` knows nothing of them."""
+    kept = [stage for stage in stages(p) if not isinstance(stage.deterministic, Mean)]
+    return p if len(kept) == len(stages(p)) else functools.reduce(operator.rshift, kept, Chain())

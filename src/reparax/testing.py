@@ -26,6 +26,7 @@ from reparax._evidence import (
     compiled_init,
     compiled_rebase,
     compiled_update,
+    deviation,
     deviations,
     doubled,
     equal,
@@ -45,6 +46,7 @@ from reparax._evidence import (
     trainable,
     twice,
     types,
+    without_means,
     without_row,
     zeros,
 )
@@ -61,9 +63,14 @@ def check_laws(
 ) -> None:
     """Runs the laws of parametrizations on ``p``.
 
+    They are about the right inverse, types, value semantics, transformations of JAX, keys, means, purity, gradients,
+    ``update``, ``rebase``, checkpoints and plain trees. A stage whose gradient is not that of its formula, as of a
+    rounding, says ``straight_through = True``; a random one whose mean is not the array itself defines ``mean_leaf``.
+
     Args:
       p: A stage or a chain.
-      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric.
+      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric. Small ones: the laws draw
+        a thousand times, and compile some ten programs.
       key: The key of all draws; ``jax.random.key(0)`` where there is none.
       laws: Some of ``LAWS``; all of them where there is none.
 
@@ -83,13 +90,14 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     """``apply(init(w)) == w`` for every ``w`` on the image, within the rounding of the coarsest dtype involved.
 
     A point of the image is made by moving the free values at random. Where a stage holds fixed values, these belong
-    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once.
+    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once. A random
+    stage whose mean is not the array itself (``mean_leaf``) is left out, as ``init`` leaves it out.
     """
-    raw = compiled_init(p, params, key)
-    point = compiled_fold(p, moved(raw, key))
+    raw, q = compiled_init(p, params, key), without_means(p)
+    point = compiled_fold(q, moved(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
-        point = compiled_fold(p, compiled_init(p, point, key))
-    again = compiled_fold(p, compiled_init(p, point, key))
+        point = compiled_fold(q, compiled_init(p, point, key))
+    again = compiled_fold(q, compiled_init(p, point, key))
     require_close(p, "right inverse", again, point, rounding(raw, point), "apply(init(w)) is not w")
 
 
@@ -143,11 +151,8 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     everywhere = PartitionSpec()
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
 
-    def ways(params: PyTree, raw: PyTree, batches: tuple[PyTree, PyTree], key: Array) -> dict[str, PyTree]:
+    def ways(raw: PyTree, batches: tuple[PyTree, PyTree], key: Array) -> dict[str, PyTree]:
         return {
-            "jit": p.apply(raw, key),
-            "jit of init": p.fold(p.init(params, key)),
-            "jit of update": p.fold(p.update(raw, key)),
             "checkpoint": jax.checkpoint(p.apply)(raw, key),
             "shard_map": apply_shard(raw, key),
             "vmap": jax.vmap(p.apply)(batches[1], keys),
@@ -155,6 +160,12 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
             "scan": jax.lax.scan(lambda carry, k: (carry, p.apply(raw, k)), 0, keys)[1],
         }
 
+    compiled = {
+        "jit": compiled_apply(p, raw, key),
+        "jit of init": compiled_fold(p, compiled_init(p, params, key)),
+        "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
+        **jax.jit(ways)(raw, (twice(params), twice(raw)), key),
+    }
     first, folded = p.apply(raw, key), p.fold(raw)
     both = jax.tree.map(lambda a, b: np.stack([a, b]), first, compiled_apply(p, raw, keys[1]))
     eager = {
@@ -164,7 +175,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         "scan": both,
         "vmap of init": twice(folded),
     }
-    for way, got in jax.jit(ways)(params, raw, (twice(params), twice(raw)), key).items():
+    for way, got in compiled.items():
         want = eager.get(way, first)
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
@@ -197,22 +208,21 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
-    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error."""
+    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error.
+
+    The draws of one key may depend on each other, so those of 128 keys are what counts.
+    """
     shared = {_raw.parameter(path) for path in _raw.empty_nodes(raw)}
-    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 64))
-    means = {path: np.asarray(w) for path, w in arrays(compiled_fold(p, raw)) if path not in shared}
-    noise = {path: np.asarray(w).astype(complex) - means[path] for path, w in arrays(many) if path in means}
-    drawn = [path for path, d in noise.items() if np.any(d)]
-    for a, b in itertools.combinations(drawn, 2):
-        if means[a].shape == means[b].shape:
-            x, y = (np.ravel(noise[path] - noise[path].mean()) for path in (a, b))
-            correlation = float(abs(np.vdot(x, y)) / (np.linalg.norm(x) * np.linalg.norm(y)))
-            require(
-                p,
-                "keys",
-                correlation < 6 / np.sqrt(x.size),
-                f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}",
-            )
+    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
+    draws = {path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in arrays(many) if path not in shared}
+    noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
+    for a, b in itertools.combinations(noise, 2):
+        x, y = noise[a], noise[b]
+        if x.shape == y.shape:
+            products = np.sum(x * np.conj(y), axis=1)
+            correlation = abs(np.sum(products)) / (np.linalg.norm(x) * np.linalg.norm(y))
+            within = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(128)
+            require(p, "keys", within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
 
 
 def purity(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -246,18 +256,16 @@ def mean(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares: PyTree) -> None:
     for (path, m), (_, total), (_, square) in zip(arrays(claimed), arrays(sums), arrays(squares), strict=True):
-        off, variance = np.asarray(total) / 1024, np.real(np.asarray(square)) / 1024
-        variance = variance - np.square(np.abs(off))
-        # What is rare may be missing from the draws of one entry, so the variance is that of the array at least.
-        error = np.sqrt(np.maximum(variance, np.mean(variance[:-2]) * (np.arange(len(variance)) < m.size)) / 1024)
+        off, error = deviation(np.asarray(total), np.asarray(square), 1024)
         excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
         worst = int(np.argmax(excess))
         require(
             stage,
             "mean",
             excess[worst] <= 0,
-            f"the mean of 1024 draws is off what `deterministic` gives at {path!r}, by {abs(off[worst]):.1e} with a "
-            f"standard error of {error[worst]:.1e}; say the mean in `mean_leaf`, or define `deterministic`",
+            f"the mean of 1024 draws is not what `deterministic` gives at {path!r}: it is off by "
+            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; say the mean in `mean_leaf`, or "
+            f"define `deterministic`",
         )
 
 
@@ -270,9 +278,9 @@ def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
     """
     name, start = "gradients", compiled_init(p, params, key)
     for where, point in {
+        "its start": start,
         "a row of zeros": compiled_init(p, jax.tree.map(without_row, params), key),
         "zero": compiled_init(p, zeros(params), key),
-        "its start": start,
     }.items():
         for path, g in arrays(slope(p, point, key)[1]):
             require(p, name, np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
@@ -303,7 +311,7 @@ def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, 
         p,
         "gradients",
         abs(given - found) < bound * (1 + abs(found)),
-        f"the slope is {found:.8g}, but {given:.8g} by the gradient; a stage that means it says "
+        f"the slope is {found:.8g}, but {given:.8g} by the gradient; where that is meant, say "
         f"`straight_through = True`",
     )
 
