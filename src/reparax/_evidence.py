@@ -106,7 +106,8 @@ def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, Py
 
     def spread(w: Array, m: Array) -> Array:
         entries = jnp.ravel(comparable(w) - m)
-        units = jnp.ravel(jnp.conj(m)) / jnp.maximum(jnp.max(jnp.abs(m), initial=0.0), jnp.finfo(m.dtype).tiny)
+        largest = jnp.maximum(jnp.max(jnp.abs(m), initial=0.0), jnp.finfo(m.dtype).tiny)
+        units = jnp.ravel(jnp.conj(m)) / largest.astype(m.dtype)
         totals = jnp.stack([jnp.sum(entries), jnp.sum(entries * units)])
         return jnp.concatenate([entries, totals / max(1, m.size)])
 
