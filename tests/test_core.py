@@ -227,6 +227,9 @@ def test_a_noise_of_a_third_party_keeps_the_laws():
         def apply_leaf(self, w, key):
             return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
 
+        def mean_leaf(self, w):
+            return (1 - 2 * self.rate) * w
+
     check_laws(SignFlip(0.3), {"a": jax.random.normal(jax.random.key(0), (4, 4))})
 
 

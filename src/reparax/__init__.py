@@ -29,6 +29,7 @@ from reparax._mask import Mask as Mask
 from reparax._mask import NofM as NofM
 from reparax._matrix import Kronecker as Kronecker
 from reparax._matrix import LowRank as LowRank
+from reparax._mean import Mean as Mean
 from reparax._noise import VarNoise as VarNoise
 from reparax._noise import WeightDropout as WeightDropout
 from reparax._norm import SpectralNorm as SpectralNorm

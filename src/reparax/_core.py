@@ -32,6 +32,8 @@ class Parametrization(Static, ABC):
     """Whether ``apply`` draws random numbers, and so needs a key."""
     changes_type: ClassVar[bool] = False
     """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
+    straight_through: ClassVar[bool] = False
+    """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
 
     @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -194,6 +196,7 @@ class Chain(Parametrization):
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in _stages(part)))
         object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
         object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
+        object.__setattr__(self, "straight_through", any(stage.straight_through for stage in self.stages))
 
     def __repr__(self) -> str:
         if len(self.stages) > 1:

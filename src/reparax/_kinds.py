@@ -7,6 +7,16 @@ from pathlib import Path
 
 from reparax import _manifest, _raw
 
+_MIXED = re.compile(r"[A-Z]+[a-z][A-Z]{1,2}(?=[A-Z][a-z]|[^a-zA-Z]|$)")
+"""Acronyms with one small letter inside: LoRA, QLoRA, ReLU, MoE."""
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word of a class name begins: My|LSTM|Norm."""
+
+
+def words(name: str) -> str:
+    """A class name in the style of names: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
+    return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
+
 
 def of(cls: type) -> str:
     """The kind that ``cls`` gives itself, or that of its name; a class that never stands in a raw tree needs none."""
@@ -18,7 +28,7 @@ def of(cls: type) -> str:
 
 def derived(cls: type) -> str:
     """The class name in the style of names; with the package in front where a class of another one has that."""
-    kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.strip("_")).lower()
+    kind = words(cls.__name__.strip("_"))
     other, package = _taken(cls, kind), cls.__module__.partition(".")[0]
     elsewhere = other is not None and other.__module__.partition(".")[0] != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind

@@ -14,6 +14,7 @@ from reparax import _axes, _axis_names, _keys, _paths, _raw, _stacked, _where
 from reparax._axis_names import AxisNames
 from reparax._core import Chain, Parametrization, call
 from reparax._keys import Keys
+from reparax._mean import Mean
 from reparax._nodes import (
     Types,
     abstract,
@@ -139,10 +140,11 @@ class _Leafwise(Stage):
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
-    A subclass writes ``apply_leaf(w, key) -> w``; ``stochastic = False`` says that it needs no key, ``min_ndim = 2``
-    that it leaves vectors alone, and biases and scales, where ``where`` does not name them, ``axis_fields = ("axis",)``
-    that users may give the field ``axis`` by name. A chain with perturbations and the chain without share one raw
-    structure, one optimizer state and one checkpoint.
+    A subclass writes ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` where the mean over all keys is not ``w``
+    itself; ``stochastic = False`` says that it needs no key, ``min_ndim = 2`` that it leaves vectors alone, and biases
+    and scales, where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the field ``axis``
+    by name, ``straight_through = True`` that its gradient is not that of its formula. A chain with perturbations and
+    the chain without share one raw structure, one optimizer state and one checkpoint.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
@@ -158,8 +160,12 @@ class Perturbation(_Leafwise):
       ...     rate: float
       ...     def apply_leaf(self, w, key):
       ...         return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+      ...     def mean_leaf(self, w):
+      ...         return (1 - 2 * self.rate) * w
       >>> SignFlip(0.5).apply({"w": jnp.ones(4)}, jax.random.key(0))["w"]
       Array([ 1.,  1., -1.,  1.], dtype=float32)
+      >>> SignFlip(0.25).fold({"w": jnp.ones(4)})["w"]
+      Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
 
     stochastic: ClassVar[bool] = True
@@ -168,9 +174,15 @@ class Perturbation(_Leafwise):
     def apply_leaf(self, w: Array, key: Array) -> Array:
         """The effective array of ``w``, of the same shape and dtype."""
 
+    def mean_leaf(self, w: Array) -> Array:
+        """The mean of ``apply_leaf(w, key)`` over all keys: what ``p.deterministic`` has in its place."""
+        return w
+
     @property
     def deterministic(self) -> Parametrization:
-        return Chain() if self.stochastic else self
+        if not self.stochastic:
+            return self
+        return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
 
     def _init(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
@@ -189,6 +201,22 @@ class Perturbation(_Leafwise):
         for (i, (slot, stage)), w, key in zip(acting.items(), ready, own, strict=True):
             leaves[i] = stage._changed(f"{who} at {slot.path!r}", jnp.asarray(w), key)
         return treedef.unflatten(leaves)
+
+    def _averaged(self, tree: PyTree) -> PyTree:
+        """The tree with the mean of each array that the stage acts on."""
+        found, treedef = self._selection("fold", tree)
+        leaves, who = [w for w, _, _ in found], call(self, "fold")
+        for i, (w, slot, stage) in enumerate(found):
+            if stage is not None:
+                leaves[i] = stage._mean(f"{who} at {slot.path!r}", jnp.asarray(w))
+        return treedef.unflatten(leaves)
+
+    def _mean(self, who: str, before: Array) -> Array:
+        with located(who):
+            after = _stacked.over(self._places(None), self.mean_leaf)(before)
+            if not self.changes_type:
+                require_type("mean_leaf", after, before)
+        return after
 
     def _changed(self, who: str, before: Array, key: Any) -> Array:
         places = self._places(None)

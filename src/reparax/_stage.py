@@ -31,6 +31,10 @@ class Stage(Parametrization):
     def _rebase(self, tree: PyTree) -> PyTree:
         return tree
 
+    def _averaged(self, tree: PyTree) -> PyTree:
+        """The tree with the mean of each array that the stage draws: what ``Mean`` calls."""
+        return tree
+
     @abstractmethod
     def _init(self, tree: PyTree, keys: Keys) -> PyTree: ...
 

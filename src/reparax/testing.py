@@ -18,26 +18,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reparax import _paths, _raw, _roundtrip
 from reparax._core import Chain, Parametrization
 from reparax._evidence import (
+    Alone,
+    along,
     arrays,
     compiled_apply,
     compiled_fold,
     compiled_init,
+    compiled_rebase,
+    compiled_update,
+    deviation,
+    deviations,
     doubled,
     equal,
-    gradient,
     has_functions,
-    inexact,
+    keeps,
     moved,
-    objective,
+    normal,
     paths,
     picklable,
     require,
     require_close,
     require_raises,
+    require_same_types,
     rounding,
+    slope,
     stages,
+    trainable,
     twice,
     types,
+    without_means,
     without_row,
     zeros,
 )
@@ -54,9 +63,14 @@ def check_laws(
 ) -> None:
     """Runs the laws of parametrizations on ``p``.
 
+    They are about the right inverse, types, value semantics, transformations of JAX, keys, means, purity, gradients,
+    ``update``, ``rebase``, checkpoints and plain trees. A stage whose gradient is not that of its formula, as of a
+    rounding, says ``straight_through = True``; a random one whose mean is not the array itself defines ``mean_leaf``.
+
     Args:
       p: A stage or a chain.
-      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric.
+      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric. Small ones: the laws draw
+        a thousand times, and compile some ten programs.
       key: The key of all draws; ``jax.random.key(0)`` where there is none.
       laws: Some of ``LAWS``; all of them where there is none.
 
@@ -76,14 +90,14 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     """``apply(init(w)) == w`` for every ``w`` on the image, within the rounding of the coarsest dtype involved.
 
     A point of the image is made by moving the free values at random. Where a stage holds fixed values, these belong
-    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once.
+    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once. A random
+    stage whose mean is not the array itself (``mean_leaf``) is left out, as ``init`` leaves it out.
     """
-    raw = compiled_init(p, params, key)
-    free, fixed = partition(raw)
-    point = compiled_fold(p, combine(moved(free, key), fixed))
-    if jax.tree.leaves(fixed):
-        point = compiled_fold(p, compiled_init(p, point, key))
-    again = compiled_fold(p, compiled_init(p, point, key))
+    raw, q = compiled_init(p, params, key), without_means(p)
+    point = compiled_fold(q, moved(raw, key))
+    if jax.tree.leaves(partition(raw)[1]):
+        point = compiled_fold(q, compiled_init(p, point, key))
+    again = compiled_fold(q, compiled_init(p, point, key))
     require_close(p, "right inverse", again, point, rounding(raw, point), "apply(init(w)) is not w")
 
 
@@ -122,15 +136,10 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
     twins = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
     require(p, "value semantics", jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
-
-    def traced(q: Parametrization, raw: PyTree) -> PyTree:
-        traces.append(q)
-        return q.fold(raw)
-
-    jitted = jax.jit(traced, static_argnums=0)
+    jitted = jax.jit(traces.append, static_argnums=0)
     for twin in [p, *twins]:
         require(p, "value semantics", twin == p and hash(twin) == hash(p), "a copy of it is not equal to it")
-        jitted(twin, compiled_init(p, params, key))
+        jitted(twin)
     require(p, "value semantics", len(traces) == 1, f"{len(twins) + 1} equal builds were traced {len(traces)} times")
 
 
@@ -142,18 +151,21 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     everywhere = PartitionSpec()
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
 
-    def ways(params: PyTree, raw: PyTree, key: Array) -> dict[str, PyTree]:
+    def ways(raw: PyTree, batches: tuple[PyTree, PyTree], key: Array) -> dict[str, PyTree]:
         return {
-            "jit": p.apply(raw, key),
-            "jit of init": p.fold(p.init(params, key)),
-            "jit of update": p.fold(p.update(raw, key)),
             "checkpoint": jax.checkpoint(p.apply)(raw, key),
             "shard_map": apply_shard(raw, key),
-            "vmap": jax.vmap(p.apply)(twice(raw), keys),
-            "vmap of init": jax.vmap(p.fold)(jax.vmap(p.init)(twice(params), jnp.stack([key, key]))),
+            "vmap": jax.vmap(p.apply)(batches[1], keys),
+            "vmap of init": jax.vmap(p.fold)(jax.vmap(p.init, in_axes=(0, None))(batches[0], key)),
             "scan": jax.lax.scan(lambda carry, k: (carry, p.apply(raw, k)), 0, keys)[1],
         }
 
+    compiled = {
+        "jit": compiled_apply(p, raw, key),
+        "jit of init": compiled_fold(p, compiled_init(p, params, key)),
+        "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
+        **jax.jit(ways)(raw, (twice(params), twice(raw)), key),
+    }
     first, folded = p.apply(raw, key), p.fold(raw)
     both = jax.tree.map(lambda a, b: np.stack([a, b]), first, compiled_apply(p, raw, keys[1]))
     eager = {
@@ -163,7 +175,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         "scan": both,
         "vmap of init": twice(folded),
     }
-    for way, got in jax.jit(ways)(params, raw, key).items():
+    for way, got in compiled.items():
         want = eager.get(way, first)
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
@@ -179,7 +191,7 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
     """The same key gives the same values, and what is deterministic needs none; leaves are drawn independently."""
     raw, mean = compiled_init(p, params, key), p.deterministic
     drawn = compiled_apply(p, raw, key)
-    fixed = not mean.stochastic and equal(compiled_apply(mean, raw, None), compiled_apply(mean, raw, key))
+    fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
     require(p, "keys", fixed, "its deterministic chain is random")
     require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
     changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), drawn)
@@ -196,22 +208,21 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
-    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error."""
+    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error.
+
+    The draws of one key may depend on each other, so those of 128 keys are what counts.
+    """
     shared = {_raw.parameter(path) for path in _raw.empty_nodes(raw)}
-    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 64))
-    means = {path: np.asarray(w) for path, w in arrays(compiled_fold(p, raw)) if path not in shared}
-    noise = {path: np.asarray(w).astype(complex) - means[path] for path, w in arrays(many) if path in means}
-    drawn = [path for path, d in noise.items() if np.any(d)]
-    for a, b in itertools.combinations(drawn, 2):
-        if means[a].shape == means[b].shape:
-            x, y = (np.ravel(noise[path] - noise[path].mean()) for path in (a, b))
-            correlation = float(abs(np.vdot(x, y)) / (np.linalg.norm(x) * np.linalg.norm(y)))
-            require(
-                p,
-                "keys",
-                correlation < 6 / np.sqrt(x.size),
-                f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}",
-            )
+    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
+    draws = {path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in arrays(many) if path not in shared}
+    noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
+    for a, b in itertools.combinations(noise, 2):
+        x, y = noise[a], noise[b]
+        if x.shape == y.shape:
+            products = np.sum(x * np.conj(y), axis=1)
+            correlation = abs(np.sum(products)) / (np.linalg.norm(x) * np.linalg.norm(y))
+            within = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(128)
+            require(p, "keys", within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
 
 
 def purity(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -231,38 +242,99 @@ def purity(p: Parametrization, params: PyTree, key: Array) -> None:
     )
 
 
+def mean(p: Parametrization, params: PyTree, key: Array) -> None:
+    """The mean of what each random stage gives is what ``deterministic`` has in its place.
+
+    Each stage is measured by itself, on what the earlier ones give it without noise: noise in front of a stage that is
+    not linear has another mean behind it, and no chain of means has that one. The draws of 1024 keys may be off by six
+    standard errors, which are estimated from the draws: by entry, in the average of an array, and along the array.
+    """
+    for i, stage in enumerate(stages(p)):
+        if stage.stochastic:
+            _require_mean(stage, *deviations(Alone(p, i), compiled_init(p, params, key), jax.random.split(key, 1024)))
+
+
+def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares: PyTree) -> None:
+    for (path, m), (_, total), (_, square) in zip(arrays(claimed), arrays(sums), arrays(squares), strict=True):
+        off, error = deviation(np.asarray(total), np.asarray(square), 1024)
+        excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
+        worst = int(np.argmax(excess))
+        require(
+            stage,
+            "mean",
+            excess[worst] <= 0,
+            f"the mean of 1024 draws is not what `deterministic` gives at {path!r}: it is off by "
+            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; say the mean in `mean_leaf`, or "
+            f"define `deterministic`",
+        )
+
+
 def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Gradients of the free values are those of finite differences, finite at zero, and move every free array."""
-    name = "gradients"
+    """Gradients of what trains are those of finite differences, finite at zero, and move every array.
+
+    They must move it at a point that is nowhere special: at the start, where a factor may be zero, so may they. Finite
+    differences are taken in double precision, or in single where the stage takes no other, and not at all where it says
+    ``straight_through = True``.
+    """
+    name, start = "gradients", compiled_init(p, params, key)
     for where, point in {
-        "a row of zeros": jax.tree.map(without_row, params),
-        "zero": zeros(params),
+        "its start": start,
+        "a row of zeros": compiled_init(p, jax.tree.map(without_row, params), key),
+        "zero": compiled_init(p, zeros(params), key),
     }.items():
-        for path, g in arrays(gradient(p, compiled_init(p, point, key), key)):
-            require(p, name, jnp.all(jnp.isfinite(g)), f"that of {path!r} is not finite at {where}")
-    for path, g in arrays(gradient(p, compiled_init(p, params, key), key)):
-        require(p, name, g.size == 0 or jnp.any(g != 0), f"that of {path!r} is zero, so no optimizer moves it")
+        for path, g in arrays(slope(p, point, key)[1]):
+            require(p, name, np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
+    for path, g in arrays(slope(p, moved(start, key), key)[1]):
+        require(p, name, g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
+    if not p.straight_through:
+        _require_finite_differences(p, params, key)
+
+
+def _require_finite_differences(p: Parametrization, params: PyTree, key: Array) -> None:
     with jax.enable_x64():
-        _require_slope(p, jax.tree.map(doubled, params), key)
+        double = jax.tree.map(doubled, params)
+        if keeps(p, double, key, 64):
+            _require_slope(p, double, key, step=1e-6, bound=1e-6)
+            return
+    if keeps(p, params, key, 32):
+        _require_slope(p, params, key, step=1e-2, bound=1e-2)
 
 
-def _require_slope(p: Parametrization, params: PyTree, key: Array) -> None:
-    raw = compiled_init(p, params, key)
-    free, fixed = partition(raw)
-    rounds = any(jnp.finfo(w.dtype).bits < 64 for _, w in arrays(compiled_fold(p, raw)) if inexact(w))
-    if rounds or not jax.tree.leaves(free):
-        return
-    direction = moved(jax.tree.map(jnp.zeros_like, free), key, 1.0)
-    step = 1e-6
+def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, bound: float) -> None:
+    moving, rest = trainable(moved(compiled_init(p, params, key), key))
+    direction = normal(moving, jax.random.fold_in(key, 1))
+    ahead, behind = (slope(p, combine(along(moving, direction, t), rest), key)[0] for t in (step, -step))
+    found = (float(ahead) - float(behind)) / (2 * step)
+    pairs = zip(arrays(slope(p, combine(moving, rest), key)[1]), arrays(direction), strict=True)
+    given = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
+    require(
+        p,
+        "gradients",
+        abs(given - found) < bound * (1 + abs(found)),
+        f"the slope is {found:.8g}, but {given:.8g} by the gradient; where that is meant, say "
+        f"`straight_through = True`",
+    )
 
-    def value(t: float) -> Array:
-        return objective(p, combine(jax.tree.map(lambda x, d: x + t * d, free, direction), fixed), key)
 
-    slope = float(value(step) - value(-step)) / (2 * step)
-    pairs = zip(arrays(gradient(p, raw, key)), arrays(direction), strict=True)
-    along = float(sum(np.sum(np.asarray(g) * np.asarray(d)).real for (_, g), (_, d) in pairs))
-    close = abs(along - slope) < 1e-6 * (1 + abs(slope))
-    require(p, "gradients", close, f"the slope is {slope:.8g}, but {along:.8g} by the gradient")
+def update(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``update`` gives fixed values other numbers, and nothing else: the same ones for the same raw tree and key."""
+    raw = moved(compiled_init(p, params, key), key)
+    first, again = p.update(raw, key), p.update(raw, key)
+    require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
+    once = compiled_update(p, raw, key)
+    for who, got in {"it": first, "under jit it": once, "a second one": compiled_update(p, once, key)}.items():
+        require_same_types(p, "update", got, raw, who)
+        for (path, w), (_, before) in zip(arrays(partition(got)[0]), arrays(partition(raw)[0]), strict=True):
+            require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")
+
+
+def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``rebase`` keeps the effective tree, within rounding, and the types of the raw one."""
+    raw = moved(compiled_init(p, params, key), key)
+    based = compiled_rebase(p, raw)
+    require_same_types(p, "rebase", based, raw, "it")
+    before = compiled_fold(p, raw)
+    require_close(p, "rebase", compiled_fold(p, based), before, rounding(raw, before), "the effective tree differs")
 
 
 def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -275,10 +347,12 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     if not has_functions(p):
         require(p, name, from_json(p.to_json()) == p, "to_json and from_json give another one back")
     leaves, treedef = jax.tree.flatten(raw)
-    for i, leaf in enumerate(leaves):
-        for wrong in (None, np.asarray(leaf)[None], np.zeros(leaf.shape, np.int8)):
-            spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
-            require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
+    for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and one is in each way
+        i = turn % len(leaves)
+        other = np.int16 if leaves[i].dtype == np.int8 else np.int8
+        wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
+        spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
+        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
     if paths(raw) != paths(params) and all(isinstance(stage, Stage) for stage in stages(p)):
         require_raises(p, name, lambda: p.apply(params, key), "apply takes a tree that never went through init")
         require_raises(p, name, lambda: p.init(raw, key), "init takes a raw tree")
@@ -299,8 +373,11 @@ LAWS: tuple[Law, ...] = (
     value_semantics,
     transformations,
     keys,
+    mean,
     purity,
     gradients,
+    update,
+    rebase,
     checkpoints,
     plain_trees,
 )

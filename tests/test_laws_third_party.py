@@ -1,0 +1,186 @@
+"""Right stages as third parties write them, in at most eight lines each: every law takes them."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import reparax as rpx
+from reparax.testing import check_laws, gradients, mean, rebase, right_inverse, update
+
+
+class LoRA(rpx.Reparametrization):
+    rank: int
+    main, fixed, min_ndim = ("w",), ("w",), 2
+
+    def draw_leaf(self, w, key):
+        a = jax.random.normal(key, (w.shape[0], self.rank), w.dtype)
+        return {"w": w, "a": a, "b": jnp.zeros((self.rank, *w.shape[1:]), w.dtype)}
+
+    def apply_leaf(self, values):
+        return values["w"] + jnp.tensordot(values["a"], values["b"], 1)
+
+
+class TrainedLoRA(LoRA):
+    """Whether ``w`` trains is for ``Freeze`` to say."""
+
+    fixed = ()
+
+
+class Int8(rpx.Reparametrization):
+    """Numbers of eight bits, as storage: only the scale trains."""
+
+    main, fixed, min_ndim = ("q",), ("q",), 2
+
+    def init_leaf(self, w):
+        scale = jnp.maximum(jnp.max(jnp.abs(w)), 1e-9) / 127
+        return {"q": jnp.round(w / scale).astype(jnp.int8), "scale": scale}
+
+    def apply_leaf(self, values):
+        return values["q"].astype(values["scale"].dtype) * values["scale"]
+
+
+class FreeInt8(Int8):
+    """Integers that nobody says are fixed: no gradient moves them."""
+
+    fixed = ()
+
+
+class SingleInt8(Int8):
+    """For models in single precision only."""
+
+    def apply_leaf(self, values):
+        return values["q"].astype(jnp.float32) * values["scale"].astype(jnp.float32)
+
+
+class Rounding(rpx.Perturbation):
+    step: float
+    stochastic, straight_through = False, True
+
+    def apply_leaf(self, w, key):
+        return w + jax.lax.stop_gradient(self.step * jnp.round(w / self.step) - w)
+
+
+class RoundedStorage(rpx.Reparametrization):
+    straight_through = True
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return values["x"] + jax.lax.stop_gradient(jnp.round(4 * values["x"]) / 4 - values["x"])
+
+
+class SignFlip(rpx.Perturbation):
+    rate: float
+
+    def apply_leaf(self, w, key):
+        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+
+    def mean_leaf(self, w):
+        return (1 - 2 * self.rate) * w
+
+
+class StochasticRounding(rpx.Perturbation):
+    """Its mean is the identity, which needs no words."""
+
+    straight_through = True
+
+    def apply_leaf(self, w, key):
+        rounded = jnp.floor(8 * w + jax.random.uniform(key, w.shape, w.dtype)) / 8
+        return w + jax.lax.stop_gradient(rounded - w)
+
+
+class Delta(rpx.Reparametrization):
+    fixed = ("base",)
+
+    def init_leaf(self, w):
+        return {"x": jnp.zeros_like(w), "base": w}
+
+    def apply_leaf(self, values):
+        return values["base"] + values["x"]
+
+    def rebase_leaf(self, values):
+        return self.init_leaf(self.apply_leaf(values))
+
+
+class RunningScale(rpx.Reparametrization):
+    """A fixed value that follows the free one, a step later."""
+
+    main, fixed = ("x",), ("scale",)
+
+    def init_leaf(self, w):
+        scale = jnp.sqrt(jnp.mean(w * w) + 1e-9)
+        return {"x": w / scale, "scale": scale}
+
+    def apply_leaf(self, values):
+        return values["x"] * values["scale"]
+
+    def update_leaf(self, values):
+        return {"scale": 0.9 * values["scale"] + 0.1 * jnp.sqrt(jnp.mean(values["x"] ** 2))}
+
+
+class Doubled(rpx.Parametrization):
+    """A stage on the whole tree."""
+
+    def init(self, params, key=None):
+        return jax.tree.map(lambda w: w / 2, params)
+
+    def apply(self, raw, key=None):
+        return jax.tree.map(lambda w: w * 2, raw)
+
+
+RIGHT = [
+    LoRA(2),
+    rpx.Freeze(where=".") >> TrainedLoRA(2),
+    LoRA(2) >> rpx.WeightNorm(),
+    Int8(),
+    FreeInt8(),
+    SingleInt8(),
+    Int8() >> LoRA(2),
+    Int8() >> rpx.VarNoise(0.1),
+    Rounding(0.25),
+    RoundedStorage(),
+    rpx.WeightNorm() >> Rounding(0.25),
+    SignFlip(0.3),
+    SignFlip(0.3, where=".") >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    StochasticRounding(),
+    Delta(),
+    RunningScale(),
+    rpx.WeightNorm() >> RunningScale(),
+    Doubled(),
+]
+
+
+def params():
+    k = jax.random.split(jax.random.key(3), 3)
+    return {
+        "a": jax.random.normal(k[0], (8, 4)),
+        "b": jax.random.normal(k[1], (8, 4)),
+        "bias": jax.random.normal(k[2], (4,)),
+    }
+
+
+@pytest.mark.parametrize("p", RIGHT, ids=repr)
+def test_every_law_takes_it(p, key):
+    check_laws(p, params(), key)
+
+
+def test_every_law_takes_a_counter_beside_the_parameters(key):
+    check_laws(Int8() >> rpx.VarNoise(0.1), {**params(), "step": jnp.zeros((), jnp.int32)}, key)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("p", [rpx.VarNoise(1e-3), rpx.WeightDropout(0.01), SignFlip(0.01), Delta()], ids=repr)
+def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
+    wide = {**params(), "none": jnp.zeros((0, 4))}
+    laws = [right_inverse, mean, gradients, update, rebase]
+    check_laws(p, jax.tree.map(lambda w: w.astype(dtype), wide), key, laws=laws)
+
+
+@pytest.mark.parametrize("stage", {type(stage) for p in RIGHT for stage in getattr(p, "stages", (p,))})
+def test_it_is_written_in_a_few_lines(stage):
+    if stage.__module__ == __name__:
+        code = [line for line in inspect.getsource(stage).splitlines()[1:] if line.strip() and '"""' not in line]
+        assert len(code) <= 8

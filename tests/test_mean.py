@@ -1,0 +1,110 @@
+"""Random stages whose mean is not the array itself."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+
+class SignFlip(rpx.Perturbation):
+    rate: float
+
+    def apply_leaf(self, w, key):
+        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+
+    def mean_leaf(self, w):
+        return (1 - 2 * self.rate) * w
+
+
+class Quantized(rpx.Perturbation):
+    """A stage that changes types, with a field that is called like an attribute of arrays."""
+
+    dtype: str
+    axis: str | int = 0
+    changes_type, axis_fields, straight_through = True, ("axis",), True
+
+    def apply_leaf(self, w, key):
+        return (w + jax.random.normal(key, w.shape, w.dtype)).astype(self.dtype)
+
+    def mean_leaf(self, w):
+        return jnp.flip(w, self.axis).astype(self.dtype)
+
+
+def params():
+    return {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "b": jnp.array([5.0])}
+
+
+def test_fold_takes_the_mean_where_the_stage_acts():
+    p = SignFlip(0.25, where="w")
+    np.testing.assert_array_equal(p.fold(params())["w"], [[0.5, 1.0], [1.5, 2.0]])
+    np.testing.assert_array_equal(p.fold(params())["b"], [5.0])
+
+
+def test_the_mean_stands_in_its_place_in_a_chain():
+    p = rpx.WeightNorm() >> SignFlip(0.25) >> rpx.VarNoise(0.1) >> rpx.Scale(2.0)
+    mean = p.deterministic
+    assert repr(mean) == "WeightNorm() >> Mean(SignFlip(0.25)) >> Scale(2.0)"
+    assert not mean.stochastic
+    assert mean.deterministic == mean
+    np.testing.assert_allclose(p.fold(p.init(params()))["w"], params()["w"] / 2, rtol=1e-6)
+
+
+def test_the_mean_is_a_value_like_any_stage():
+    mean = SignFlip(0.25, where="w").deterministic
+    assert mean == rpx.Mean(SignFlip(0.25, where="w")) != rpx.Mean(SignFlip(0.5, where="w"))
+    assert hash(mean) == hash(rpx.Mean(SignFlip(0.25, where="w")))
+    assert repr(mean) == "Mean(SignFlip(0.25, where='w'))"
+    assert mean == copy.deepcopy(mean) == pickle.loads(pickle.dumps(mean)) == rpx.from_json(mean.to_json())
+    assert jax.tree.leaves(mean) == []
+
+
+def test_a_mean_may_change_types_and_know_axes_by_name():
+    linen = pytest.importorskip("flax.linen")
+    boxed = {"w": linen.Partitioned(params()["w"], names=("in", "out"))}
+    p = Quantized("bfloat16", axis="out")
+    assert repr(p.deterministic) == "Mean(Quantized('bfloat16', axis='out'))"
+    assert p.deterministic.changes_type
+    assert p.deterministic.straight_through
+    folded = jax.tree.leaves(p.fold(boxed))[0]
+    assert folded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(folded.astype(jnp.float32), [[2.0, 1.0], [4.0, 3.0]])
+
+
+def test_a_mean_may_read_a_traced_hyperparameter():
+    folded = jax.jit(lambda rate: SignFlip(rate).fold(params()))(0.25)
+    np.testing.assert_allclose(folded["b"], [2.5])
+
+
+def test_noise_whose_mean_is_the_array_itself_leaves_no_trace():
+    assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
+
+
+def test_a_mean_keeps_every_law(key):
+    check_laws(SignFlip(0.25).deterministic, params(), key)
+
+
+def test_a_mean_of_another_shape_is_refused():
+    class Short(SignFlip):
+        def mean_leaf(self, w):
+            return w[:1]
+
+    text = (
+        "Short(0.25, where='w').fold at 'w': mean_leaf must give float32[2, 2], as the model has it, but gives "
+        "float32[1, 2]. Cast or reshape in mean_leaf, or let the stage say `changes_type = True`."
+    )
+    with raises(ValueError, text):
+        Short(0.25, where="w").fold(params())
+
+
+@pytest.mark.parametrize("other", [rpx.Cast("bfloat16"), rpx.WeightNorm(), rpx.Chain(), 0.1], ids=repr)
+def test_what_draws_nothing_is_refused(other):
+    text = f"Mean takes a Perturbation that draws random numbers, but got {other!r}. Leave it out."
+    with raises(TypeError, text):
+        rpx.Mean(other)
