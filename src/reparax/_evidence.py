@@ -13,7 +13,7 @@ from reparax import _paths
 from reparax._core import Chain, Parametrization
 from reparax._paths import PyTree
 from reparax._precision import widened
-from reparax._raw import combine, partition
+from reparax._partition import combine, partition
 
 
 @partial(jax.jit, static_argnums=0)

@@ -11,7 +11,7 @@ from jax.tree_util import register_static
 
 from reparax import _manifest
 from reparax._paths import PyTree, described, has_ancestor, is_array, named, text
-from reparax._raw import Slot
+from reparax._raw import Slot, parameter
 
 Where = str | Callable[[str, Any], bool] | None
 
@@ -84,13 +84,17 @@ def checked(where: Where, owner: str) -> None:
 
 
 def is_state(tree: PyTree) -> list[bool]:
-    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``."""
+    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``.
+
+    A collection holds arrays by name: an array beside ``params``, such as a temperature, is a parameter.
+    """
     paths, nodes, _ = named(tree, lambda x: has_ancestor(x, "Variable"))
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
         other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
-        other_collection = "batch_stats" in path or ("params" in collections and path[0] != "params")
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
+        other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags
 

@@ -43,7 +43,7 @@ from reparax._evidence import (
 )
 from reparax._json import from_json
 from reparax._paths import PyTree
-from reparax._raw import combine, partition
+from reparax._partition import combine, partition
 from reparax._stage import Stage
 
 Law = Callable[[Parametrization, PyTree, Array], None]
