@@ -258,7 +258,7 @@ def test_labels_inside_of_a_mask_see_the_rest_alone():
 def test_gradients_of_a_tree_with_integers_split_as_the_tree_does():
     raw = {**RAW, "step": jnp.int32(3)}
     gradient = jax.grad(lambda raw: jnp.sum(CHAIN.fold(raw)["net"]["dec"]), allow_int=True)(raw)
-    free, fixed = rpx.partition(gradient)
+    _, fixed = rpx.partition(gradient)
     assert set(flat(fixed)) == FIXED | {"step"}
     assert fixed["step"].dtype == jax.dtypes.float0
     assert rpx.labels(gradient) == rpx.labels(raw)

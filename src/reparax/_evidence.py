@@ -11,9 +11,9 @@ from jax import Array
 
 from reparax import _paths
 from reparax._core import Chain, Parametrization
+from reparax._partition import combine, partition
 from reparax._paths import PyTree
 from reparax._precision import widened
-from reparax._partition import combine, partition
 
 
 @partial(jax.jit, static_argnums=0)
