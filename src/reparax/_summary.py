@@ -48,9 +48,8 @@ class Row:
 
     def times(self, line: Line) -> "Row":
         """The sums over all parameters that share a line."""
-        n, counts = line.count, (self.free, self.fixed, self.bytes)
-        type = f"{line.times}{self.type}".rstrip()
-        return Row(line.path, self.value, type, *(n * count for count in counts), self.stages)
+        n, type = line.count, f"{line.times}{self.type}".rstrip()
+        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, self.stages)
 
     @property
     def cells(self) -> tuple[str, ...]:
