@@ -218,3 +218,90 @@ def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> Non
     graph, params, rest = nnx.split(Shared(nnx.Rngs(0)), nnx.Param, ...)
     merged = nnx.merge(graph, rpx.VarNoise(0.1).apply(params, jax.random.key(0)), rest)
     assert merged.encoder is merged.decoder
+
+
+# Places without an array of their own. ----------------------------------------------------------------------------
+
+
+class Decoder(nnx.Module):
+    """An embedding, a block of a transformer, and an output layer that may be the embedding's transposed."""
+
+    def __init__(self, metadata: Any) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(7, 4, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.output = nnx.Linear(4, 7, use_bias=False, kernel_metadata=metadata, rngs=rngs)
+        self.output.kernel.set_value(self.embed.embedding[...].T)
+
+    def __call__(self, tokens: Array) -> Array:
+        x = self.embed(tokens)
+        return self.output(self.norm(x + self.attention(x)))
+
+
+TOKENS = jnp.array([[0, 3, 5, 6], [1, 1, 2, 4]])
+TIED = rpx.Tie({"output/kernel": ("embed/embedding", jnp.transpose)})
+
+
+def next_token(model: Any) -> Array:
+    logits = model(TOKENS[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
+
+
+def tied_by_hand(tx: optax.GradientTransformation, steps: int) -> list[Array]:
+    """The losses of training where the output layer reads the embedding because someone wrote so."""
+    graph, params, rest = nnx.split(Decoder({}), nnx.Param, ...)
+    params = nnx.to_pure_dict(params)
+    output = params.pop("output")
+
+    def loss(params: Any) -> Array:
+        output["kernel"] = params["embed"]["embedding"].T
+        return next_token(nnx.merge(graph, nnx.State({**params, "output": output}), rest))
+
+    losses, state = [], tx.init(params)
+    for _ in range(steps):
+        value, slope = jax.value_and_grad(loss)(params)
+        losses.append(value)
+        updates, state = tx.update(slope, state, params)
+        params = optax.apply_updates(params, updates)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "metadata", [{}, {"out_sharding": (None, None), "eager_sharding": False}], ids=["plain", "named axes"]
+)
+@pytest.mark.parametrize("tx", [optax.adam(0.1), rpx.optimizer(optax.adamw(0.1))], ids=["adam", "rpx.optimizer"])
+def test_nnx_optimizer_trains_a_tied_embedding(tx: optax.GradientTransformation, metadata: Any) -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        raw = TIED.init(Decoder(metadata))
+        optimizer = nnx.Optimizer(raw, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(raw: Decoder, optimizer: nnx.Optimizer[Decoder]) -> Array:
+            value, slope = nnx.value_and_grad(lambda raw: next_token(TIED.apply(raw)))(raw)
+            optimizer.update(raw, slope)
+            return value
+
+        losses = [step(raw, optimizer) for _ in range(3)]
+        np.testing.assert_allclose(losses, tied_by_hand(tx, 3), rtol=1e-4)
+    TIED.check(raw, like=Decoder(metadata))
+    assert jax.tree.structure(TIED.apply(raw)) == jax.tree.structure(Decoder(metadata))
+    effective = TIED.apply(raw)
+    np.testing.assert_array_equal(effective.output.kernel[...], raw.embed.embedding[...].T)
+    np.testing.assert_array_equal(
+        TIED.apply(nnx.to_pure_dict(nnx.state(raw)))["output"]["kernel"], raw.embed.embedding[...].T
+    )
+
+
+def test_nnx_optimizer_trains_raw_blocks() -> None:
+    class Cell(nnx.Module):
+        def __init__(self) -> None:
+            self.input, self.hidden = nnx.Param(jnp.ones((3, 4))), nnx.Param(2 * jnp.ones((2, 4)))
+
+    p = rpx.Split({"w": rpx.Concat(("input: 3 4", "hidden: 2 4"))}, at="")
+    raw = p.init(Cell())
+    optimizer = nnx.Optimizer(raw, optax.sgd(0.5, momentum=0.0), wrt=nnx.Param)
+    for _ in range(3):
+        optimizer.update(raw, nnx.grad(lambda raw: jnp.sum(p.apply(raw).hidden[...] ** 2))(raw))
+    np.testing.assert_array_equal(p.apply(raw).input[...], np.ones((3, 4)))
+    np.testing.assert_array_equal(p.apply(raw).hidden[...], np.zeros((2, 4)))  # w - 0.5 * 2 w

@@ -433,6 +433,22 @@ def test_raw_trees_can_be_donated(key: Array) -> None:
     assert before.is_deleted()
 
 
+COPIES = {
+    "copied": lambda params: jax.tree.map(jnp.copy, NOISY.init(params)),
+    "by a compiled init": lambda params: jax.jit(NOISY.init)(params),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copied_raw_tree_is_donated_without_the_models_own_arrays(copy: str) -> None:
+    params = _params()
+    raw = COPIES[copy](params)
+    jax.block_until_ready(jax.jit(lambda raw: jax.tree.map(lambda w: w - 1, raw), donate_argnums=0)(raw))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(raw))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    _assert_identical(NOISY.init(params), NOISY.init(_params()))
+
+
 def test_a_raw_tree_made_of_aliased_parameters_can_be_donated_once_they_are_tied() -> None:
     kernel = jnp.copy(_params()["dense"]["kernel"])
     raw = rpx.Tie({"out": "in"}).init({"in": kernel, "out": kernel})

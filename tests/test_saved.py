@@ -1,5 +1,8 @@
 """The report of what is kept, against sizes that are counted by hand."""
 
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,19 +43,89 @@ def test_without_noise_the_parameters_themselves_are_kept():
     assert "params/b" in str(report)
 
 
+def line(text, function=loss):
+    """Where the line that holds ``text`` stands, as far as the function's name, without the column."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = (first + i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{number}:"
+
+
+def shown(report):
+    """The report's lines, without columns of source, which are those of a version of Python."""
+    return re.sub(r"(\.py:\d+:)\d+", r"\1", repr(report)).splitlines()
+
+
 def test_the_report_is_a_table_with_sizes_types_and_lines_of_source():
-    lines = str(rpx.saved(jax.jit(loss), PARAMS, KEY, X)).splitlines()
-    assert lines[:3] == [
+    assert shown(rpx.saved(jax.jit(loss), PARAMS, KEY, X)) == [
         "kept for the backward pass: 2.0 KiB",
         "  raw parameters and keys: 0 B",
         "  made from these alone: 512 B",
+        f"         512 B  float32[32, 4]       {line('P.apply')} (loss)",
+        "  activations and data: 1.5 KiB",
+        f"       1.0 KiB  float32[8, 32]       {line('x @ w')} (loss)",
+        "         512 B  float32[8, 16]       x",
     ]
-    assert lines[3].startswith("         512 B  float32[32, 4]       ")
-    assert lines[4] == "  activations and data: 1.5 KiB"
-    assert lines[5].startswith("       1.0 KiB  float32[8, 32]       ")
-    assert "test_saved.py" in lines[5]
-    assert lines[6] == "         512 B  float32[8, 16]       x"
-    assert len(lines) == 7
+
+
+def test_equal_lines_are_counted_and_show_the_users_line_under_remat_too():
+    def deep(params, key, x):
+        for layer in params["layers"]:
+            x = x @ P.apply(layer, key)["w"]
+        return jnp.sum(jax.lax.scan(lambda h, _: (jnp.sin(h @ params["last"]), None), x, length=2)[0])
+
+    params = {"layers": [{"w": jnp.eye(16)} for _ in range(3)], "last": jnp.eye(16)}
+    report, name = rpx.saved(rpx.remat(deep), params, KEY, X), deep.__qualname__
+    assert shown(report) == [
+        "kept for the backward pass: 6.5 KiB",
+        "  raw parameters and keys: 3.0 KiB",
+        "       2.0 KiB  2 x float32[16, 16]  params/layers/1..2/w",  # nobody asks for the gradient of x
+        "       1.0 KiB  float32[16, 16]      params/last",
+        "           8 B  key<fry>[]           key",
+        "  made from these alone: 0 B",
+        "  activations and data: 3.5 KiB",
+        f"       2.0 KiB  2 x float32[2, 8, 16] {line('lax.scan', deep)} ({name})",  # h, and cos of h @ last
+        f"       1.0 KiB  2 x float32[8, 16]    {line('P.apply', deep)} ({name})",
+        "         512 B  float32[8, 16]        x",
+    ]
+    assert report == rpx.saved(rpx.remat(deep), params, KEY, X)
+    assert str(report) == repr(report)
+
+
+STAGES = [rpx.SpectralNorm(), rpx.Orthogonal(), rpx.LowRank(2), rpx.WeightNorm() >> rpx.WeightDropout(0.5)]
+
+
+def looped(p):
+    """A loss that makes weights inside of a loop and inside of ``jax.jit``."""
+
+    def of_both(raw, key, x):
+        def step(h, key):
+            return jnp.tanh(h @ p.apply(raw, key)["w"]), None
+
+        h, _ = jax.lax.scan(step, x, jax.random.split(key, 3))
+        return jnp.sum(h @ jax.jit(p.apply)(raw, key)["w"])
+
+    return of_both
+
+
+@pytest.mark.parametrize("p", STAGES, ids=repr)
+@pytest.mark.parametrize("around", [lambda f: f, rpx.remat, jax.jit, lambda f: rpx.remat(jax.jit(f))])
+def test_no_line_of_this_library_or_of_jax_is_named(p, around):
+    raw = p.init({"w": jnp.eye(16)})
+    report = rpx.saved(around(looped(p)), raw, KEY, X)
+    made = [each.origin for each in report.kept if not each.origin.startswith(("raw/", "x", "key"))]
+    assert made
+    assert [origin for origin in made if not origin.startswith(__file__)] == []
+
+
+def test_each_of_two_calls_has_its_own_line():
+    def twice(params, key, x):
+        first = P.apply({"w": params["w"]}, key)
+        again = P.apply({"w": params["w"]}, key)
+        return jnp.sum((x @ first["w"]) @ again["w"])
+
+    report = rpx.saved(twice, {"w": jnp.eye(16)}, KEY, X)
+    origins = {each.origin.rsplit(":", 1)[0] for each in report.kept if each.kind == "weights"}
+    assert origins == {line("again = ", twice)[:-1]}  # the gradient of the first weight needs the second alone
 
 
 def test_shapes_are_enough_and_nothing_is_computed():

@@ -5,6 +5,7 @@ import io
 import jax
 import jax.numpy as jnp
 import treescope
+from flax import nnx
 from rich.console import Console
 
 import reparax as rpx
@@ -34,14 +35,14 @@ def test_the_table_has_a_line_for_each_raw_value():
         "hidden/kernel  @weight_norm/g    float32[1, 4]           4      0      16 B  WeightNorm >> VarNoise",
         "               @weight_norm/v    bfloat16[16, 4]        64      0     128 B",
         "output/kernel  @tie                                      0      0       0 B  Tie >> VarNoise",
-        "steps                            int32[]                 1      0       4 B",
-        "total                                               16,453      4  64.2 KiB",
+        "steps                            int32[]                 0      1       4 B",
+        "total                                               16,452      5  64.2 KiB",
     ]
 
 
 def test_sums_are_those_of_the_rows():
     total = rpx.summary(P, PARAMS).total
-    assert (total.free, total.fixed, total.bytes) == (16384 + 4 + 64 + 1, 4, 65536 + 16 + 16 + 128 + 4)
+    assert (total.free, total.fixed, total.bytes) == (16384 + 4 + 64, 4 + 1, 65536 + 16 + 16 + 128 + 4)
 
 
 def test_shapes_are_enough_and_keys_have_a_size():
@@ -70,6 +71,73 @@ def test_a_stage_of_no_library_class_is_seen_too():
         ("v", "@weight_norm/v", ("WeightNorm",)),
         ("w", "", ("Doubled",)),
     ]
+
+
+def test_a_summary_shows_itself_at_a_prompt_and_equals_an_equal_one():
+    report, again, other = (rpx.summary(P, PARAMS), rpx.summary(P, PARAMS), rpx.summary(rpx.VarNoise(0.1), PARAMS))
+    assert repr(report) == str(report)
+    assert (report == again, hash(report) == hash(again), report == other) == (True, True, False)
+
+
+# Repeated blocks. -------------------------------------------------------------------------------------------------
+
+
+def transformer():
+    """Three equal blocks, a fourth of its own, and two layers on top."""
+    block = {"mlp": [{"kernel": jnp.ones((4, 4))} for _ in range(2)], "bias": jnp.ones(4)}
+    other = {**block, "bias": jnp.ones(8)}
+    return {"layers": [block, block, other, block], "out_1": jnp.ones(2), "out_2": jnp.ones(2)}
+
+
+NORMED = rpx.WeightNorm(where="layers/.*kernel")
+
+
+def test_parameters_that_differ_in_a_number_share_a_line_with_their_sums():
+    report = rpx.summary(NORMED, transformer())
+    assert str(report).splitlines() == [
+        "WeightNorm(where='layers/.*kernel')",
+        "path                         raw value       type               free  fixed  bytes  stages",
+        "layers/0..1/bias                             2 x float32[4]        8      0   32 B",
+        "layers/0..3/mlp/0..1/kernel  @weight_norm/g  8 x float32[1, 4]    32      0  128 B  WeightNorm",
+        "                             @weight_norm/v  8 x float32[4, 4]   128      0  512 B",
+        "layers/2/bias                                float32[8]            8      0   32 B",
+        "layers/3/bias                                float32[4]            4      0   16 B",
+        "out_1..2                                     2 x float32[2]        4      0   16 B",
+        "total                                                            184      0  736 B",
+    ]
+    assert len(report.rows) == 4 + 2 * 8 + 2
+    assert sum(row.bytes for row in report.rows) == report.total.bytes == 736
+
+
+def test_numbers_are_sorted_as_numbers_and_places_without_arrays_counted():
+    p = rpx.Tie({r"layer_([1-9]\d*)": "layer_0"})
+    assert str(rpx.summary(p, {f"layer_{i}": jnp.ones(2) for i in range(12)})).splitlines()[1:] == [
+        "path         raw value  type        free  fixed  bytes  stages",
+        "layer_0                 float32[2]     2      0    8 B",
+        "layer_1..11  @tie       11 x           0      0    0 B  Tie",
+        "total                                  2      0    8 B",
+    ]
+
+
+def test_html_and_rich_have_the_same_lines():
+    report = rpx.summary(NORMED, transformer())
+    texts = ["layers/0..3/mlp/0..1/kernel", "8 x float32[4, 4]", "out_1..2"]
+    assert [text for text in texts if f">{text}</td>" not in report._repr_html_()] == []
+    assert report._repr_html_().count("<tr>") == 1 + 6 + 1
+    lines = shown_by_rich(report, width=200)
+    assert [text for text in texts if not any(text in line for line in lines)] == []
+    assert len(lines) == 2 + 1 + 6 + 1
+
+
+def test_model_state_and_counters_do_not_train():
+    class Normed(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    total = rpx.summary(rpx.VarNoise(0.1), nnx.state(Normed())).total
+    assert (total.free, total.fixed) == (2 * 3 + 3 + 2 * 3, 2 * 3 + 2)  # a key, and a count of the draws
 
 
 def test_notebooks_show_the_same_table_in_html():
@@ -108,8 +176,8 @@ def test_rich_shows_the_same_table():
         "hidden/kernel   @weight_norm/g     float32[1, 4]            4       0       16 B   WeightNorm >> VarNoise",
         "@weight_norm/v     bfloat16[16, 4]         64       0      128 B",
         "output/kernel   @tie                                        0       0        0 B   Tie >> VarNoise",
-        "steps                              int32[]                  1       0        4 B",
-        "total                                                  16,453       4   64.2 KiB",
+        "steps                              int32[]                  0       1        4 B",
+        "total                                                  16,452       5   64.2 KiB",
     ]
 
 

@@ -3,7 +3,9 @@
 Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
 Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
 users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
-follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each.
+follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each. Where a
+place holds no array, such as a tied one, the variable stands inside of the marker too, around ``()``: of a dict in a
+variable, nnx would make a state of its own when it updates.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from reparax._axis_names import keyword, stated
-from reparax._paths import Names, PyTree, has_ancestor, is_box, named, text
+from reparax._paths import Names, PyTree, has_ancestor, is_box, is_empty, named, text
 from reparax._provenance import Init, inherited
 
 
@@ -39,6 +41,8 @@ def spread(init: Init, params: PyTree, raw: PyTree) -> PyTree:
     taken = inherited(init, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
+        if not jax.tree.leaves(box):
+            return jax.tree.map(lambda _: box.replace(()), _held(box), is_leaf=is_empty)
         ends, values, inside = named(_held(box))
         if _names(box) is None:
             return inside.unflatten([box.replace(value) for value in values])
@@ -66,9 +70,9 @@ def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
 def _around_all(node: Mapping[str, Any]) -> Any:
     """The marker dict in the parameter's box; in none where someone made the boxes of its values anew."""
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
-    values = treedef.unflatten([_held(part) if _is_part(part) else part for part in parts])
+    values = treedef.unflatten([_content(part) if _is_part(part) else part for part in parts])
     for box in filter(_is_part, parts):
-        if _is_unnamed_variable(box):
+        if _is_unnamed_variable(box) or _is_hollow(box):
             return box.replace(values)
         if isinstance(names := _names(box), PartNames):
             return _renamed(box, values, names.whole)
@@ -88,7 +92,16 @@ def _is_unnamed_variable(box: Any) -> bool:
 
 
 def _holds_values(x: Any) -> bool:
-    return _is_part(x) and _is_marked(_held(x)) and bool(jax.tree.leaves(x))
+    return _is_part(x) and _is_marked(_held(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
+
+
+def _content(part: Any) -> Any:
+    """What the box holds, the empty node where it holds no array."""
+    return {} if _is_hollow(part) else _held(part)
+
+
+def _is_hollow(box: Any) -> bool:
+    return isinstance(_held(box), tuple)
 
 
 def _held(box: Any) -> Any:

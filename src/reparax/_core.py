@@ -39,7 +39,8 @@ class Parametrization(Static, ABC):
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
-        Arrays that no stage replaces are those of ``params`` itself: copy them before donating the raw tree.
+        Arrays that no stage replaces are those of ``params`` itself, so donating the raw tree would delete them. Who
+        needs them afterwards starts from a copy, ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.

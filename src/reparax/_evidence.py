@@ -14,10 +14,12 @@ from jax import Array
 
 from reparax import _paths
 from reparax._core import Chain, Parametrization
+from reparax._keys import Keys
 from reparax._mean import Mean
+from reparax._partition import combine, partition
 from reparax._paths import PyTree
+from reparax._pending import settled
 from reparax._precision import widened
-from reparax._raw import combine, partition
 
 
 @partial(jax.jit, static_argnums=0)
@@ -81,17 +83,14 @@ class Alone(Parametrization):
         return self.chain.init(params, key)
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
-        return _chain(self.stage)._run(self._before(raw), key)
+        keys = Keys(key)
+        return settled(self.stage._apply(self._before(raw), keys), keys)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return _chain(self.stage.deterministic)._run(self._before(raw), None)
+        return self.stage.deterministic._apply(self._before(raw), Keys(None))
 
     def _before(self, raw: PyTree) -> PyTree:
-        return _chain(_chain(*stages(self.chain)[: self.number]).deterministic)._run(raw, None)
-
-
-def _chain(*stages: Parametrization) -> Chain:
-    return Chain(stages)
+        return Chain(stages(self.chain)[: self.number]).deterministic._apply(raw, Keys(None))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -8,10 +8,10 @@ from reparax._leafwise import Reparametrization
 
 
 class Freeze(Reparametrization):
-    """Weights that no optimizer may move: ``w`` itself, as a fixed value.
+    """Weights that do not train: ``w`` itself, as a fixed value.
 
-    Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.partition` and :func:`reparax.labels` keep
-    optimizers and weight decay away. ``init`` is exact.
+    Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.optimizer` keeps optimizers and weight decay
+    away. ``init`` is exact.
 
     What stands before ``Freeze`` in a chain is frozen with it: ``WeightNorm() >> Freeze()`` freezes ``g`` and ``v``,
     ``Freeze() >> WeightNorm()`` the direction ``v`` only, ``WeightNorm() >> Freeze(where="encoder/.*")`` a part of the

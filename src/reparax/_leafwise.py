@@ -255,7 +255,7 @@ class Reparametrization(_Leafwise):
 
     A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
-    under the parameter's own path (default: every free one), ``fixed``, the values that no optimizer may move,
+    under the parameter's own path (default: every free one), ``fixed``, the values that do not train,
     ``parts = True``, that the main values are parts of the array, each seen under a path of its own,
     ``aligned = True``, that their axes are those of the array, and ``axis_fields``, as for :class:`Perturbation`.
 

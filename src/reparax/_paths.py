@@ -36,7 +36,7 @@ def is_traceable(x: object) -> bool:
 
 def is_empty(x: object) -> bool:
     """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
-    return isinstance(x, Mapping) and not x
+    return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def has_ancestor(x: object, *names: str) -> bool:

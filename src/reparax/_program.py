@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.source_info_util import user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
 Flags = list[bool]
@@ -60,7 +61,9 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
         if function is None:
             env.update(zip(wanted, jaxpr_as_fun(ClosedJaxpr(piece, []))(*values(env, piece.invars)), strict=True))
         else:
-            env.update(zip(eqns[0].outvars, function(*values(env, eqns[0].invars)), strict=True))
+            with user_context(eqns[0].source_info.traceback):  # the line that wrote the equation, not this one
+                outs = function(*values(env, eqns[0].invars))
+            env.update(zip(eqns[0].outvars, outs, strict=True))
     return values(env, jaxpr.outvars)
 
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
-
-from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text, with_names
+from reparax._paths import IsLeaf, Names, PyTree, is_empty, named, text
 
 FIXED = "@fixed"
 OTHER_CHAIN = (
@@ -218,66 +216,3 @@ def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool
             f"value anew. Let that stage pass the value through as it is."
         )
     return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])
-
-
-def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a raw tree into the values that train and those that no optimizer may move.
-
-    Both results have the structure of ``raw`` with None where a value belongs to the other one, so ``free`` goes
-    straight into ``jax.grad`` and ``optax``.
-
-    Args:
-      raw: A raw tree.
-
-    Returns:
-      The pair ``(free, fixed)``; :func:`combine` is the inverse.
-
-    Example:
-      >>> import jax.numpy as jnp, reparax as rpx
-      >>> raw = rpx.Freeze(where="b").init({"w": jnp.ones(2), "b": jnp.zeros(2)})
-      >>> free, fixed = rpx.partition(raw)
-      >>> free
-      {'b': {'@freeze': {'@fixed': {'w': None}}}, 'w': Array([1., 1.], dtype=float32)}
-      >>> fixed
-      {'b': {'@freeze': {'@fixed': {'w': Array([0., 0.], dtype=float32)}}}, 'w': None}
-    """
-    paths, leaves, treedef = named(raw)
-    held = [FIXED in path for path in paths]
-    free = [None if fixed else leaf for fixed, leaf in zip(held, leaves, strict=True)]
-    fixed = [leaf if fixed else None for fixed, leaf in zip(held, leaves, strict=True)]
-    return treedef.unflatten(free), treedef.unflatten(fixed)
-
-
-def combine(free: PyTree, fixed: PyTree) -> PyTree:
-    """The raw tree of which :func:`partition` made ``free`` and ``fixed``."""
-
-    def is_none(x: object) -> bool:
-        return x is None
-
-    trees = with_names(free, is_none), with_names(fixed, is_none)
-    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
-
-
-def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
-    """A label for each array of a raw tree, by its role: for optax's ``partition`` and for decay masks.
-
-    Args:
-      raw: A raw tree, or any tree of its structure.
-      main: Label of main values, and of arrays that no stage replaced.
-      aux: Label of auxiliary values, such as the ``g`` of weight norm.
-      fixed: Label of values that no optimizer may move.
-
-    Returns:
-      A tree of the structure of ``raw``.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, reparax as rpx
-      >>> raw = (rpx.Freeze(where="b") >> rpx.WeightNorm()).init({"w": jnp.ones((2, 2)), "b": jnp.zeros(2)})
-      >>> rpx.labels(raw)
-      {'b': {'@freeze': {'@fixed': {'w': 'fixed'}}}, 'w': {'@weight_norm': {'g': 'free', 'v': 'free'}}}
-      >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
-      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # a mask for weight decay
-      {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
-    """
-    _, slots, treedef = flatten(raw)
-    return treedef.unflatten([fixed if slot.fixed else main if slot.main else aux for slot in slots])

@@ -1,18 +1,19 @@
 """What a loss keeps between its forward and its backward pass, for people to read."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.source_info_util import summarize
 
 from reparax import _program
 from reparax._arguments import Argnums, Arguments, caller
+from reparax._folding import Line, counted, folded
 from reparax._paths import described
 from reparax._sizes import readable, size_in_bytes
 
@@ -43,9 +44,11 @@ class Kept:
     origin: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Saved:
-    """What is kept between forward and backward pass; ``print`` shows it as a table, largest first.
+    """What is kept between forward and backward pass; it shows itself as a table, largest first.
+
+    Equal lines are counted, and so are arguments that differ in a number of their path alone.
 
     Attributes:
       kept: The arrays.
@@ -59,13 +62,23 @@ class Saved:
             raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
         return sum(each.bytes for each in self.kept if each.kind == kind)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"kept for the backward pass: {readable(sum(each.bytes for each in self.kept))}"]
         for kind, title in _TITLES.items():
             lines.append(f"  {title}: {readable(self.bytes(kind))}")
-            of_kind = sorted((each for each in self.kept if each.kind == kind), key=lambda each: -each.bytes)
-            lines += [f"    {readable(each.bytes):>10}  {each.type:<20} {each.origin}" for each in of_kind]
+            rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]
+            width = max((len(type) for _, type, _ in rows), default=0)
+            lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
         return "\n".join(lines)
+
+    def _lines(self, kind: str) -> list[Line]:
+        of_kind = [(each.origin, (each.type, each.bytes)) for each in self.kept if each.kind == kind]
+        return folded(of_kind) if kind == PARAMETERS else counted(of_kind)  # a line of source is no path
+
+    @staticmethod
+    def _row(line: Line) -> tuple[str, str, str]:
+        type, size = line.value
+        return readable(line.count * size), f"{line.times}{type}", line.path
 
 
 def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:
@@ -92,11 +105,11 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       ...     w = p.apply(params, key)["w"]
       ...     return jnp.sum(x @ w @ w)
       >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
-      >>> print(rpx.saved(loss, *example))  # doctest: +ELLIPSIS
+      >>> rpx.saved(loss, *example)
       kept for the backward pass: 20.0 KiB
         raw parameters and keys: 0 B
         made from these alone: 16.0 KiB
-            16.0 KiB  float32[64, 64]      ... (VarNoise.perturb)
+            16.0 KiB  float32[64, 64]      <doctest reparax._saved.saved[2]>:2:8 (loss)
         activations and data: 4.0 KiB
              2.0 KiB  float32[8, 64]       x
              2.0 KiB  float32[8, 64]       <doctest reparax._saved.saved[2]>:3:19 (loss)
@@ -110,17 +123,11 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
             f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
             f"Pass the parameters first, or name them by argnums."
         )
-    closed = jax.make_jaxpr(lambda *arrays: _residuals(given, arrays, has_aux=has_aux))(*given.arrays)
-    program = _program.opened(closed)
-    return Saved(
-        tuple(
-            _kept(
-                program,
-                [False for _ in closed.consts] + given.given,
-                ["closed over" for _ in closed.consts] + given.paths,
-            )
-        )
-    )
+    called = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
+    closed = jax.make_jaxpr(lambda *arrays: _residuals(called, arrays, _moving(given, arrays)))(*given.arrays)
+    names = ["closed over" for _ in closed.consts] + given.paths
+    known = [False for _ in closed.consts] + given.given
+    return Saved(tuple(_kept(_program.opened(closed), known, names, _calls(called.jaxpr))))
 
 
 def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -128,30 +135,50 @@ def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
-def _residuals(given: Arguments, arrays: Sequence[Any], *, has_aux: bool) -> list[Any]:
-    moving = _moving(given, arrays)
+def _residuals(called: ClosedJaxpr, arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
+    """What is kept for the gradients of the first result."""
 
     def of_moving(*values: Any) -> Any:
-        return given.call([dict(zip(moving, values, strict=True)).get(i, x) for i, x in enumerate(arrays)])
+        inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
+        return jaxpr_as_fun(called)(*inputs.values())[0]
 
-    return jax.tree.leaves(jax.linearize(of_moving, *[arrays[i] for i in moving], has_aux=has_aux)[1])
+    return jax.tree.leaves(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])
 
 
-def _kept(program: Jaxpr, given: list[bool], origins: list[str]) -> Iterator[Kept]:
+def _kept(program: Jaxpr, given: list[bool], origins: list[str], calls: Mapping[int, str]) -> Iterator[Kept]:
     known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     for v in _program.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
-        origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v))
+        origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v), calls)
         yield Kept(kind, described(v.aval), size_in_bytes(v.aval), origin)
 
 
-def _source(eqn: JaxprEqn, i: int) -> str:
+def _calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
+    """For each equation, told by its traceback, the user's line that wrote it or the program that holds it.
+
+    JAX cuts the tracebacks of a program inside of an equation off where that program begins.
+    """
+    found: dict[int, str] = {}
+    for eqn in program.eqns:
+        line = _line(eqn) or outside
+        found[id(eqn.source_info.traceback)] = line
+        for held in _program.inner(eqn):
+            found |= _calls(getattr(held, "jaxpr", held), line)
+    return found
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """The innermost line of an equation that is none of this library, as far as it is known."""
+    frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
+    return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "")
+
+
+def _source(eqn: JaxprEqn, i: int, calls: Mapping[int, str]) -> str:
     """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
     for program in _program.inner(eqn) if eqn.primitive.name == "jit" else []:
         v = program.jaxpr.outvars[i]
         for inside in program.jaxpr.eqns:
-            if v in inside.outvars and (line := _source(inside, inside.outvars.index(v))):
+            if v in inside.outvars and (line := _source(inside, inside.outvars.index(v), calls)):
                 return line
-    frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
-    return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "".join(frames[:1]))
+    return _line(eqn) or calls.get(id(eqn.source_info.traceback), "")

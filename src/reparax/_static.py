@@ -23,7 +23,7 @@ class Static:
     main: ClassVar[tuple[str, ...] | None] = None
     """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """The raw values that no optimizer may move."""
+    """The raw values that do not train."""
     parts: ClassVar[bool] = False
     """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
     aligned: ClassVar[bool] = False

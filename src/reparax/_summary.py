@@ -1,18 +1,21 @@
 """What a parametrization makes of a model's parameters, for people to read."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import jax
 
 from reparax._core import Chain, Parametrization
 from reparax._differences import abstract
+from reparax._folding import Line, folded
 from reparax._keys import Keys
+from reparax._partition import are_free
 from reparax._paths import PyTree, described, is_array, is_empty, named, text
 from reparax._pending import settled
-from reparax._raw import FIXED, parameter
+from reparax._raw import parameter
 from reparax._sizes import readable, size_in_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ class Row:
       value: The markers and the name under which it stands in the raw tree; empty for an array that no stage replaced.
       type: Its dtype and shape; empty where there is no array.
       free: How many numbers of it train.
-      fixed: How many no optimizer may move.
+      fixed: How many do not, as :func:`partition` has it.
       bytes: Its size.
       stages: The names of the stages that act on the parameter, in the order in which they run.
     """
@@ -45,6 +48,11 @@ class Row:
     bytes: int
     stages: tuple[str, ...]
 
+    def times(self, line: Line) -> "Row":
+        """The sums over all parameters that share a line."""
+        n, type = line.count, f"{line.times}{self.type}".rstrip()
+        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, self.stages)
+
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
@@ -52,9 +60,11 @@ class Row:
         return self.path, self.value, self.type, *counts, " >> ".join(self.stages)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
-    """What stands where in a raw tree; ``print`` shows it as a table, ``rich.print`` and a notebook as one of theirs.
+    """What stands where in a raw tree; it shows itself as a table, to ``rich.print`` and a notebook as one of theirs.
+
+    Parameters that differ in a number of their path alone share a line, which holds their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
@@ -72,14 +82,16 @@ class Summary:
 
     def _table(self) -> list[tuple[str, ...]]:
         """The cells of all lines; of a parameter of several raw values, its path and stages stand in the first."""
-        before = [None, *(row.path for row in self.rows)]
+        groups = [(path, tuple(rows)) for path, rows in groupby(self.rows, key=lambda row: row.path)]
+        unnamed = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
         body = [
-            ("", *row.cells[1:-1], "") if row.path == path else row.cells
-            for row, path in zip(self.rows, before, strict=False)
+            ("", *cells[1:-1], "") if i else cells
+            for line in folded(unnamed)
+            for i, cells in enumerate(row.times(line).cells for row in line.value)
         ]
         return [_TITLES, *body, self.total.cells]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 
@@ -119,7 +131,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
-      >>> print(rpx.summary(p, {"kernel": jnp.ones((64, 10)), "bias": jnp.ones(10)}))
+      >>> rpx.summary(p, {"kernel": jnp.ones((64, 10)), "bias": jnp.ones(10)})
       WeightNorm() >> VarNoise(0.1)
       path    raw value       type             free  fixed    bytes  stages
       bias                    float32[10]        10      0     40 B  VarNoise
@@ -159,11 +171,12 @@ def _objects(tree: PyTree) -> dict[str, list[tuple[str, int]]]:
 
 
 def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+    flags = iter(are_free(raw))
     for names, leaf in zip(*named(raw, is_empty)[:2], strict=True):
-        path, fixed = parameter(names), FIXED in names
+        path, is_free = parameter(names), not is_empty(leaf) and next(flags)
         value = text(names).removeprefix(path).removeprefix("/")
         if is_array(leaf):
-            free, held = (0, leaf.size) if fixed else (leaf.size, 0)
+            free, held = (leaf.size, 0) if is_free else (0, leaf.size)
             yield Row(path, value, described(leaf), free, held, size_in_bytes(leaf), acting.get(path, ()))
         elif value:
             yield Row(path, value, "", 0, 0, 0, acting.get(path, ()))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,8 @@ Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
 
 
 class _Reading(Chain):
+    kind: ClassVar[str] = "reading_a_raw_tree"
+
     def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
         """The effective tree, and each marker dict that was taken away, with its stage."""
         found: Nodes = {}
@@ -81,6 +83,8 @@ class _Reading(Chain):
 
 
 class _Writing(Chain):
+    kind: ClassVar[str] = "writing_a_raw_tree"
+
     def carried(self, params: PyTree, nodes: Nodes) -> _Carried:
         """The raw tree of ``params`` in which each of ``nodes`` stands again that the same stage makes at its path."""
         tree, kept = params, set[Names]()

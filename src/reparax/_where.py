@@ -11,7 +11,7 @@ from jax.tree_util import register_static
 
 from reparax import _manifest
 from reparax._paths import IsLeaf, PyTree, described, has_ancestor, is_array, named, text
-from reparax._raw import Slot
+from reparax._raw import Slot, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """What libraries call arrays of a number for each feature."""
@@ -132,7 +132,10 @@ def checked(where: Any, owner: str) -> None:
 
 
 def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
-    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``."""
+    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``.
+
+    A collection holds arrays by name: an array beside ``params``, such as a temperature, is a parameter.
+    """
 
     def stops(x: object) -> bool:
         return has_ancestor(x, "Variable") or (is_leaf is not None and is_leaf(x))
@@ -142,7 +145,8 @@ def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
         other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
-        other_collection = "batch_stats" in path or ("params" in collections and path[0] != "params")
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
+        other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node, is_leaf=is_leaf))
     return flags
 

@@ -36,7 +36,7 @@ CHAINS = (rpx.WeightNorm(), rpx.VarNoise(0.075), rpx.WeightDropout(0.3), rpx.Wei
 CONFIGURATIONS: Mapping[str, rpx.Parametrization] = {"plain": rpx.Chain()} | {repr(p): p for p in CHAINS}
 
 MODEL = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(128), nn.relu, nn.Dense(10)])
-OPTIMIZER = optax.adam(3e-3)
+OPTIMIZER = rpx.optimizer(optax.adam(3e-3))
 BATCH = 64
 CHUNK = 50  # steps between two movements of the progress bar
 

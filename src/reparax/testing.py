@@ -51,8 +51,8 @@ from reparax._evidence import (
     zeros,
 )
 from reparax._json import from_json
+from reparax._partition import combine, partition
 from reparax._paths import PyTree
-from reparax._raw import combine, partition
 from reparax._stage import Stage
 
 Law = Callable[[Parametrization, PyTree, Array], None]

@@ -1,0 +1,63 @@
+"""Repeated blocks in one line: paths that differ in a number alone."""
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """What stands under a path, and how often; the path is told as text and numbers in turn."""
+
+    parts: tuple[str, ...]
+    value: Any
+    count: int
+
+    @property
+    def path(self) -> str:
+        """The path as people read it."""
+        return "".join(self.parts)
+
+    @property
+    def times(self) -> str:
+        """What to write before a single value."""
+        return f"{self.count} x " if self.count > 1 else ""
+
+
+def counted(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
+    """A line for each path and value, in the order in which they come."""
+    return [Line((path,), value, n) for (path, value), n in Counter(items).items()]
+
+
+def folded(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
+    """As :func:`counted`, with equal values whose numbers follow each other in one line: ``layers/0..11/kernel``."""
+    lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in counted(items)]
+    for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
+        lines = _folded_at(i, lines)
+    return lines
+
+
+def _folded_at(i: int, lines: list[Line]) -> list[Line]:
+    """``lines`` with those in one that differ in the number ``i`` alone, at the place of the first of them."""
+    alike: dict[Hashable, list[tuple[int, int]]] = {}
+    for place, line in enumerate(lines):
+        numbered = len(line.parts) > i
+        rest = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if numbered else place
+        alike.setdefault(rest, []).append((int(line.parts[i]) if numbered else 0, place))
+    found: dict[int, Line] = {}
+    for group in alike.values():
+        for _, run in groupby(enumerate(sorted(group)), key=lambda each: each[1][0] - each[0]):
+            places = [place for _, (_, place) in run]
+            found[min(places)] = _together(i, [lines[place] for place in places])
+    return [found[place] for place in sorted(found)]
+
+
+def _together(i: int, lines: list[Line]) -> Line:
+    first, last = lines[0], lines[-1]
+    if len(lines) == 1:
+        return first
+    parts = (*first.parts[:i], f"{first.parts[i]}..{last.parts[i]}", *first.parts[i + 1 :])
+    return Line(parts, first.value, sum(line.count for line in lines))

@@ -1,0 +1,408 @@
+"""``rpx.optimizer``: fixed values keep every bit and cost no state, whatever is wrapped in it or around it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import reparax as rpx
+
+P = (
+    rpx.Freeze(where="frozen")
+    >> rpx.Orthogonal(where="turn")
+    >> rpx.MagnitudePrune(0.5, where="sparse")
+    >> rpx.SpectralNorm(where="spectral")
+)
+P_NONE = jax.sharding.PartitionSpec()
+DECAYED = partial(rpx.labels, main=True, aux=False, fixed=False)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Adam raises a float to an integer power, schedules divide integers."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def params() -> dict[str, jax.Array]:
+    turn = jnp.asarray(np.linalg.qr(np.asarray(normal(4, 4, seed=1)))[0])
+    return {
+        "frozen": normal(3, 2),
+        "idle": normal(5),
+        "sparse": normal(4, 3, seed=2),
+        "spectral": normal(3, 3, seed=3),
+        "turn": turn,
+    }
+
+
+def loss(raw: Any) -> jax.Array:
+    """What moves all that a stage lets move, and nothing of ``idle``."""
+    effective = P.apply(raw)
+    return sum(jnp.sum((effective[name] - 0.1) ** 2) for name in ("frozen", "sparse", "spectral", "turn"))
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def trained(tx: Any, raw: Any, steps: int) -> tuple[Any, Any]:
+    """The raw tree and the optimizer's state after some compiled steps."""
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        raw, state = carry
+        updates, state = tx.update(jax.grad(loss)(raw), state, raw)
+        return (optax.apply_updates(raw, updates), state), None
+
+    return jax.jit(lambda raw: jax.lax.scan(step, (raw, tx.init(raw)), length=steps)[0])(raw)
+
+
+def adamw(rate: Any = 1e-2, mask: Any = None) -> optax.GradientTransformationExtraArgs:
+    return optax.adamw(rate, weight_decay=0.1, mask=mask)
+
+
+# Five hundred steps. ----------------------------------------------------------------------------------------------
+
+
+def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -> None:
+    raw = P.init(params())
+    after, state = trained(rpx.optimizer(adamw()), raw, 500)
+    (free, fixed), (free_after, fixed_after) = rpx.partition(raw), rpx.partition(after)
+    assert len(jax.tree.leaves(fixed)) == 5  # w; base; mask; u and v
+    assert bits(fixed_after) == bits(fixed)
+    assert len(jax.tree.leaves(state)) == 1 + 2 * len(jax.tree.leaves(free))  # a count, and two moments of each
+    turn = np.asarray(P.apply(after)["turn"])
+    np.testing.assert_allclose(turn @ turn.T, np.eye(4), atol=1e-5)
+    assert np.abs(turn - np.asarray(params()["turn"])).max() > 0.1
+    np.testing.assert_allclose(after["idle"], np.asarray(raw["idle"]) * (1 - 1e-2 * 0.1) ** 500, rtol=1e-4)
+    assert all((x != y).any() for x, y in zip(*map(jax.tree.leaves, (free, free_after)), strict=True))
+
+
+def test_without_it_decay_moves_frozen_values_and_orthogonality_is_lost() -> None:
+    after, _ = trained(adamw(), P.init(params()), 500)
+    turn = np.asarray(P.apply(after)["turn"])
+    assert np.abs(turn @ turn.T - np.eye(4)).max() > 0.1
+    assert np.abs(np.asarray(P.apply(after)["frozen"] - params()["frozen"])).max() > 0.1
+
+
+# Wrapped in it, and around it. ------------------------------------------------------------------------------------
+
+ALL = jax.tree.map(lambda _: True, jax.eval_shape(P.init, params()))
+SOME = {name: name != "spectral" for name in params()}
+OTHERS = {name: name == "spectral" for name in params()}
+INSIDE: dict[str, Callable[[], Any]] = {
+    "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(1e-2, weight_decay=0.1),
+    "masked by a tree of the raw structure": lambda: optax.masked(adamw(), ALL),
+    "masked by a tree for the model": lambda: optax.masked(adamw(), SOME),
+    "masked by a function": lambda: optax.masked(adamw(), DECAYED),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), adamw()),
+    "apply_if_finite": lambda: optax.apply_if_finite(adamw(), 3),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
+    "partition": lambda: optax.partition({"free": adamw()}, rpx.labels),
+    "centralized": lambda: optax.chain(optax.centralize(), optax.lion(1e-2, weight_decay=0.1)),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
+    "adafactor": lambda: optax.adafactor(1e-2, weight_decay_rate=0.1, min_dim_size_to_factor=2),
+    "ema of weights": lambda: optax.chain(adamw(), optax.ema(0.9)),
+    "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("wrapped", INSIDE)
+def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
+    raw = P.init(params())
+    after, state = trained(rpx.optimizer(INSIDE[wrapped]()), raw, 6)
+    assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
+    assert not any("@fixed" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    assert (after["sparse"]["@magnitude_prune"]["w"] != raw["sparse"]["@magnitude_prune"]["w"]).any()
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "MultiSteps": lambda: optax.MultiSteps(rpx.optimizer(adamw()), 2),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda rate: rpx.optimizer(adamw(rate)))(rate=1e-2),
+    "masked by a tree of the raw structure": lambda: optax.masked(rpx.optimizer(adamw()), ALL),
+    "masked by a tree for the model": lambda: optax.chain(
+        optax.masked(rpx.optimizer(adamw()), SOME), optax.masked(optax.set_to_zero(), OTHERS)
+    ),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), rpx.optimizer(adamw()), optax.scale(0.5)),
+    "apply_if_finite": lambda: optax.apply_if_finite(rpx.optimizer(adamw()), 3),
+    "partition": lambda: optax.partition(
+        {"some": rpx.optimizer(adamw()), "others": rpx.optimizer(optax.sgd(0.1))},
+        {name: "some" if flag else "others" for name, flag in SOME.items()},
+    ),
+    "itself": lambda: rpx.optimizer(rpx.optimizer(adamw())),
+}
+
+
+@pytest.mark.parametrize("around", OUTSIDE)
+def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
+    raw = P.init(params())
+    after, _ = trained(OUTSIDE[around](), raw, 6)
+    jax.tree.map(np.testing.assert_array_equal, rpx.partition(after)[1], rpx.partition(raw)[1])
+    assert (after["sparse"]["@magnitude_prune"]["w"] != raw["sparse"]["@magnitude_prune"]["w"]).any()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_lookahead_holds_fixed_values_in_both_of_its_trees(inside) -> None:
+    sgd = optax.sgd(0.1)
+    around = optax.lookahead(sgd if inside else rpx.optimizer(sgd), 2, 0.5)
+    tx = rpx.optimizer(around) if inside else around
+    raw = P.init(params())
+    both = optax.LookaheadParams.init_synced(raw)
+    state = tx.init(both)
+    for _ in range(4):
+        updates, state = tx.update(jax.grad(loss)(both.fast), state, both)
+        both = optax.apply_updates(both, updates)
+    for tree in both:
+        jax.tree.map(np.testing.assert_array_equal, rpx.partition(tree)[1], rpx.partition(raw)[1])
+    assert loss(both.slow) < loss(raw)
+
+
+def test_schedule_free_evaluates_the_free_part() -> None:
+    raw = P.init(params())
+    after, state = trained(rpx.optimizer(optax.contrib.schedule_free_sgd(0.05)), raw, 50)
+    free, fixed = rpx.partition(after)
+    average = rpx.combine(optax.contrib.schedule_free_eval_params(state, free), fixed)
+    P.check(average, like=params())
+    assert loss(average) < loss(raw)
+
+
+# What it gives to what it wraps. ----------------------------------------------------------------------------------
+
+
+def two() -> Any:
+    """Three free numbers, of which one is a length, and four fixed ones."""
+    p = rpx.Freeze(where="b") >> rpx.WeightNorm(where="w")
+    return p.init({"b": jnp.full(4, 2.0), "w": jnp.full((2, 1), 2.0)})
+
+
+def test_norms_do_not_count_gradients_of_fixed_values() -> None:
+    raw = two()
+    tx = rpx.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
+    for update in jax.tree.leaves(rpx.partition(updates)[0]):
+        np.testing.assert_allclose(update, np.full(update.shape, -1 / np.sqrt(3)), rtol=1e-6)
+
+
+MASKS: dict[str, Any] = {
+    "a function of labels": DECAYED,
+    "a tree of labels": DECAYED(two()),
+    "a function of arrays": lambda tree: jax.tree.map(lambda x: x.shape == (2, 1), tree),
+    "a function with names": lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: "'v'" in str(path), tree),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_weight_decay_may_be_functions_or_trees(mask: str) -> None:
+    raw = two()
+    tx = rpx.optimizer(optax.adamw(0.1, weight_decay=0.5, mask=MASKS[mask]))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, raw), tx.init(raw), raw)
+    after = optax.apply_updates(raw, updates)
+    np.testing.assert_allclose(after["w"]["@weight_norm"]["v"], np.full((2, 1), 2 * 0.95), rtol=1e-6)
+    np.testing.assert_array_equal(after["w"]["@weight_norm"]["g"], raw["w"]["@weight_norm"]["g"])
+    np.testing.assert_array_equal(after["b"]["@freeze"]["@fixed"]["w"], np.full(4, 2.0))
+
+
+def test_gradients_may_be_those_of_the_free_part_or_of_the_whole() -> None:
+    raw, tx = P.init(params()), rpx.optimizer(adamw())
+    free, fixed = rpx.partition(raw)
+    whole = tx.update(jax.grad(loss)(raw), tx.init(raw), raw)
+    of_free = jax.grad(lambda free: loss(rpx.combine(free, fixed)))(free)
+    assert bits(tx.update(of_free, tx.init(raw), raw)) == bits(whole)
+    assert jax.tree.structure(tx.update(of_free, tx.init(raw), raw)) == jax.tree.structure(whole)
+    updates, _ = tx.update(of_free, tx.init(free), free)
+    assert bits(optax.apply_updates(free, updates)) == bits(rpx.partition(optax.apply_updates(raw, whole[0]))[0])
+    assert jax.tree.structure(optax.apply_updates(free, updates)) == jax.tree.structure(free)
+
+
+def test_parameters_are_not_needed_where_the_transformation_needs_none() -> None:
+    raw, tx = P.init(params()), rpx.optimizer(optax.adam(1e-2))
+    updates, _ = tx.update(jax.grad(loss)(raw), tx.init(raw))
+    after = optax.apply_updates(raw, updates)
+    assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
+    assert jax.tree.structure(after) == jax.tree.structure(raw)
+
+
+def test_the_value_of_the_loss_passes_through() -> None:
+    # The step of Polyak is (value - 0) / |gradient|^2 = 8 / 3 for three slopes of one, of fixed values none.
+    raw, tx = two(), rpx.optimizer(optax.polyak_sgd(max_learning_rate=100.0))
+    ones = jax.tree.map(jnp.ones_like, raw)
+    updates, _ = tx.update(ones, tx.init(raw), raw, value=8.0)
+    for update in jax.tree.leaves(rpx.partition(updates)[0]):
+        np.testing.assert_allclose(update, np.full(update.shape, -8 / 3), rtol=1e-6)
+
+
+def test_a_line_search_gets_the_loss_as_a_function_of_free_values() -> None:
+    p = rpx.Freeze(where="b")
+    a = jnp.array([[2.0, -0.5], [-0.5, 1.0]])
+    raw = p.init({"b": jnp.array([1.0, 2.0]), "w": jnp.zeros(2)})
+
+    def value_fn(raw: Any) -> jax.Array:
+        effective = p.apply(raw)
+        return effective["w"] @ a @ effective["w"] / 2 - effective["b"] @ effective["w"]
+
+    tx, after = rpx.optimizer(optax.lbfgs()), raw
+    state = tx.init(raw)
+    for _ in range(10):
+        value, grad = jax.value_and_grad(value_fn)(after)
+        updates, state = tx.update(grad, state, after, value=value, grad=grad, value_fn=value_fn)
+        after = optax.apply_updates(after, updates)
+    np.testing.assert_allclose(after["w"], np.linalg.solve(np.asarray(a), [1.0, 2.0]), rtol=1e-4)
+    assert bits(after["b"]) == bits(raw["b"])
+
+
+class Counted(NamedTuple):
+    """A transformation of no library."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., Any]
+
+
+def test_the_result_is_of_the_class_of_what_it_wraps() -> None:
+    own = Counted(lambda _: 0, lambda updates, state, params=None: (updates, state + 1))
+    for tx in (optax.scale(1.0), optax.adam(1.0), own):
+        assert type(rpx.optimizer(tx)) is type(tx)
+    assert rpx.optimizer(own).update(two(), 0)[1] == 1
+
+
+def test_its_state_is_mapped_and_sharded_as_that_of_any_optimizer() -> None:
+    raw, tx = two(), rpx.optimizer(optax.adam(1e-2))
+    counts = optax.tree_utils.tree_map_params(tx, lambda x: x.size, tx.init(raw), transform_non_params=lambda _: -1)
+    assert jax.tree.leaves(counts) == [-1, 1, 2, 1, 2]
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    specs = jax.tree.map(lambda x: jax.sharding.PartitionSpec("data") if x.shape == (2, 1) else P_NONE, raw)
+    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
+    states = rpx.state_shardings(jax.eval_shape(tx.init, raw), raw, shardings)
+    assert states[0].mu["w"]["@weight_norm"]["v"].spec == jax.sharding.PartitionSpec("data")
+    assert states[0].mu["b"] == {"@freeze": {"@fixed": {"w": None}}}
+
+
+# Bits. ------------------------------------------------------------------------------------------------------------
+
+FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
+INTEGERS = ["bool", "int8", "int32", "uint8", "uint32"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_every_bit_of_a_fixed_float_stays(dtype, compiled) -> None:
+    w = jnp.array([0.0, -0.0, 1.0, -1.5, jnp.inf if dtype != "float8_e4m3fn" else 2.0, jnp.nan]).astype(dtype)
+    raw = rpx.Freeze(where="w").init({"w": w, "b": jnp.ones(2)})
+    tx = rpx.optimizer(adamw())
+    updates, _ = (jax.jit(tx.update) if compiled else tx.update)(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
+    after = (jax.jit(optax.apply_updates) if compiled else optax.apply_updates)(raw, updates)
+    assert bits(after["w"]) == bits(w)
+    assert jax.tree.leaves(after["w"])[0].dtype == w.dtype
+    assert (after["b"] != raw["b"]).all()
+
+
+def test_complex_values_train_and_fixed_ones_keep_the_signs_of_their_zeros() -> None:
+    w = jnp.array([complex(-0.0, -0.0), complex(-0.0, 1.0), complex(2.0, -0.0)], jnp.complex64)
+    raw = rpx.Freeze(where="w").init({"w": w, "b": jnp.ones(2, jnp.complex64)})
+    tx = rpx.optimizer(optax.sgd(0.5))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
+    after = optax.apply_updates(raw, updates)
+    assert bits(after["w"]) == bits(w)
+    np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("given", ["whole tree", "free part"])
+@pytest.mark.parametrize("known", [True, False])
+def test_integers_and_booleans_stay_frozen_or_not(dtype, given, known) -> None:
+    w = jnp.array([0, 1, 100, 3]).astype(dtype)
+    raw = {"frozen": {"@freeze": {"@fixed": {"w": w}}}, "counter": w, "b": jnp.ones(2)}
+
+    def total(raw: Any) -> jax.Array:
+        return jnp.sum(raw["b"])
+
+    tx = rpx.optimizer(optax.sgd(0.5))
+    free, fixed = rpx.partition(raw)
+    if given == "whole tree":
+        gradient = jax.grad(total, allow_int=True)(raw)
+    else:
+        gradient = jax.grad(lambda free: total(rpx.combine(free, fixed)))(free)
+    if known:
+        updates, _ = tx.update(gradient, tx.init(raw), raw)
+        after = optax.apply_updates(raw, updates)
+    else:
+        updates, _ = tx.update(gradient, tx.init(raw))
+        after = eqx.apply_updates(raw, updates)
+    assert bits(after["frozen"]) == bits(after["counter"]) == bits(w)
+    assert after["counter"].dtype == w.dtype
+    np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
+
+
+def test_what_cannot_be_added_gets_none() -> None:
+    raw = {"w": jnp.ones(2), "key": jax.random.key(0), "f": jnp.tanh, "name": "a", "rate": 0.5, "text": np.array(["a"])}
+    tx = rpx.optimizer(optax.sgd(0.5))
+    free, fixed = rpx.partition(raw)
+    updates, _ = tx.update(jax.grad(lambda free: jnp.sum(rpx.combine(free, fixed)["w"]))(free), tx.init(raw), raw)
+    after = eqx.apply_updates(raw, updates)
+    np.testing.assert_array_equal(after["w"], np.full(2, 0.5))
+    assert {name: x for name, x in after.items() if name != "w"} == {n: x for n, x in raw.items() if n != "w"}
+
+
+# Libraries. -------------------------------------------------------------------------------------------------------
+
+
+class Layers(nnx.Module):
+    def __init__(self) -> None:
+        for name, w in params().items():
+            setattr(self, name, nnx.Param(w))
+
+
+def test_nnx_optimizer_moves_what_is_free_alone() -> None:
+    raw = P.init(Layers())
+    fixed = bits(rpx.partition(nnx.state(raw))[1])
+    optimizer = nnx.Optimizer(raw, rpx.optimizer(adamw()), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(raw: Layers, optimizer: nnx.Optimizer[Layers]) -> None:
+        def of_module(raw: Layers) -> jax.Array:
+            effective = P.apply(raw)
+            names = ("frozen", "sparse", "spectral", "turn")
+            return sum(jnp.sum((getattr(effective, name)[...] - 0.1) ** 2) for name in names)
+
+        optimizer.update(raw, nnx.grad(of_module)(raw))
+
+    for _ in range(20):
+        step(raw, optimizer)
+    assert bits(rpx.partition(nnx.state(raw))[1]) == fixed
+    np.testing.assert_allclose(raw.idle[...], np.asarray(params()["idle"]) * 0.999**20, rtol=1e-5)
+    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 + 2 * 4  # counts and moments
+    plain, _ = trained(rpx.optimizer(adamw()), P.init(params()), 20)
+    np.testing.assert_allclose(raw.turn["@orthogonal"]["x"][...], plain["turn"]["@orthogonal"]["x"], atol=1e-5)
+
+
+def test_a_train_state_of_flax_holds_it() -> None:
+    raw = P.init(params())
+    state = TrainState.create(apply_fn=P.apply, params=raw, tx=rpx.optimizer(adamw()))
+    state = state.apply_gradients(grads=jax.grad(loss)(state.params))
+    assert bits(rpx.partition(state.params)[1]) == bits(rpx.partition(raw)[1])
+    assert (state.params["idle"] != raw["idle"]).all()
+
+
+# Errors. ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "name"), [(optax.adam, "function"), ({"w": 1}, "dict"), ((1, 2), "tuple")])
+def test_what_is_no_transformation_is_refused(value: Any, name: str) -> None:
+    with raises(
+        TypeError,
+        f"optimizer takes a transformation of optax, but got a value of type '{name}'. "
+        f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`.",
+    ):
+        rpx.optimizer(value)
