@@ -8,7 +8,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from reparax import _nested, _program
+from reparax import _jaxpr, _nested, _program
 from reparax._recompute import recomputing
 
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -86,7 +86,7 @@ def test_effects_come_from_nowhere():
         return w * 2
 
     jaxpr = program(printing, W)
-    effects = [eqn for eqn in jaxpr.eqns if _program.has_effects(eqn)]
+    effects = [eqn for eqn in jaxpr.eqns if _jaxpr.has_effects(eqn)]
     assert len(effects) == 1
     assert _program.halves(jaxpr, [True])[1].eqns == effects
 
@@ -108,6 +108,6 @@ def test_a_special_equation_is_run_by_its_function():
 
 def test_a_program_with_constants_is_opened():
     closed = jax.make_jaxpr(lambda x: x @ W)(X)
-    opened = _program.opened(closed)
+    opened, consts = _jaxpr.opened(closed)
     assert not opened.constvars
-    np.testing.assert_array_equal(_program.run(opened, [*closed.consts, X])[0], jaxpr_as_fun(closed)(X)[0])
+    np.testing.assert_array_equal(_program.run(opened, [*consts, X])[0], jaxpr_as_fun(closed)(X)[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from reparax import _program
+from reparax import _jaxpr
 from reparax._arguments import Argnums, Arguments, caller
 from reparax._split import split
 
@@ -57,13 +57,14 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     def function(*args: Any, **kwargs: Any) -> Any:
         given = Arguments.of(who, fun, argnums, args, kwargs)
         closed, shape = jax.make_jaxpr(lambda *arrays: given.call(arrays), return_shape=True)(*given.arrays)
-        if _program.has_refs(closed.jaxpr):
+        program, consts = _jaxpr.opened(closed)
+        if _jaxpr.has_refs(program):
             raise TypeError(
                 f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
                 f"it out of the function, and return its value beside the loss."
             )
-        known = [False for _ in closed.consts] + given.given
-        outs = split(_program.opened(closed), known)(*closed.consts, *given.arrays)
+        known = [False for _ in consts] + given.given
+        outs = split(program, known)(*consts, *given.arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return function

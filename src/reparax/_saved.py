@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.source_info_util import summarize
 
-from reparax import _program
+from reparax import _jaxpr, _program
 from reparax._arguments import Argnums, Arguments, caller
 from reparax._paths import described
 from reparax._sizes import readable, size_in_bytes
@@ -111,16 +110,9 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
             f"Pass the parameters first, or name them by argnums."
         )
     closed = jax.make_jaxpr(lambda *arrays: _residuals(given, arrays, has_aux=has_aux))(*given.arrays)
-    program = _program.opened(closed)
-    return Saved(
-        tuple(
-            _kept(
-                program,
-                [False for _ in closed.consts] + given.given,
-                ["closed over" for _ in closed.consts] + given.paths,
-            )
-        )
-    )
+    program, consts = _jaxpr.opened(closed)
+    known = [False for _ in consts] + given.given
+    return Saved(tuple(_kept(program, known, ["closed over" for _ in consts] + given.paths)))
 
 
 def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -134,13 +126,13 @@ def _residuals(given: Arguments, arrays: Sequence[Any], *, has_aux: bool) -> lis
     def of_moving(*values: Any) -> Any:
         return given.call([dict(zip(moving, values, strict=True)).get(i, x) for i, x in enumerate(arrays)])
 
-    return jax.tree.leaves(jax.linearize(of_moving, *[arrays[i] for i in moving], has_aux=has_aux)[1])
+    return _jaxpr.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving], has_aux=has_aux)[1])[0]
 
 
 def _kept(program: Jaxpr, given: list[bool], origins: list[str]) -> Iterator[Kept]:
     known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for v in _program.variables(program.outvars):
+    for v in _jaxpr.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
         origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v))
         yield Kept(kind, described(v.aval), size_in_bytes(v.aval), origin)
@@ -148,10 +140,10 @@ def _kept(program: Jaxpr, given: list[bool], origins: list[str]) -> Iterator[Kep
 
 def _source(eqn: JaxprEqn, i: int) -> str:
     """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
-    for program in _program.inner(eqn) if eqn.primitive.name == "jit" else []:
-        v = program.jaxpr.outvars[i]
-        for inside in program.jaxpr.eqns:
+    for program in _jaxpr.inner(eqn) if _jaxpr.is_jit(eqn) else []:
+        v = program.outvars[i]
+        for inside in program.eqns:
             if v in inside.outvars and (line := _source(inside, inside.outvars.index(v))):
                 return line
-    frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
-    return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "".join(frames[:1]))
+    lines = _jaxpr.lines(eqn)
+    return next((line for line in lines if not line.startswith(_PACKAGE)), "".join(lines[:1]))
