@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.extend.source_info_util import summarize
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -83,12 +83,12 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
     """A program without the equations that none of its outputs needs."""
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
-    return jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))(*args)
+    return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))(*args)
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
@@ -165,7 +165,7 @@ def _steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 def lines(eqn: JaxprEqn) -> list[str]:
     """The lines of source that made an equation, the innermost first."""
-    return summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
+    return source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
 
 
 # ---- equations, written again with another body

@@ -8,6 +8,7 @@ import jax
 
 from reparax import _jaxpr
 from reparax._arguments import Argnums, Arguments, caller
+from reparax._rehearsal import rehearse
 from reparax._split import split
 
 
@@ -37,6 +38,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     Raises:
       TypeError: If ``fun`` is no function or uses mutable arrays, or ``argnums`` is no position or names an argument
         that is not there.
+      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -55,6 +57,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
+        rehearse()
         given = Arguments.of(who, fun, argnums, args, kwargs)
         closed, shape = jax.make_jaxpr(lambda *arrays: given.call(arrays), return_shape=True)(*given.arrays)
         program, consts = _jaxpr.opened(closed)

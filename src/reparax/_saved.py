@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from reparax import _jaxpr, _program
 from reparax._arguments import Argnums, Arguments, caller
 from reparax._paths import described
+from reparax._rehearsal import rehearse
 from reparax._sizes import readable, size_in_bytes
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
@@ -83,6 +84,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
 
     Raises:
       TypeError: If no argument that is named holds a floating array, or ``argnums`` is wrong as for :func:`remat`.
+      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -103,6 +105,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       0
     """
     who = caller("saved", fun, argnums)
+    rehearse()
     given = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(given, given.arrays):
         raise TypeError(
