@@ -20,6 +20,7 @@ import reparax as rpx
 from reparax import _jaxpr, _nested, _rehearsal
 from reparax._recompute import recomputing
 
+ROOT = Path(__file__).parents[1]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
 KEYS = jax.random.split(jax.random.key(0), 4)
 
@@ -46,9 +47,10 @@ def test_the_jax_that_runs_is_one_that_was_tested():
     assert _jaxpr.is_tested(), "Run `make test-versions`; where all is well, NEWEST in _jaxpr.py is this version."
 
 
-def test_the_oldest_jax_is_that_of_the_package():
-    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+def test_the_package_and_its_readme_say_which_jax_was_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == [f"jax>={_jaxpr.OLDEST}"]
+    assert f"JAX {_jaxpr.OLDEST} to {_jaxpr.NEWEST}." in (ROOT / "README.md").read_text()
 
 
 # ---- programs
