@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers bench docs lint format clean
+.PHONY: demo test test-peers test-versions bench docs lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -17,6 +17,10 @@ test: $(VENV)/test.stamp
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/test_peers*.py
+
+# The oldest and the newest JAX, on the Pythons that are found.
+test-versions:
+	.ci/versions
 
 bench: $(VENV)/bench.stamp
 	$(RUN) benchmarks

@@ -46,7 +46,8 @@ def draws(f, *args):
 def _takes_steps(eqn):
     if eqn.primitive.name != "scan":
         return False
-    steps = eqn.invars[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+    pairs = zip(eqn.invars, eqn.params["jaxpr"].jaxpr.invars, strict=True)
+    steps = [x for x, inside in pairs if x.aval.ndim > inside.aval.ndim]
     return not any(jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key) for x in steps)
 
 

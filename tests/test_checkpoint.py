@@ -340,13 +340,16 @@ UNREADABLE = {
     ),
     "unknown_argument": (
         STAGE % '{"class": "reparax.WeightNorm", "axes": 1}',
-        "from_json cannot build reparax.WeightNorm from {'axes': 1}: "
-        "WeightNorm.__init__() got an unexpected keyword argument 'axes'.",
+        "from_json cannot build reparax.WeightNorm from {'axes': 1}: it takes axis, where, but not axes.",
     ),
     "missing_argument": (
         STAGE % '{"class": "reparax.VarNoise"}',
-        "from_json cannot build reparax.VarNoise from {}: "
-        "VarNoise.__init__() missing 1 required positional argument: 'std'.",
+        "from_json cannot build reparax.VarNoise from {}: it needs std too.",
+    ),
+    "bad_type": (
+        STAGE % '{"class": "reparax.VarNoise", "std": "much"}',
+        "from_json cannot build reparax.VarNoise from {'std': 'much'}: "
+        "VarNoise takes a real number or a real scalar array as std, but got 'much'.",
     ),
     "bad_value": (
         STAGE % '{"class": "reparax.VarNoise", "std": -1.0}',

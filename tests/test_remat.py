@@ -158,8 +158,8 @@ def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
     before, after = kept(loss, raw, key, x), kept(rpx.remat(loss), raw, key, x)
     assert sum(before.values()) > sum(after.values())
     assert after["weights"] == 0
-    # Without remat, what the branches of a cond keep of their weights comes through the predicate: from the data.
-    assert after["others"] < plain["others"] if name == "cond" else after["others"] == plain["others"]
+    # Until jax 0.11.0 the branches of a cond gave their weights out to be kept, which so came from the predicate too.
+    assert after["others"] <= plain["others"] if name == "cond" else after["others"] == plain["others"]
     n = contractions(jax.grad(network), weights, x)
     assert contractions(jax.grad(rpx.remat(loss)), raw, key, x) == n
     expected, got = jax.jit(jax.grad(loss))(raw, key, x), jax.jit(jax.grad(rpx.remat(loss)))(raw, key, x)

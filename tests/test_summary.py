@@ -4,6 +4,7 @@ import io
 
 import jax
 import jax.numpy as jnp
+import pytest
 import treescope
 from flax import nnx
 from rich.console import Console
@@ -189,6 +190,8 @@ def test_rich_takes_brackets_for_what_they_are_and_folds_what_is_too_long():
     assert max(map(len, lines)) <= 40
 
 
+# treescope 0.1.10 reads every name of numpy, and numpy 2.5 warns of some: https://github.com/numpy/numpy/pull/30605.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:treescope")
 def test_treescope_shows_raw_trees_stages_and_summaries_by_their_contents():
     p = rpx.SpectralNorm() >> rpx.VarNoise(0.1)
     params = {"w": jnp.eye(3)}

@@ -20,8 +20,13 @@ def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
         filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
 
-    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else None for leaf in leaves]
-    return jax.eval_shape(of_arrays, types)
+    return jax.eval_shape(of_arrays, [_type(leaf) if is_array(leaf) else None for leaf in leaves])
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and the dtype that JAX reads it as."""
+    extended = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-from reparax import _program
-from reparax._program import Env, Known
+from reparax import _jaxpr, _program
+from reparax._jaxpr import Env
+from reparax._program import Known
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Linearized:
     def forward(self) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values to keep."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
-        forward = _program.live(_program.part(self.program, self.program.eqns, outvars))
-        values = _program.run(forward, _program.values(self.inputs, forward.invars))
+        forward = _jaxpr.live(_jaxpr.part(self.program, self.program.eqns, outvars))
+        values = _program.run(forward, _jaxpr.values(self.inputs, forward.invars))
         return values[: self.n_outs], values[self.n_outs :]
 
     def backward(self, env: Env, saved: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -47,9 +48,9 @@ class Linearized:
         remade = self._remade
         inputs = {v: env[self.names[v]] if v in self.names else self.inputs[v] for v in self._needed}
         held = inputs | dict(zip(self._saved, saved, strict=True))
-        again = _program.run(remade, _program.values(held, remade.invars))
+        again = _program.run(remade, _jaxpr.values(held, remade.invars))
         held |= dict(zip(remade.outvars, again, strict=True))
-        return jax.tree.unflatten(self.tree, _program.values(held, self._residuals))
+        return jax.tree.unflatten(self.tree, _jaxpr.values(held, self._residuals))
 
     @property
     def reads(self) -> list[Any]:
@@ -63,18 +64,18 @@ class Linearized:
     @cached_property
     def _remade(self) -> Jaxpr:
         """The program of all residuals that are made again."""
-        again = [v for v in _program.variables(self._residuals) if self.known[v] and v not in self.inputs]
+        again = [v for v in _jaxpr.variables(self._residuals) if self.known[v] and v not in self.inputs]
         return _program.remade(self.program, again, self.known)
 
     @cached_property
     def _needed(self) -> list[Any]:
-        atoms = _program.variables([*self._residuals, *self._remade.invars])
+        atoms = _jaxpr.variables([*self._residuals, *self._remade.invars])
         return [v for v in atoms if v in self.inputs]
 
     @cached_property
     def _saved(self) -> list[Any]:
         remade = self._remade
-        atoms = _program.variables([*self._residuals, *remade.invars])
+        atoms = _jaxpr.variables([*self._residuals, *remade.invars])
         return [v for v in atoms if v not in self.inputs and v not in set(remade.outvars)]
 
 
@@ -92,18 +93,17 @@ def linearized(
             return [out for v, out in zip(program.outvars, outs, strict=True) if _program.smooth(v)], outs
 
         _, linear, outs = jax.linearize(of_moving, *[inputs[v] for v in moving], has_aux=True)
-        residuals, tree = jax.tree.flatten(linear)
+        residuals, tree = _jaxpr.residuals(linear)
         trees.append(tree)
         return outs, residuals
 
-    args = _program.values(env, program.invars)
-    closed = jax.make_jaxpr(of_inputs)(*args)
-    traced = _program.opened(closed)
-    names = dict(zip(traced.invars[len(closed.consts) :], program.invars, strict=True))
+    args = _jaxpr.values(env, program.invars)
+    traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
+    names = dict(zip(traced.invars[len(consts) :], program.invars, strict=True))
     return Linearized(
         program=traced,
         n_outs=len(program.outvars),
-        inputs=dict(zip(traced.invars, [*closed.consts, *args], strict=True)),
+        inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
         names=names,
         known=_program.known(traced, [v not in names or known[names[v]] for v in traced.invars]),
         tree=trees[-1],

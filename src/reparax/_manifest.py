@@ -40,9 +40,12 @@ def class_name(cls: type) -> str:
 
 def arguments(stage: Any) -> dict[str, Any]:
     """The constructor arguments of ``stage`` that are not at their default, keyword-only ones last."""
-    fields = sorted((f for f in dataclasses.fields(stage) if f.repr), key=lambda field: bool(field.kw_only))
-    values = {field: getattr(stage, field.name) for field in fields}
+    values = {field: getattr(stage, field.name) for field in _declared(stage)}
     return {field.name: value for field, value in values.items() if not _same(value, field.default)}
+
+
+def _declared(stage: Any) -> list[dataclasses.Field[Any]]:
+    return sorted((f for f in dataclasses.fields(stage) if f.repr), key=lambda field: bool(field.kw_only))
 
 
 def required(stage: Any) -> set[str]:
@@ -195,13 +198,24 @@ def _build(entry: Mapping[str, Any]) -> Any:
             f"from_json found the stage {name!r}, but no class of that name is defined. "
             f"Import the module that defines it."
         )
-    arguments = {k: _decode(v) for k, v in entry.items() if k != "class"}
+    cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
+    if (wrong := _misfit(cls, arguments)) is not None:
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
     try:
-        return _classes[name](**arguments)
+        return cls(**arguments)
     except ValueError:
         raise
     except Exception as error:  # of any type, as the text may hold anything
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
+
+
+def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the names of arguments; None where they fit."""
+    taken = [field.name for field in _declared(cls)]
+    if unknown := [name for name in arguments if name not in taken]:
+        return f"it takes {', '.join(taken)}, but not {unknown[0]}"
+    missing = [name for name in taken if name in required(cls) and name not in arguments]
+    return f"it needs {missing[0]} too" if missing else None
 
 
 def loads(text: str) -> list[Any]:

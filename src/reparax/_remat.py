@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from reparax import _program
+from reparax import _jaxpr
 from reparax._arguments import Argnums, Arguments, caller
+from reparax._rehearsal import rehearse
 from reparax._split import split
 
 
@@ -39,6 +40,7 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     Raises:
       TypeError: If ``fun`` is no function or uses mutable arrays, or ``argnums`` is no position or names an argument
         that is not there.
+      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -57,15 +59,17 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
+        rehearse()
         given = Arguments.of(who, fun, argnums, args, kwargs)
         closed, restored = _traced(given)
-        if _program.has_refs(closed.jaxpr):
+        program, consts = _jaxpr.opened(closed)
+        if _jaxpr.has_refs(program):
             raise TypeError(
                 f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
                 f"it out of the function, and return its value beside the loss."
             )
-        known = [False for _ in closed.consts] + given.given
-        return restored(split(_program.opened(closed), known)(*closed.consts, *given.arrays))
+        known = [False for _ in consts] + given.given
+        return restored(split(program, known)(*consts, *given.arrays))
 
     return function
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
-from jax.extend.source_info_util import summarize
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax import _program
+from reparax import _jaxpr, _program
 from reparax._arguments import Argnums, Arguments, caller
 from reparax._folding import Line, counted, folded
 from reparax._paths import described
+from reparax._rehearsal import rehearse
 from reparax._sizes import readable, size_in_bytes
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
@@ -97,6 +97,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
 
     Raises:
       TypeError: If no argument that is named holds a floating array, or ``argnums`` is wrong as for :func:`remat`.
+      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -117,17 +118,23 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       0
     """
     who = caller("saved", fun, argnums)
+    rehearse()
     given = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(given, given.arrays):
         raise TypeError(
             f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
             f"Pass the parameters first, or name them by argnums."
         )
-    called = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
-    closed = jax.make_jaxpr(lambda *arrays: _residuals(called, arrays, _moving(given, arrays)))(*given.arrays)
-    names = ["closed over" for _ in closed.consts] + given.paths
-    known = [False for _ in closed.consts] + given.given
-    return Saved(tuple(_kept(_program.opened(closed), known, names, _calls(called.jaxpr))))
+    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
+    called, constants = _jaxpr.opened(loss)
+
+    def kept(*arrays: Any) -> list[Any]:
+        return _residuals(called, constants, arrays, _moving(given, arrays))
+
+    program, consts = _jaxpr.opened(jax.make_jaxpr(kept)(*given.arrays))
+    names = ["closed over" for _ in consts] + given.paths
+    known = [False for _ in consts] + given.given
+    return Saved(tuple(_kept(program, known, names, _calls(called))))
 
 
 def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -135,20 +142,20 @@ def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
-def _residuals(called: ClosedJaxpr, arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
+def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
     """What is kept for the gradients of the first result."""
 
     def of_moving(*values: Any) -> Any:
         inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
-        return jaxpr_as_fun(called)(*inputs.values())[0]
+        return _jaxpr.evaluate(called, [*constants, *inputs.values()])[0]
 
-    return jax.tree.leaves(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])
+    return _jaxpr.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
 
 def _kept(program: Jaxpr, given: list[bool], origins: list[str], calls: Mapping[int, str]) -> Iterator[Kept]:
     known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for v in _program.variables(program.outvars):
+    for v in _jaxpr.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
         origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v), calls)
         yield Kept(kind, described(v.aval), size_in_bytes(v.aval), origin)
@@ -162,23 +169,22 @@ def _calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
     found: dict[int, str] = {}
     for eqn in program.eqns:
         line = _line(eqn) or outside
-        found[id(eqn.source_info.traceback)] = line
-        for held in _program.inner(eqn):
-            found |= _calls(getattr(held, "jaxpr", held), line)
+        found[_jaxpr.origin(eqn)] = line
+        for held in _jaxpr.inner(eqn):
+            found |= _calls(held, line)
     return found
 
 
 def _line(eqn: JaxprEqn) -> str:
     """The innermost line of an equation that is none of this library, as far as it is known."""
-    frames = summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
-    return next((frame for frame in frames if not frame.startswith(_PACKAGE)), "")
+    return next((line for line in _jaxpr.lines(eqn) if not line.startswith(_PACKAGE)), "")
 
 
 def _source(eqn: JaxprEqn, i: int, calls: Mapping[int, str]) -> str:
     """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
-    for program in _program.inner(eqn) if eqn.primitive.name == "jit" else []:
-        v = program.jaxpr.outvars[i]
-        for inside in program.jaxpr.eqns:
+    for program in _jaxpr.inner(eqn) if _jaxpr.is_jit(eqn) else []:
+        v = program.outvars[i]
+        for inside in program.eqns:
             if v in inside.outvars and (line := _source(inside, inside.outvars.index(v), calls)):
                 return line
-    return _line(eqn) or calls.get(id(eqn.source_info.traceback), "")
+    return _line(eqn) or calls.get(_jaxpr.origin(eqn), "")

@@ -15,8 +15,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
-from reparax import _linearized, _nested, _program
-from reparax._program import Env, Flags, Known
+from reparax import _jaxpr, _linearized, _nested, _program
+from reparax._jaxpr import Env
+from reparax._program import Flags, Known
 
 
 def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
@@ -50,13 +51,13 @@ class _Halves:
 
     def weights(self, env: Env) -> Env:
         """The inputs, and the values that the early half makes of them."""
-        args = _program.values(env, self.early.invars)
+        args = _jaxpr.values(env, self.early.invars)
         return env | dict(zip(self.early.outvars, _program.run(self.early, args, _nested.opening), strict=True))
 
     def network(self, env: Env) -> list[Any]:
         """The outputs."""
         special = _nested.cutting(self.known, split)
-        return _program.run(self.late, _program.values(env, self.late.invars), special)
+        return _program.run(self.late, _jaxpr.values(env, self.late.invars), special)
 
 
 def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[Any]]:
@@ -65,7 +66,7 @@ def _pushed(halves: _Halves, inputs: Env, dots: Env) -> tuple[list[Any], list[An
     moving = [v for v in halves.late.invars if v in dots or v in moved]
     linear = _linearized.linearized(halves.late, halves.network, halves.weights(inputs), moving, halves.known)
     outs, saved = linear.forward()
-    needed = [v for v in _program.variables([*halves.early.invars, *linear.reads]) if v in inputs]
+    needed = [v for v in _jaxpr.variables([*halves.early.invars, *linear.reads]) if v in inputs]
 
     @jax.checkpoint
     def tangents(given: list[Any], saved: list[Any], given_dots: list[Any]) -> list[Any]:
