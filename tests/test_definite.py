@@ -155,6 +155,22 @@ def test_columns_of_eigenvalue_zero_train():
     assert np.abs(slopes["w"]["@positive_semidefinite"]["x"]).max(axis=0).min() > 1e-4
 
 
+def test_a_matrix_without_positive_eigenvalues_would_never_train():
+    noisy = -np.outer(np.arange(3.0), np.arange(3.0))  # whose other eigenvalues are positive or negative by rounding
+    params = {"w": jnp.asarray(np.stack([np.zeros((3, 3)), np.eye(3), -wishart(3), noisy]), jnp.float32)}
+    with raises(
+        ValueError,
+        "PositiveSemidefinite().init at 'w': expected numbers that a gradient can move, got 27 of 36 outside of the "
+        "image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
+        "say outside='project' to start there even so.",
+    ):
+        rpx.PositiveSemidefinite().init(params)
+    p = rpx.PositiveSemidefinite(outside="project")
+    np.testing.assert_allclose(
+        p.fold(p.init(params))["w"], np.asarray(params["w"]) * [[[0]], [[1]], [[0]], [[0]]], atol=1e-6
+    )
+
+
 def test_an_unstable_matrix_is_shifted_inside():
     w = stable(3, -1.0)
     got = nearest(rpx.Hurwitz(0.5), w)

@@ -62,7 +62,7 @@ class PositiveDefinite(Constraint):
 
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -121,12 +121,13 @@ class PositiveSemidefinite(Constraint):
 
     Raw value: ``x`` (main) of shape ``(..., n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
     it starts at the nearest such matrix: its ``rank`` largest eigenvalues, the negative ones set to zero. Columns of
-    eigenvalue zero get a length that is lost in rounding, but lets them train; a matrix without positive eigenvalues
-    starts at zero, where the gradient is zero too. Samples are Wishart matrices of mean I.
+    eigenvalue zero get a length that is lost in rounding, but lets them train. A matrix without positive eigenvalues
+    is an error: the nearest point is zero, where the gradient is zero too, so that it would never train. With
+    ``outside="project"`` it starts there. Samples are Wishart matrices of mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -160,6 +161,11 @@ class PositiveSemidefinite(Constraint):
         least = float(jnp.finfo(w.dtype).eps) * jnp.maximum(values[..., -1:], 0)
         lengths = jnp.sqrt(jnp.maximum(values, least))[..., None, -rank:]
         return {"x": (vectors[..., -rank:] * lengths.astype(vectors.dtype)).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        values, _ = eigen(widened(w))
+        size = jnp.max(jnp.abs(values), axis=-1)
+        return (values[..., -1] <= resolution(w, size) / 2)[..., None, None]
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["x"])

@@ -48,7 +48,7 @@ class Hurwitz(Constraint):
 
     Args:
       rate: The decay rate alpha, not negative.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:

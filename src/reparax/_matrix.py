@@ -22,7 +22,7 @@ class LowRank(Constraint):
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -69,7 +69,7 @@ class Kronecker(Constraint):
 
     Args:
       shape: The shape of A, which must divide that of W.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:

@@ -110,7 +110,7 @@ class FixedRank(_BoundedBelow):
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
       least: The bound epsilon that all ``rank`` singular values stay above.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -146,7 +146,7 @@ class Invertible(_BoundedBelow):
 
     Args:
       least: The bound that all singular values stay above.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -170,7 +170,7 @@ class SpecialLinear(_SingularValues):
     along its smallest singular value where its determinant is negative, and scaled to determinant 1.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -206,7 +206,7 @@ class AlmostOrthogonal(_SingularValues):
 
     Args:
       radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
