@@ -53,6 +53,7 @@ def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
     assert [bool(p.contains(w)) for w in numbers] == [True, name == "square", False]
     assert p.contains(numbers[2], 1e-8)
     assert p.contains(p.project(normal(5)))
+    assert [bool(p.contains(jnp.zeros(2), tolerance)) for tolerance in (None, 1e-6)] == [name == "square", True]
 
 
 # ---- Bounded

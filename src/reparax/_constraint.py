@@ -25,6 +25,14 @@ def refuse_infinite(w: Array) -> str | None:
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
+def near(w: Array, projection: Array, tolerance: float | None) -> Array:
+    """Whether ``w`` is no further from its projection than by ``tolerance``, of the meaning of ``contains``."""
+    x = widened(w)
+    distance = jnp.max(jnp.abs(widened(projection) - x), initial=0.0)
+    units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+    return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+
+
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
@@ -84,11 +92,7 @@ class Constraint(Reparametrization):
           tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
             Default: ten times the machine epsilon times the length of the longest axis.
         """
-        x = jnp.asarray(w)
-        distance = jnp.max(jnp.abs(widened(self.project(x)) - widened(x)), initial=0.0)
-        largest = jnp.max(jnp.abs(widened(x)), initial=0.0)
-        units = 10 * max((1, *x.shape)) * float(jnp.finfo(x.dtype).eps) if tolerance is None else tolerance
-        return distance <= units * largest
+        return near(jnp.asarray(w), self.project(w), tolerance)
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.

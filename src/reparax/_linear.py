@@ -203,7 +203,7 @@ class Diagonal(_Pattern):
 
 
 class Circulant(_Pattern):
-    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) mod n}`.
+    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
     Raw value: ``x`` (main) of shape ``(..., n)``, the first column. ``init`` takes the mean of each wrapped diagonal;
     it is exact for circulant matrices, else it starts at the nearest one.

@@ -114,7 +114,9 @@ class WeightDropout(Drawn):
 
     @property
     def _keep(self) -> Array:
-        return jnp.asarray(1 - self.rate)  # a number is subtracted in double precision, so that this is never 0
+        if isinstance(self.rate, float):
+            return jnp.asarray(1 - self.rate)  # in double precision, so that this is never 0
+        return 1 - widened(self.rate)  # in half precision, this would be 1 for small rates
 
     def draw(self, like: Array, key: Array) -> Array:
         return _draw.mask(key, self._keep, like, positive(self.broadcast, like))

@@ -97,10 +97,11 @@ class Positive(_Map):
         return widened(w) < _least(w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers are positive, or short of it by at most ``tolerance`` of the largest (default 0)."""
+        """Whether all numbers are positive, or with a tolerance not below zero by more than that of the largest."""
         x = widened(jnp.asarray(w))
-        least = -(tolerance or 0) * jnp.max(jnp.abs(x), initial=0.0)
-        return jnp.all(x >= least if self.map == "square" else x > least)
+        if tolerance is None:
+            return jnp.all(x >= 0 if self.map == "square" else x > 0)
+        return jnp.all(x >= -tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _forward(self, x: Array) -> Array:
         return _POSITIVE[self.map][0](x)
