@@ -84,6 +84,56 @@ def test_numbers_that_are_not_finite_are_refused(bad):
         Centered().init({"w": jnp.array([1.0, bad])})
 
 
-def test_what_to_do_outside_is_one_of_two_words():
-    with raises(ValueError, "Centered takes outside='project' or 'refuse', but got 'raise'."):
+def test_what_to_do_outside_is_one_of_three_words():
+    with raises(ValueError, "Centered takes outside='nearest', 'project' or 'refuse', but got 'raise'."):
         Centered(outside="raise")
+
+
+class Ramp(rpx.Constraint):
+    """Numbers that are not negative, as those of a third party: a row is flat where none of it is positive."""
+
+    def init_leaf(self, w):
+        return {"x": jnp.maximum(w, 0)}
+
+    def apply_leaf(self, values):
+        return jax.nn.relu(values["x"])
+
+    def flat_leaf(self, w):
+        return jnp.all(w <= 0, axis=-1, keepdims=True)
+
+
+FLAT = (
+    "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside of the image or at its edge, "
+    "where the map is flat. Start from numbers inside, leave the array out with `where`, or say outside='project' to "
+    "start there even so."
+)
+
+
+def test_init_refuses_what_it_would_kill():
+    dead = {"dense": {"w": jnp.array([[1.0, -1.0, 2.0], [-1.0, 0.0, -1.0]])}}
+    with raises(ValueError, f"Ramp().{FLAT}"):
+        Ramp().init(dead)
+    with pytest.raises(ValueError, match="got 3 of 6 outside of the image"):
+        jax.jit(lambda: Ramp().init(dead))()
+    jax.jit(Ramp().init)(dead)  # of traced numbers, nobody knows
+    Ramp().init({"w": jnp.array([[1.0, -1.0]])})
+    Ramp().init({"w": jnp.zeros((0, 3))})
+
+
+def test_init_kills_by_word():
+    folded = Ramp(outside="project").fold(Ramp(outside="project").init({"w": -jnp.ones((2, 3))}))
+    np.testing.assert_array_equal(folded["w"], np.zeros((2, 3)))
+
+
+def test_who_refuses_what_is_outside_refuses_what_is_flat():
+    with raises(ValueError, f"Ramp(outside='refuse').{FLAT}"):
+        Ramp(outside="refuse").init({"dense": {"w": jnp.array([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])}})
+
+
+@pytest.mark.parametrize("outside", ["nearest", "refuse"])
+def test_of_a_traced_bound_nobody_knows_what_is_outside(outside):
+    def start(low):
+        return rpx.Bounded(low, 1.0, outside=outside).init({"w": np.array([-9.0, 0.5], np.float32)})
+
+    shapes = jax.tree.map(jnp.shape, jax.jit(start)(0.0))
+    assert shapes == {"w": {"@bounded": {"x": (2,)}}}

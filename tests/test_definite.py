@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from compiled import contained, projected, read, trained
+from compiled import contained, projected, pulled, read, trained
 from errors import raises
 
 import reparax as rpx
@@ -131,6 +131,33 @@ def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
     np.testing.assert_allclose(factor @ factor.T, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("n", [1, 2, 4, 16])
+def test_the_exponential_is_exact_in_single_precision_too(n, size):
+    p, rng = rpx.PositiveDefinite("expm"), np.random.default_rng(n)
+    vectors = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    for values in (np.logspace(-3, 0, n), np.r_[np.full(n - 1, 3e-6), 1.0]):
+        w = jnp.asarray(size * (vectors * values) @ vectors.T, jnp.float32)
+        w = (w + w.T) / 2
+        s = p.init({"w": w})["w"]["@positive_definite"]["x"]
+        expected = scipy.linalg.expm(symmetric(np.asarray(s, np.float64)))
+        eps = float(jnp.finfo(jnp.float32).eps)
+        np.testing.assert_allclose(
+            read(p, {"w": {"@positive_definite": {"x": s}}}), expected, rtol=0, atol=40 * eps * size
+        )
+        np.testing.assert_allclose(p.project(w), w, rtol=0, atol=40 * eps * size)
+
+
+def test_the_exponential_has_the_gradient_of_scipy():
+    p, x, direction, dw = rpx.PositiveDefinite("expm"), normal(6), normal(6, seed=1), normal(3, 3, seed=2)
+    with jax.enable_x64():
+        slope = pulled(p, {"w": {"@positive_definite": {"x": jnp.asarray(x)}}}, jnp.asarray(dw))["@positive_definite"][
+            "x"
+        ]
+    expected = np.sum(dw * scipy.linalg.expm_frechet(symmetric(x), symmetric(direction), compute_expm=False))
+    np.testing.assert_allclose(np.sum(np.asarray(slope) * direction), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("map", ["cholesky", "expm"])
 def test_an_indefinite_matrix_starts_at_its_positive_part(map):
     w = normal(4, 4)
@@ -155,12 +182,28 @@ def test_columns_of_eigenvalue_zero_train():
     assert np.abs(slopes["w"]["@positive_semidefinite"]["x"]).max(axis=0).min() > 1e-4
 
 
+def test_a_matrix_without_positive_eigenvalues_would_never_train():
+    noisy = -np.outer(np.arange(3.0), np.arange(3.0))  # whose other eigenvalues are positive or negative by rounding
+    params = {"w": jnp.asarray(np.stack([np.zeros((3, 3)), np.eye(3), -wishart(3), noisy]), jnp.float32)}
+    with raises(
+        ValueError,
+        "PositiveSemidefinite().init at 'w': expected numbers that a gradient can move, got 27 of 36 outside of the "
+        "image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
+        "say outside='project' to start there even so.",
+    ):
+        rpx.PositiveSemidefinite().init(params)
+    p = rpx.PositiveSemidefinite(outside="project")
+    np.testing.assert_allclose(
+        p.fold(p.init(params))["w"], np.asarray(params["w"]) * [[[0]], [[1]], [[0]], [[0]]], atol=1e-6
+    )
+
+
 def test_an_unstable_matrix_is_shifted_inside():
     w = stable(3, -1.0)
     got = nearest(rpx.Hurwitz(0.5), w)
     shift = np.diag(w - got).mean()
     np.testing.assert_allclose(got, w - shift * np.eye(3), rtol=0, atol=1e-12)
-    assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * np.linalg.norm(w, np.inf))
+    assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * (np.linalg.norm(w, np.inf) + 0.5))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +265,30 @@ def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
 )
 def test_contains_tells_the_image_from_other_matrices(stage, w, member):
     assert bool(contained(stage, jnp.asarray(w, jnp.float32))) is member
+
+
+@pytest.mark.parametrize("map", ["cholesky", "expm"])
+def test_an_effective_matrix_that_rounding_makes_singular_is_contained_by_tolerance(map):
+    p = rpx.PositiveDefinite(map)
+    w = read(p, {"w": {"@positive_definite": {"x": jnp.array([0.0, 0.0, -60.0])}}})
+    assert [bool(p.contains(w, tolerance)) for tolerance in (None, 1e-3)] == [False, True]
+    assert not p.contains(w - 1e-2 * np.eye(2, dtype=np.float32), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("map", ["cholesky", "expm"])
+def test_which_matrices_are_definite_depends_on_no_map(map, size):
+    assert rpx.PositiveDefinite(map).contains(jnp.asarray(size * wishart(4), jnp.float32))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1.0, 1e8, 1e30])
+def test_the_projection_of_any_matrix_is_stable(size, rate):
+    p, w = rpx.Hurwitz(rate), jnp.asarray(size * normal(4, 4), jnp.float32)
+    once = projected(p, w)
+    assert contained(p, once)
+    np.testing.assert_allclose(projected(p, once), once, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(once))))
+    assert np.linalg.eigvals(np.asarray(once, np.float64)).real.max() < -rate
 
 
 def test_contains_takes_a_tolerance_for_the_edge_of_stability():

@@ -117,6 +117,25 @@ def test_low_rank_trains_a_layer_that_starts_at_zero():
     assert loss(trained) < 0.05
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.Kronecker((2, 2))], ids=repr)
+def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
+    # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.
+    target = jnp.asarray(np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3), dtype)
+
+    def loss(raw):
+        return jnp.sum(jnp.abs(p.apply(raw)["w"] - target) ** 2)
+
+    raw = start = p.init({"w": jnp.zeros((6, 4), dtype)})
+    np.testing.assert_array_equal(p.fold(start)["w"], np.zeros((6, 4)))
+    for _ in range(3):
+        raw = jax.tree.map(lambda x, slope: x - 0.1 * slope.conj(), raw, jax.grad(loss)(raw))
+    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), raw, start)
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    other = p.init({"w": jnp.zeros((6, 4), dtype)}, jax.random.key(1))
+    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (start, other)), strict=True))
+
+
 def test_low_rank_of_a_zero_matrix_is_zero():
     np.testing.assert_array_equal(reproduced(rpx.LowRank(2), np.zeros((6, 4), np.float32)), np.zeros((6, 4)))
 
@@ -194,8 +213,8 @@ def test_positive_reproduces_float64_to_float64_precision():
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32], ids=["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("w", [0.0, -1e-3, -5.0], ids=str)
-def test_positive_starts_next_to_zero_where_a_number_is_not_positive(w, dtype):
-    got = float(reproduced(rpx.Positive(), np.array(w, dtype)))
+def test_positive_starts_next_to_zero_by_word_where_a_number_is_not_positive(w, dtype):
+    got = float(reproduced(rpx.Positive(outside="project"), np.array(w, dtype)))
     assert 0 < got <= 4 * float(jnp.finfo(dtype).tiny)
 
 

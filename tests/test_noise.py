@@ -116,6 +116,14 @@ def test_weight_dropout_gives_zero_or_the_weight_over_the_share_that_is_kept(key
     np.testing.assert_allclose(got, np.where(got == 0, 0, w / (1 - rate)), rtol=5e-7, atol=0)
 
 
+def test_a_traced_rate_of_half_precision_drops_the_share_asked_for(key):
+    def dropped(rate):
+        return jnp.mean(rpx.WeightDropout(rate).apply({"w": jnp.ones((1000, 1000))}, key)["w"] == 0)
+
+    rate = jnp.asarray(1e-3, jnp.bfloat16)
+    assert within(jax.vmap(dropped)(rate[None])[0], 1e-3, np.sqrt(1e-3 / 1e6))
+
+
 @pytest.mark.parametrize("rate", [0.5, 0.75])
 def test_weight_dropout_is_exact_where_the_share_that_is_kept_is_a_power_of_two(key, w, rate):
     got = applied(rpx.WeightDropout(rate), w, key)

@@ -24,6 +24,10 @@ def zero_column(w, column=1):
     return np.where(np.arange(w.shape[-1]) == column, np.zeros_like(w), w)
 
 
+def wide(w):
+    return np.asarray(w).astype(complex)
+
+
 @jax.jit
 def started(p, w):
     """The raw tree of ``w``."""
@@ -86,12 +90,36 @@ def test_weight_norm_reproduces_half_precision_bit_for_bit(w):
     np.testing.assert_array_equal(got.view(np.uint16), w.view(np.uint16))
 
 
-def test_weight_norm_reproduces_float64_to_float64_precision():
-    w = normal(64, 8, dtype=np.float64)
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1.0, 1e200, 1e300])
+def test_weight_norm_reproduces_float64_to_float64_precision(scale):
+    w = normal(64, 8, dtype=np.float64) * scale
     with jax.enable_x64():
         got = reproduced(rpx.WeightNorm(), w)
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, w, rtol=4 * np.finfo(np.float64).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, jnp.bfloat16], ids=["float32", "complex64", "bfloat16"])
+@pytest.mark.parametrize("scale", [1e-36, 1e-34, 1e-30, 1e30, 1e34, 1e37])
+def test_weight_norm_is_exact_and_trains_wherever_the_length_is_finite(scale, dtype):
+    # A column of each size, next to an ordinary one.
+    w = (normal(8, 2).astype(dtype) * np.array([scale, 1], dtype)).astype(dtype)
+    p = rpx.WeightNorm()
+    raw = started(p, w)
+    got = np.asarray(read(p, raw))
+    np.testing.assert_allclose(wide(got), wide(w), rtol=4 * float(jnp.finfo(dtype).eps), atol=0)
+    if dtype == np.complex64:
+        return
+    d = normal(8, 2, seed=1).astype(dtype)
+    slopes = pulled(p, raw, jnp.asarray(d))["@weight_norm"]
+    g, v = (wide(raw["w"]["@weight_norm"][name]).real for name in ("g", "v"))
+    # Salimans and Kingma 2016, equation 3.
+    length = np.linalg.norm(v, axis=0)
+    dg = np.sum(wide(d).real * v / length, axis=0)
+    np.testing.assert_allclose(wide(slopes["g"]).real[0], dg, rtol=1e-5)
+    dv = g / length * (wide(d).real - dg / length * v)
+    near = 1e-5 if dtype == np.float32 else 1e-2
+    np.testing.assert_allclose(wide(slopes["v"]).real / np.abs(dv).max(0), dv / np.abs(dv).max(0), rtol=0, atol=near)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Masks and prunings against sorted magnitudes in numpy, and their schedules against the paper."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from compiled import pulled, read
 from errors import raises
 
 import reparax as rpx
+from reparax import _sparsity
 
 
 def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
@@ -59,6 +62,27 @@ def test_magnitude_pruning_takes_the_smallest_weights(sparsity, count):
     arrays = [normal(5, 6), normal(3, 2, 5, scale=1e30), rotated(5, 6), normal(5, 6, dtype=jnp.bfloat16)]
     for w, got in zip(arrays, projected(rpx.MagnitudePrune(sparsity), arrays), strict=True):
         np.testing.assert_array_equal(np.asarray(got), without_smallest(w, count))
+
+
+@pytest.mark.parametrize("size", [45, 1000, 4097**2, 2**31 - 1])
+@pytest.mark.parametrize("share", [0.0, 1e-9, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.99])
+def test_a_traced_share_is_as_many_weights_as_the_known_one(share, size):
+    known = _sparsity.left((share, 0.5), size)
+    traced = jax.jit(lambda share: _sparsity.left((share, 0.5), size))(share)
+    assert traced == known
+    # The float32 number in units of 2^-31, exactly multiplied; Python rounds fractions as it does floats.
+    units = Fraction(round(Fraction(float(np.float32(share))) * 2**31), 2**31)
+    left = size - round(units * size)
+    assert known == left - round(Fraction(left, 2))
+
+
+def test_a_schedule_prunes_as_many_weights_as_a_number():
+    w = jnp.arange(45.0)[None]
+    masks = [p.init({"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"] for p in (rpx.MagnitudePrune(0.7),)]
+    masks.append(
+        jax.jit(lambda s: rpx.MagnitudePrune(s).init({"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"])(0.7)
+    )
+    assert [int(np.sum(np.asarray(mask) == 0)) for mask in masks] == [31, 31]
 
 
 def test_of_equal_weights_the_first_stay():

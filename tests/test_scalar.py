@@ -1,5 +1,6 @@
 """Maps of numbers and probabilities against numpy, scipy and optax."""
 
+import dataclasses
 import pickle
 
 import jax
@@ -52,6 +53,7 @@ def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
     assert [bool(p.contains(w)) for w in numbers] == [True, name == "square", False]
     assert p.contains(numbers[2], 1e-8)
     assert p.contains(p.project(normal(5)))
+    assert [bool(p.contains(jnp.zeros(2), tolerance)) for tolerance in (None, 1e-6)] == [name == "square", True]
 
 
 # ---- Bounded
@@ -71,8 +73,8 @@ def test_bounded_is_the_logistic_function_between_the_bounds(low, high):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
-def test_bounded_starts_at_the_bound_from_beyond_it(dtype):
-    p = rpx.Bounded(-1, 3)
+def test_bounded_starts_at_the_bound_from_beyond_it_by_word(dtype):
+    p = rpx.Bounded(-1, 3, outside="project")
     got = p.project(jnp.array([-1, 3, -50, 50], dtype))
     np.testing.assert_allclose(np.asarray(got, float), [-1, 3, -1, 3], atol=8 * float(jnp.finfo(dtype).eps))
     assert np.isfinite(np.asarray(started(p, np.array([-1, 3], dtype)), float)).all()
@@ -195,6 +197,57 @@ def test_elementwise_compares_and_travels_by_its_functions():
         "`where`, or keep this stage in code.",
     ):
         own.to_json()
+
+
+# ---- numbers that would never train
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "flat"),
+    [
+        (rpx.Positive(), [-1.0, 0.0, 1e-39, 1e-6, 1.0, 30.0], 3),
+        (rpx.Positive("exp"), [-1.0, 0.0, 1e-39, 1e-6, 1.0], 3),
+        (rpx.Positive("square"), [-1.0, 0.0, 1e-39, 1e-6, 1.0], 3),
+        (rpx.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
+        (rpx.Simplex(), [0.0, -3.0, 0.4, 0.6], 2),
+        (rpx.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, 0.99], 2),
+        (rpx.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 1.0], 1),
+    ],
+    ids=repr,
+)
+def test_init_refuses_numbers_that_would_never_train(p, w, flat):
+    w = jnp.array(w)
+    with raises(
+        ValueError,
+        f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside of the "
+        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
+        f"say outside='project' to start there even so.",
+    ):
+        p.init({"layer": {"w": w}})
+    by_word = dataclasses.replace(p, outside="project")
+    raw = by_word.init({"w": w})
+    slopes = np.abs(pulled(by_word, raw, np.arange(1, w.size + 1, dtype=np.float32))[f"@{p.kind}"]["x"])
+    # Those that are refused come first, and are flat to within rounding; no other is.
+    assert np.all(slopes[:flat] < 1e-7)
+    assert np.all(slopes[flat:] > 1e-7)
+
+
+def straight_through(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
+@jax.custom_vjp
+def stepped(x):
+    return jnp.round(x)
+
+
+stepped.defvjp(lambda x: (jnp.round(x), None), lambda _, dy: (dy,))
+
+
+@pytest.mark.parametrize("forward", [straight_through, stepped])
+def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
+    p = rpx.Elementwise(forward, jnp.asarray)
+    np.testing.assert_array_equal(p.fold(p.init({"w": jnp.array([0.2, 1.7])}))["w"], [0, 2])
 
 
 # ---- errors

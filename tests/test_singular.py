@@ -70,7 +70,11 @@ def test_the_matrix_is_its_singular_value_decomposition(stage, shape, rank, spec
     [
         pytest.param(rpx.FixedRank(2), with_singular_values(3.0, 1e-3, shape=(4, 3)), id="fixed rank"),
         pytest.param(rpx.FixedRank(2), with_singular_values(2.0, 2.0, shape=(2, 5)), id="equal singular values"),
+        pytest.param(rpx.FixedRank(2), with_singular_values(1.5e-6, 1.1e-6, shape=(4, 3)), id="hardly fixed rank"),
         pytest.param(rpx.Invertible(), normal(3, 3), id="invertible"),
+        pytest.param(
+            rpx.Invertible(least=0.5), with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)), id="hardly invertible"
+        ),
         pytest.param(rpx.Invertible(), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
         pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
         pytest.param(rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.8, shape=(4, 2)), id="almost orthogonal"),
@@ -103,6 +107,29 @@ def test_special_linear_scales_to_determinant_one_turning_the_smallest_singular_
         got = projected(rpx.SpecialLinear(), jnp.asarray(w))
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
     assert np.linalg.det(got) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_special_linear_starts_from_matrices_of_every_size(size):
+    w = normal(3, 3, dtype=np.float32)
+    got = projected(rpx.SpecialLinear(), jnp.asarray(w) * size)
+    np.testing.assert_allclose(got, projected(rpx.SpecialLinear(), jnp.asarray(w)), rtol=0, atol=3e-6)
+
+
+def test_special_linear_fills_in_singular_values_that_rounding_hides():
+    p, w = rpx.SpecialLinear(), with_singular_values(1e4, 1.0, 1e-4, shape=(3, 3))
+    for given in (w, with_singular_values(1e4, 1.0, shape=(3, 3))):
+        got = projected(p, jnp.asarray(given, jnp.float32))
+        np.testing.assert_allclose(got, w, rtol=0, atol=2e-2)
+        assert contained(p, got)
+
+
+@pytest.mark.parametrize("stage", [rpx.FixedRank(2), rpx.Invertible(), rpx.FixedRank(2, least=0.0)], ids=repr)
+def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolerance(stage):
+    raw = stage.init({"w": jnp.eye(2)})
+    raw["w"][f"@{stage.kind}"]["s"] = jnp.array([1.0, -60.0])
+    w = read(stage, raw)
+    assert [bool(stage.contains(w, tolerance)) for tolerance in (None, 1e-3)] == [False, True]
 
 
 @pytest.mark.parametrize("w", [np.zeros((3, 3)), np.ones((3, 3))], ids=["zero", "rank 1"])

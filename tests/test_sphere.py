@@ -157,6 +157,17 @@ def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dty
         np.testing.assert_allclose(wide(w), direction, atol=8 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+def test_points_that_start_at_the_edge_of_the_ball_can_leave_it(dtype):
+    p, far = rpx.PoincareBall(), np.array([[1, 0], [0, -7], [0.6, 0.8], [300, 400]], dtype)
+    slopes = pulled(p, p.init({"w": far}), jnp.asarray(far) / jnp.asarray(length(far, -1), dtype))["@poincare_ball"][
+        "v"
+    ]
+    # The derivative of the hyperbolic tangent is 1 - w^2, where the margin is four machine epsilons.
+    radial = np.sum(wide(slopes) * wide(far), axis=-1) / length(far, -1)[:, 0]
+    np.testing.assert_allclose(radial, 8 * float(jnp.finfo(dtype).eps), rtol=0.4)
+
+
 def test_poincare_ball_is_open():
     p = rpx.PoincareBall(4.0)
     inside, border = jnp.array([[0.0, 0.49999]]), jnp.array([[0.0, 0.5]])

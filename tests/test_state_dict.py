@@ -42,7 +42,8 @@ def dense(mark, **values):
 
 NORMED = dense("weight_norm", g=G.T, v=W.T)
 SPECTRAL = dense("spectral_norm", w=W.T, **{"@fixed": LEFT})
-MASK = numbers(3, 2, start=40)
+OUTPUTS = np.array([[1], [0], [1]], np.float32)
+MASK = np.array([[1, 0], [0, 1], [1, 1]], np.float32)
 
 # What stands at the kernel, and what torch calls it below `dense`: as parametrizations, and as hooks.
 NAMES = {
@@ -78,9 +79,9 @@ NAMES = {
     ),
     "pruned outputs": (
         rpx.MagnitudePrune(1, axis=-1),
-        dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": G.T}}),
-        {"weight_orig": W, "weight_mask": np.repeat(G, 2, 1)},
-        {"weight_orig": W, "weight_mask": np.repeat(G, 2, 1)},
+        dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
+        {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
+        {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
     ),
     "frozen": (rpx.Freeze(), dense("freeze", **{"@fixed": {"w": W.T}}), {"weight": W}, {"weight": W}),
     "frozen weight norm": (
@@ -517,6 +518,14 @@ REFUSED = {
         ValueError,
         "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as zeros, "
         "which weight decay leaves. Set them to -1 or 1.",
+    ),
+    "a mask of weights for weights": (
+        lambda: rpx.from_torch(
+            {"dense.weight_orig": W, "dense.weight_mask": np.full((3, 2), 0.5, np.float32)}, rpx.Mask(), DENSE
+        ),
+        ValueError,
+        "from_torch: 'dense/kernel': expected a mask of zeros and ones, got other numbers, by which torch multiplies "
+        "the weight. Multiply it in torch by `prune.remove`, and start anew with `init`.",
     ),
     "a mask of single weights": (
         lambda: rpx.from_torch(

@@ -25,6 +25,14 @@ def refuse_infinite(w: Array) -> str | None:
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
+def near(w: Array, projection: Array, tolerance: float | None) -> Array:
+    """Whether ``w`` is no further from its projection than by ``tolerance``, of the meaning of ``contains``."""
+    x = widened(w)
+    distance = jnp.max(jnp.abs(widened(projection) - x), initial=0.0)
+    units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+    return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+
+
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
@@ -32,9 +40,14 @@ class Constraint(Reparametrization):
     image nearest to ``w``, or one that its docstring names. Membership, projection and samples follow from these
     two; a subclass whose image has a plainer test, or a better distribution, writes its own.
 
+    Where a map has points without a gradient, its author writes ``flat_leaf`` as well. Numbers that start there would
+    never train, so ``init`` refuses them unless told otherwise.
+
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` starts at its projection, so that the
-        model changes; ``"refuse"`` raises. Of a traced array, nobody checks it.
+      outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point, or at
+        the point that the class names, so that the model changes; a point without a gradient is an error.
+        ``"project"`` starts at such a point too. ``"refuse"`` takes points of the image alone, and only where they
+        have a gradient. Traced arrays and bounds are not checked: they start as by ``"project"``.
       where: As for :class:`Reparametrization`.
 
     Example:
@@ -50,12 +63,22 @@ class Constraint(Reparametrization):
       False
     """
 
-    outside: str = field(default="project", kw_only=True)
+    outside: str = field(default="nearest", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.outside not in ("project", "refuse"):
-            raise ValueError(f"{type(self).__name__} takes outside='project' or 'refuse', but got {self.outside!r}.")
+        if self.outside not in ("nearest", "project", "refuse"):
+            who = type(self).__name__
+            raise ValueError(f"{who} takes outside='nearest', 'project' or 'refuse', but got {self.outside!r}.")
+
+    def flat_leaf(self, w: Array) -> Array:
+        """Which numbers of ``w`` start where the map is flat, so that no gradient would ever move them.
+
+        By default none. The result is boolean, of the shape of ``w`` or of one that broadcasts to it, such as one truth
+        for each row: ``return w <= 0`` says that a map has no gradient for what is not positive.
+        """
+        del w
+        return jnp.zeros((), bool)
 
     def project(self, w: Array) -> Array:
         """The point of the image where ``init`` starts from ``w``: the nearest, unless the class names another."""
@@ -69,11 +92,7 @@ class Constraint(Reparametrization):
           tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
             Default: ten times the machine epsilon times the length of the longest axis.
         """
-        x = jnp.asarray(w)
-        distance = jnp.max(jnp.abs(widened(self.project(x)) - widened(x)), initial=0.0)
-        largest = jnp.max(jnp.abs(widened(x)), initial=0.0)
-        units = 10 * max((1, *x.shape)) * float(jnp.finfo(x.dtype).eps) if tolerance is None else tolerance
-        return distance <= units * largest
+        return near(jnp.asarray(w), self.project(w), tolerance)
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.
@@ -90,9 +109,24 @@ class Constraint(Reparametrization):
         if why is not None or self.outside == "project" or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
-            if not self.contains(w):
-                return (
-                    "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
-                    "`outside='project'` do it."
-                )
-        return None
+            return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
+
+    def _refuse_outside(self, w: Array) -> str | None:
+        # With a traced bound, nobody knows the answer.
+        if self.outside != "refuse" or not is_known(inside := self.contains(w)) or inside:
+            return None
+        return (
+            "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
+            "`outside='project'` do it."
+        )
+
+    def _refuse_flat(self, w: Array) -> str | None:
+        flat = self.flat_leaf(w)
+        if not is_known(flat) or not jnp.any(flat):
+            return None
+        count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
+        return (
+            f"expected numbers that a gradient can move, got {count} of {w.size} outside of the image or at its edge, "
+            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or say "
+            f"outside='project' to start there even so."
+        )

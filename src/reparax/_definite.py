@@ -9,7 +9,7 @@ from jax import Array
 from jax.scipy.linalg import expm
 
 from reparax._axes import whole
-from reparax._constraint import Constraint
+from reparax._constraint import Constraint, near
 from reparax._linalg import adjoint, identity, no_rank, no_square, product, resolution
 from reparax._linear import Symmetric, Triangular
 from reparax._precision import widened
@@ -52,17 +52,30 @@ def unfactored(lower: Array) -> Array:
     return Triangular().init_leaf(_with_diagonal(lower, softplus_inverse(_diagonal(lower))))["x"]
 
 
+def _exponential(s: Array) -> Array:
+    """The exponential of a symmetric matrix, as the fourth power of that of its quarter.
+
+    The Padé approximation of ``expm`` loses digits where eigenvalues are far from zero, so their mean is taken out
+    first, and what is left is made smaller. As a square, the result has no eigenvalue below zero.
+    """
+    mean = jnp.mean(_diagonal(s), axis=-1)[..., None, None]
+    quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
+    half = product(quarter, quarter.mT)
+    return product(half, half.mT)
+
+
 class PositiveDefinite(Constraint):
     r"""Symmetric matrices of positive eigenvalues: :math:`W = L L^T` or :math:`W = e^S`.
 
     Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``: the rows of the lower triangular L, whose diagonal is
     softplus of these numbers (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for definite
     matrices, as far as the dtype can tell the smallest eigenvalue from zero; other matrices are made symmetric, and
-    their eigenvalues raised to 2 n units of rounding of the largest. Samples are Wishart matrices of mean I.
+    their eigenvalues raised to 2 n units of rounding of the largest. The numbers of S are logarithms, whose rounding
+    counts the more the larger they are. Samples are Wishart matrices of mean I.
 
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -104,13 +117,17 @@ class PositiveDefinite(Constraint):
             lower = factor(x)
             w = product(lower, lower.mT)
         else:
-            w = expm(Symmetric().apply_leaf({"x": widened(x)}))
+            w = _exponential(Symmetric().apply_leaf({"x": widened(x)}))
         return w.astype(x.dtype)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        values, _ = eigen(widened(jnp.asarray(w)))
-        plain = values[..., 0] > resolution(w, values[..., -1]) / 2
-        return super().contains(w, tolerance) & jnp.all(plain)
+        x = jnp.asarray(w)
+        values, vectors = definite(x)  # not the raw values, whose rounding is no matter of the image
+        inside = near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
+        if tolerance is not None:
+            return inside
+        values, _ = eigen(widened(x))
+        return inside & jnp.all(values[..., 0] > resolution(x, values[..., -1]) / 2)
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return self.project(PositiveSemidefinite().sample(key, shape, dtype))
@@ -121,12 +138,13 @@ class PositiveSemidefinite(Constraint):
 
     Raw value: ``x`` (main) of shape ``(..., n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
     it starts at the nearest such matrix: its ``rank`` largest eigenvalues, the negative ones set to zero. Columns of
-    eigenvalue zero get a length that is lost in rounding, but lets them train; a matrix without positive eigenvalues
-    starts at zero, where the gradient is zero too. Samples are Wishart matrices of mean I.
+    eigenvalue zero get a length that is lost in rounding, but lets them train. A matrix without positive eigenvalues
+    is an error: the nearest point is zero, where the gradient is zero too, so that it would never train. With
+    ``outside="project"`` it starts there. Samples are Wishart matrices of mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -160,6 +178,11 @@ class PositiveSemidefinite(Constraint):
         least = float(jnp.finfo(w.dtype).eps) * jnp.maximum(values[..., -1:], 0)
         lengths = jnp.sqrt(jnp.maximum(values, least))[..., None, -rank:]
         return {"x": (vectors[..., -rank:] * lengths.astype(vectors.dtype)).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        values, _ = eigen(widened(w))
+        size = jnp.max(jnp.abs(values), axis=-1)
+        return (values[..., -1] <= resolution(w, size) / 2)[..., None, None]
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["x"])

@@ -15,9 +15,9 @@ from reparax._linear import Skew
 from reparax._precision import widened
 
 
-def _norm(w: Array) -> Array:
-    """The largest sum of a row of each matrix, of shape ``(..., 1, 1)``; 1 where it is zero."""
-    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True)
+def _norm(w: Array, rate: float = 0.0) -> Array:
+    """The largest sum of a row of each matrix, and the rate, of shape ``(..., 1, 1)``; 1 where both are zero."""
+    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + rate
     return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
@@ -44,12 +44,13 @@ class Hurwitz(Constraint):
     ``(..., n (n + 1) / 2)``, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s`` of shape
     ``(..., n (n - 1) / 2)``, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
     solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
-    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum inside it.
-    The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest entry.
+    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum, and of
+    alpha, inside it. The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest
+    entry.
 
     Args:
       rate: The decay rate alpha, not negative.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -78,7 +79,7 @@ class Hurwitz(Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
-        norm, one, excess = _norm(x), identity(x), self._excess(x)[..., None, None]
+        norm, one, excess = _norm(x, self.rate), identity(x), self._excess(x)[..., None, None]
         inside = excess < -resolution(x, norm) / 2
         stable = x + (self.rate - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
         q = norm * one
@@ -99,9 +100,11 @@ class Hurwitz(Constraint):
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = widened(jnp.asarray(w))
-        edge = -resolution(x, _norm(x)[..., 0, 0]) / 2 if tolerance is None else tolerance * jnp.max(jnp.abs(x))
-        return jnp.all(self._excess(x) < edge)
+        if tolerance is None:
+            return jnp.all(self._excess(x) < -resolution(x, _norm(x, self.rate)[..., 0, 0]) / 2)
+        return jnp.all(self._excess(x) <= tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _excess(self, w: Array) -> Array:
         """How far the largest real part of an eigenvalue lies above ``-rate``."""
-        return jnp.max(jnp.linalg.eigvals(w).real, axis=-1) + self.rate
+        size = _norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
+        return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.rate

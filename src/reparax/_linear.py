@@ -75,7 +75,7 @@ class Symmetric(_Pattern):
     :math:`(W + W^T) / 2`; it is exact for symmetric matrices, else it starts at the nearest one.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -103,7 +103,7 @@ class Skew(_Pattern):
     nearest one.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -142,7 +142,7 @@ class Triangular(_Pattern):
     Args:
       lower: Whether the zeros are above the diagonal, or below it.
       unit_diagonal: Whether the diagonal is one of ones, which do not train.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -177,7 +177,7 @@ class Diagonal(_Pattern):
     else it starts at the nearest one.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -203,13 +203,13 @@ class Diagonal(_Pattern):
 
 
 class Circulant(_Pattern):
-    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) mod n}`.
+    r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
     Raw value: ``x`` (main) of shape ``(..., n)``, the first column. ``init`` takes the mean of each wrapped diagonal;
     it is exact for circulant matrices, else it starts at the nearest one.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -239,7 +239,7 @@ class Toeplitz(_Pattern):
     ``init`` takes the mean of each; it is exact for Toeplitz matrices, else it starts at the nearest one.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -266,7 +266,7 @@ class BlockDiagonal(Constraint):
 
     Args:
       blocks: The number of blocks, which must divide n and m.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:

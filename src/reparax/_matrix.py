@@ -2,11 +2,13 @@
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes import positive_whole, whole
 from reparax._constraint import Constraint
+from reparax._lengths import is_zero, unit
 from reparax._linalg import divided, no_rank, product, undivided
 from reparax._precision import widened
 
@@ -17,12 +19,12 @@ class LowRank(Constraint):
     Raw values: ``u`` of shape ``(..., n, rank)`` and ``v`` of shape ``(..., rank, m)``, both main. ``init`` takes the
     truncated singular value decomposition, the singular values split evenly between the factors; it is exact when
     ``W`` has rank at most ``rank``, else ``apply(init(W))`` is the nearest such matrix in Frobenius norm. Where a
-    singular value is zero, the row of ``v`` keeps length 1, so that a zero matrix trains. The arithmetic of
-    half-precision matrices is float32.
+    singular value is zero, the row of ``v`` is a random one of length 1, so that a zero matrix trains, whatever its
+    gradient. The arithmetic of half-precision matrices is float32.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -49,10 +51,15 @@ class LowRank(Constraint):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         left, singular, right = jnp.linalg.svd(widened(w), full_matrices=False)
         root = jnp.sqrt(singular[..., : self.rank])
-        lively = jnp.where(root == 0, jnp.ones_like(root), root)
         u = left[..., : self.rank] * root[..., None, :].astype(left.dtype)
-        v = lively[..., :, None].astype(right.dtype) * right[..., : self.rank, :]
+        v = root[..., :, None].astype(right.dtype) * right[..., : self.rank, :]
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        values = self.init_leaf(w)
+        v, rows = values["v"], (values["v"].ndim - 1,)
+        drawn = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
+        return {**values, "v": jnp.where(is_zero(v, rows), drawn, v)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
@@ -64,12 +71,12 @@ class Kronecker(Constraint):
 
     Raw values, both main: ``a`` of shape ``(..., *shape)`` and ``b`` of shape ``(..., n / shape[0], m / shape[1])``.
     ``init`` is exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
-    triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix keeps length 1, so
-    that it trains.
+    triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix is a random one of
+    length 1, so that it trains.
 
     Args:
       shape: The shape of A, which must divide that of W.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -98,16 +105,27 @@ class Kronecker(Constraint):
         return undivided(self.shape, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
-        *batch, rows, columns, height, width = blocks.shape
-        factors = LowRank(1).init_leaf(blocks.reshape(*batch, rows * columns, height * width))
-        return {
-            "a": factors["u"].reshape(*batch, rows, columns),
-            "b": factors["v"].reshape(*batch, height, width),
-        }
+        return self._shaped(w, LowRank(1).init_leaf(self._arranged(w)))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        return self._shaped(w, LowRank(1).draw_leaf(self._arranged(w), key))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]
         blocks = widened(a)[..., :, None, :, None] * widened(b)[..., None, :, None, :]
         *batch, rows, height, columns, width = blocks.shape
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
+
+    def _arranged(self, w: Array) -> Array:
+        """The entries of A against those of B, a matrix of rank 1 on the image."""
+        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
+        *batch, rows, columns, height, width = blocks.shape
+        return blocks.reshape(*batch, rows * columns, height * width)
+
+    def _shaped(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
+        rows, columns = self.shape
+        *batch, n, m = w.shape
+        return {
+            "a": factors["u"].reshape(*batch, rows, columns),
+            "b": factors["v"].reshape(*batch, n // rows, m // columns),
+        }

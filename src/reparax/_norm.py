@@ -11,7 +11,7 @@ from jax import Array
 from reparax._axes import Axes, Axis, optional, others, out_of_bounds, position, single, whole
 from reparax._constraint import Constraint
 from reparax._leafwise import Reparametrization
-from reparax._lengths import is_zero, norm, scale, stretched, unit
+from reparax._lengths import centred, is_zero, norm, scale, stretched, unit
 from reparax._precision import widened
 
 
@@ -20,8 +20,9 @@ class WeightNorm(Reparametrization):
 
     Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, 1 along the normed axes, in float32 for
     half-precision weights and in the precision of ``w`` else. ``init`` gives ``v = w`` and
-    :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is a finite number, from 1e-25 to 1e30 in
-    float32. A slice of zeros gets ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
+    :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is a finite number. Where float32 could not
+    square ``w``, at lengths below 1e-28 or above 1e28, ``v`` is ``w`` times a power of two. A slice of zeros gets
+    ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
 
     The same ``axis`` by the names of other libraries:
 
@@ -73,7 +74,8 @@ class WeightNorm(Reparametrization):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = others(self.axis, w)
-        return {"g": norm(widened(w), axes), "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), w)}
+        length = norm(widened(w), axes)
+        return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), centred(w, length))}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]

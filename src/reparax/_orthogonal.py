@@ -80,7 +80,7 @@ class Orthogonal(_Orthonormal):
     Args:
       map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
         has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -109,7 +109,7 @@ class SpecialOrthogonal(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -140,7 +140,7 @@ class Stiefel(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -172,7 +172,7 @@ class Grassmann(_Orthonormal):
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:

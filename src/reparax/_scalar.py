@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
-from reparax._constraint import Constraint
+from reparax._constraint import Constraint, is_known
 from reparax._hyperparameter import number
 from reparax._leafwise import Reparametrization
 from reparax._precision import scalar, widened
@@ -56,9 +55,10 @@ class Positive(_Map):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
-    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive start at
-    the smallest one that the dtype's arithmetic can tell from zero, next to the nearest point; there each map is
-    flat, so they hardly train. Half-precision arithmetic is float32.
+    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
+    error: the nearest point is next to zero, where each map is flat, so that they would never train. With
+    ``outside="project"`` they start there, at the smallest number that the dtype's arithmetic can tell from zero.
+    Half-precision arithmetic is float32.
 
     Args:
       map: ``"softplus"``, ``"exp"`` or ``"square"``; the square reaches zero too.
@@ -88,15 +88,17 @@ class Positive(_Map):
             raise ValueError(f"Positive takes map='softplus', 'exp' or 'square', but got {self.map!r}.")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        x = widened(w)
-        least = 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(x.dtype).tiny))
-        return {"x": self._inverse(jnp.maximum(x, least)).astype(w.dtype)}
+        return {"x": self._inverse(jnp.maximum(widened(w), _least(w))).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        return widened(w) < _least(w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers are positive, or short of it by at most ``tolerance`` of the largest (default 0)."""
+        """Whether all numbers are positive, or with a tolerance not below zero by more than that of the largest."""
         x = widened(jnp.asarray(w))
-        least = -(tolerance or 0) * jnp.max(jnp.abs(x), initial=0.0)
-        return jnp.all(x >= least if self.map == "square" else x > least)
+        if tolerance is None:
+            return jnp.all(x >= 0 if self.map == "square" else x > 0)
+        return jnp.all(x >= -tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _forward(self, x: Array) -> Array:
         return _POSITIVE[self.map][0](x)
@@ -105,12 +107,18 @@ class Positive(_Map):
         return _POSITIVE[self.map][1](w)
 
 
+def _least(w: Array) -> float:
+    """The smallest number that the arithmetic of a dtype can tell from zero."""
+    return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
+
+
 class Bounded(_Map):
     r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
-    between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond start next to it, where the map
-    is flat, so they hardly train. Half-precision arithmetic is float32.
+    between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
+    there, so that they would never train. With ``outside="project"`` they start next to the bound. Half-precision
+    arithmetic is float32.
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
@@ -157,6 +165,10 @@ class Bounded(_Map):
         units = 10 * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
         return jnp.all((t >= -units) & (t <= 1 + units))
 
+    def flat_leaf(self, w: Array) -> Array:
+        t = self._share(widened(w))
+        return (t <= 0) | (t >= 1)
+
     def _forward(self, x: Array) -> Array:
         low, high = scalar(self.low, x), scalar(self.high, x)
         return low + (high - low) * jax.nn.sigmoid(x)
@@ -176,7 +188,9 @@ class Elementwise(_Map):
     r"""A pair of functions of your own: :math:`w = f(x)`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact where ``inverse`` is a right
-    inverse of ``forward``. Half-precision arrays are passed as float32.
+    inverse of ``forward``. Numbers that ``inverse`` turns into infinity, or into a point where ``forward`` has the
+    derivative 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed
+    as float32.
 
     Args:
       forward: The function :math:`f`, number by number. Functions compare by identity: define it once, by name, and
@@ -206,11 +220,18 @@ class Elementwise(_Map):
 
     def refuse(self, w: Array) -> str | None:
         why = super().refuse(w)
-        if why is not None or isinstance(w, Tracer | jax.ShapeDtypeStruct):
+        if why is not None or not is_known(w):
             return why
-        if jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
-            return "expected numbers that `inverse` takes, got some that it turns into NaN. Correct the array."
-        return None
+        with jax.ensure_compile_time_eval():
+            if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
+                return None
+        return "expected numbers that `inverse` takes, got some that it turns into NaN. Correct the array."
+
+    def flat_leaf(self, w: Array) -> Array:
+        x = self.inverse(widened(w))
+        y, pull = jax.vjp(self.forward, x)
+        (slope,) = pull(jnp.ones_like(y))
+        return (slope == 0) | jnp.isinf(x)
 
     def _forward(self, x: Array) -> Array:
         return self.forward(x)

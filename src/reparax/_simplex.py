@@ -15,8 +15,9 @@ class Simplex(Constraint):
     r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact where ``w`` is positive and sums
-    to 1, and else starts at the nearest point of the simplex. Zeros start next to zero, where the map is flat, so
-    they hardly train. Samples are uniform. Half-precision arithmetic is float32.
+    to 1, and else starts at the nearest point of the simplex. Zeros of that point are an error: the map is flat there,
+    so that they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    Half-precision arithmetic is float32.
 
     Args:
       axis: The axis along which the numbers sum to 1.
@@ -26,8 +27,8 @@ class Simplex(Constraint):
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Simplex()
-      >>> p.init({"w": jnp.array([1.0, 0.0])})["w"]["@simplex"]["x"].round(2)
-      Array([  0.  , -87.34], dtype=float32)
+      >>> p.init({"w": jnp.array([0.75, 0.25])})["w"]["@simplex"]["x"].round(2)
+      Array([-0.29, -1.39], dtype=float32)
       >>> p.project(jnp.array([1.0, 1.0, -2.0]))
       Array([0.5, 0.5, 0. ], dtype=float32)
 
@@ -52,10 +53,11 @@ class Simplex(Constraint):
         return out_of_bounds(self.axis, w, "axis")
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axis = position(self.axis, w)
-        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
-        x = jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny)))
-        return {"x": jnp.moveaxis(x, -1, axis).astype(w.dtype)}
+        nearest = self._nearest(w)
+        return {"x": jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny))).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        return self._nearest(w) <= 0
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
@@ -64,6 +66,11 @@ class Simplex(Constraint):
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
+
+    def _nearest(self, w: Array) -> Array:
+        axis = position(self.axis, w)
+        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        return jnp.moveaxis(nearest, -1, axis)
 
 
 def _nearest(w: Array, rounding: float) -> Array:

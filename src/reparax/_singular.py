@@ -88,16 +88,20 @@ class _BoundedBelow(_SingularValues):
             raise ValueError(f"{type(self).__name__} got least={self.least}, but a bound is finite and not negative.")
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        inside = super().contains(w, tolerance)
+        if tolerance is not None:
+            return inside
         x, rank = widened(jnp.asarray(w)), self.rank_of(w)
         singular = jnp.linalg.svd(x, compute_uv=False)
-        plain = singular[..., rank - 1] > jnp.maximum(self.least, resolution(w, singular[..., 0]) / 2)
-        return super().contains(w, tolerance) & jnp.all(plain)
+        least = jnp.maximum(self.least, resolution(w, singular[..., 0]) / 2)
+        return inside & jnp.all(singular[..., rank - 1] > least)
 
     def spectrum(self, s: Array) -> Array:
         return jax.nn.softplus(s) + self.least
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        return softplus_inverse(jnp.maximum(singular, 2 * jnp.maximum(self.least, least)) - self.least)
+        bound = jnp.maximum(self.least, least)
+        return softplus_inverse(jnp.where(singular > bound, singular, 2 * bound) - self.least)
 
 
 class FixedRank(_BoundedBelow):
@@ -106,13 +110,14 @@ class FixedRank(_BoundedBelow):
     Raw values, all main: ``u`` and ``v`` of shapes ``(..., n, rank)`` and ``(..., m, rank)``, which lead the singular
     vectors away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(..., rank)``, real.
     Fixed: ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
-    value decomposition; it is exact for a matrix of that rank whose singular values are at least twice ``least`` and
-    can be told from zero in the dtype. Else it starts at the nearest such matrix. :meth:`rebase` moves the bases.
+    value decomposition; it is exact for a matrix of that rank whose singular values are above ``least`` and can be
+    told from zero in the dtype. Else it starts at the nearest such matrix, with twice that bound for singular values
+    below it. :meth:`rebase` moves the bases.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
       least: The bound epsilon that all ``rank`` singular values stay above.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -148,7 +153,7 @@ class Invertible(_BoundedBelow):
 
     Args:
       least: The bound that all singular values stay above.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -169,10 +174,11 @@ class SpecialLinear(_SingularValues):
     r"""A square matrix of determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
     Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image; another matrix is turned round
-    along its smallest singular value where its determinant is negative, and scaled to determinant 1.
+    along its smallest singular value where its determinant is negative, and scaled to determinant 1. Singular values
+    that rounding hides are those that make it 1, where that is possible.
 
     Args:
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions.
 
     Example:
@@ -197,7 +203,12 @@ class SpecialLinear(_SingularValues):
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        return jnp.log(jnp.maximum(singular, least))
+        hidden = singular <= least
+        known = jnp.log(jnp.where(hidden, 1, singular))
+        count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(known.dtype)
+        fill = jnp.minimum(-jnp.sum(known, axis=-1, keepdims=True) / count, jnp.log(least))
+        s = jnp.where(hidden, fill, known)
+        return s - jnp.mean(s, axis=-1, keepdims=True)
 
 
 class AlmostOrthogonal(_SingularValues):
@@ -208,7 +219,7 @@ class AlmostOrthogonal(_SingularValues):
 
     Args:
       radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
-      outside: What ``init`` does with an array outside the image: ``"project"`` or ``"refuse"``.
+      outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
 
     Example:
@@ -234,7 +245,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        edge = 1 - 8 * float(
-            jnp.finfo(singular.dtype).eps
-        )  # at the edge itself the sine is flat, and s would not train
+        # At the edge itself the sine is flat, and s would not train.
+        edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

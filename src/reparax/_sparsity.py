@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from reparax._hyperparameter import number
 
@@ -37,13 +38,30 @@ def left(sparsity: Any, size: int) -> Any:
     """How many of ``size`` weights stay: each amount counts among what the former ones leave."""
     rest: Any = size
     for amount in amounts(sparsity):
-        if isinstance(amount, int):
-            rest = rest - amount
-        elif isinstance(amount, float) and isinstance(rest, int):
-            rest = rest - round(amount * rest)
-        else:
-            rest = rest - jnp.round(jnp.asarray(amount).astype(float) * rest)
+        rest = rest - (amount if isinstance(amount, int) else _share(amount, rest))
     return rest
+
+
+# A share is read as a number of float32, known or traced, in units of 2^-31, so that a schedule prunes as many weights
+# as a number does. The product is one of integers: float32 cannot count beyond 2^24.
+def _share(amount: Any, count: Any) -> Any:
+    """The share ``amount`` of ``count``, rounded to a whole number, and half of one to the even one."""
+    if isinstance(amount, float) and isinstance(count, int):
+        whole, part = divmod(round(float(np.float32(amount)) * 2**31) * count, 2**31)
+        return whole + (part + whole % 2 > 2**30)
+    units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
+    high, low = _product(jnp.asarray(count).astype(jnp.uint32), units)
+    whole, part = (high << 1) | (low >> 31), low & (2**31 - 1)
+    return (whole + (part + whole % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
+
+
+def _product(a: Array, b: Array) -> tuple[Array, Array]:
+    """The upper and the lower 32 bits of a product of numbers of at most 31 bits."""
+    lower = (a & 0xFFFF) * (b & 0xFFFF)
+    middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)
+    other = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
+    high = (a >> 16) * (b >> 16) + (middle >> 16) + (other >> 16)
+    return high, (other << 16) | (lower & 0xFFFF)
 
 
 def too_many(sparsity: Any, size: int) -> str | None:

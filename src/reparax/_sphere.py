@@ -132,8 +132,8 @@ class PoincareBall(Constraint):
     :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives its
     logarithm :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is exact in
     the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point that is not in the
-    ball starts there, in its own direction. Samples are wrapped normal: images of normal tangent vectors.
-    Half-precision arithmetic is float32.
+    ball starts at that margin, in its own direction; the map is nearly flat there along the radius, so that its length
+    trains slowly. Samples are wrapped normal: images of normal tangent vectors. Half-precision arithmetic is float32.
 
     Args:
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
@@ -183,8 +183,10 @@ class PoincareBall(Constraint):
         length = self._length(v)
         near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # where the quotient has no stable slope
         far = jnp.where(near, jnp.ones_like(length), length)
-        ratio = jnp.where(near, 1 - jnp.square(length) / 3, jnp.minimum(jnp.tanh(far), _limit(v)) / far)
-        return (widened(v) * ratio).astype(v.dtype)
+        image = jnp.tanh(far)
+        # At the margin, the gradient is that of the map: with none, no point could leave it again.
+        image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
+        return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all points lie in the open ball, or beyond it by at most ``tolerance`` of its radius (default 0)."""

@@ -47,7 +47,8 @@ def from_torch(
       A raw tree, with None where ``like`` holds no array.
 
     Raises:
-      ValueError: Naming everything in the state dict that is missing, unexpected, or of another shape or dtype.
+      ValueError: Naming everything in the state dict that is missing, unexpected, or of another shape or dtype; or
+        where a mask holds other numbers than 0 and 1.
 
     Example:
       >>> import numpy as np, jax, reparax as rpx

@@ -74,7 +74,7 @@ def _read(stage: Parametrization | None, name: str, x: Array, form: Form, shape:
             rest = _torch_layouts.permuted(_without(axis, form.shape), form.layout)
             return _torch_layouts.read(x.reshape(rest), form.layout).reshape(-1)
         case _, "mask":
-            return _of_slices(_torch_layouts.read(x, form.layout), shape)
+            return _of_slices(_binary(_torch_layouts.read(x, form.layout)), shape)
         case _:
             return _torch_layouts.read(x, form.layout)
 
@@ -87,6 +87,16 @@ def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:
     if isinstance(axis, tuple):
         raise ValueError(f"torch has lengths along one axis, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+
+
+def _binary(mask: Array) -> Array:
+    """The mask, where it is one of zeros and ones: ours select, and gradients of others would not be torch's."""
+    if not jnp.all((mask == 0) | (mask == 1)):
+        raise ValueError(
+            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Multiply "
+            "it in torch by `prune.remove`, and start anew with `init`."
+        )
+    return mask
 
 
 def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
