@@ -118,6 +118,12 @@ def test_numbers_over_the_whole_tree_become_numbers_by_array():
 # ---- states of optimizers
 
 
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+        yield
+
+
 def trained(tx, raw):
     """A state whose moments are no zeros."""
     state = tx.init(raw)

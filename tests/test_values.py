@@ -21,7 +21,20 @@ import reparax as rpx
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
 
+
 # Each public stage, with unusual arguments.
+class Jump(rpx.Perturbation):
+    by: float
+
+    def apply_leaf(self, w, key):
+        return w + self.by * jax.random.uniform(key, w.shape)
+
+    def mean_leaf(self, w):
+        return w + self.by / 2
+
+
+MODULE["Jump"] = Jump
+
 STAGES = {
     "AlmostOrthogonal": [rpx.AlmostOrthogonal(), rpx.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]")],
     "BlockDiagonal": [rpx.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
@@ -51,6 +64,7 @@ STAGES = {
         rpx.MagnitudePrune((2, 0.5)),
     ],
     "Mask": [rpx.Mask()],
+    "Mean": [rpx.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.MaxNorm(3, axis=None), rpx.MaxNorm(1e-300, axis=("a", "b"))],
     "NofM": [rpx.NofM(0, 1, axis="x")],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
@@ -502,7 +516,7 @@ def test_a_module_that_is_reloaded_or_is_a_script_too_has_the_same_classes(tmp_p
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, script)
     spec.loader.exec_module(script)
-    assert module.FromAFile.kind == script.FromAFile.kind == "from_afile"
+    assert module.FromAFile.kind == script.FromAFile.kind == "from_a_file"
 
 
 def test_classes_that_cannot_be_built_need_no_kind_of_their_own():

@@ -1,7 +1,9 @@
 """Stages whose image is a proper set of arrays: membership, nearest points and samples of it."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +35,47 @@ def near(w: Array, projection: Array, tolerance: float | None) -> Array:
     return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
 
 
+# The three methods below are written for one array: these make them act on each of those that are stacked in one.
+
+
+def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    @functools.wraps(method)
+    def project(self: Any, w: Array) -> Array:
+        one = self._alone
+        return method(self, w) if one is self else self._over(one.project)(jnp.asarray(w))
+
+    return project
+
+
+def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
+    @functools.wraps(method)
+    def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
+        one = self._alone
+        if one is self:
+            return method(self, w, tolerance)
+        return jnp.all(self._over(lambda w: one.contains(w, tolerance))(jnp.asarray(w)))
+
+    return contains
+
+
+def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    @functools.wraps(method)
+    def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        one, like = self._alone, jnp.zeros(shape, dtype)
+        if one is self:
+            return method(self, key, shape, dtype)
+        return self._over(lambda w, key: one.sample(key, w.shape, w.dtype))(like, self._each_key(key, like))
+
+    return sample
+
+
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
     A subclass writes ``init_leaf`` and ``apply_leaf``, such that ``apply_leaf(init_leaf(w))`` is the point of the
     image nearest to ``w``, or one that its docstring names. Membership, projection and samples follow from these
-    two; a subclass whose image has a plainer test, or a better distribution, writes its own.
+    two; a subclass whose image has a plainer test, or a better distribution, writes its own, for one array: where
+    arrays are ``stacked``, it acts on each of them.
 
     Where a map has points without a gradient, its author writes ``flat_leaf`` as well. Numbers that start there would
     never train, so ``init`` refuses them unless told otherwise.
@@ -65,11 +102,22 @@ class Constraint(Reparametrization):
 
     outside: str = field(default="nearest", kw_only=True)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        for name, over_each in (("project", _project_each), ("contains", _all_contained), ("sample", _sample_each)):
+            if name in vars(cls):
+                setattr(cls, name, over_each(vars(cls)[name]))
+        super().__init_subclass__(**kwargs)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.outside not in ("nearest", "project", "refuse"):
             who = type(self).__name__
             raise ValueError(f"{who} takes outside='nearest', 'project' or 'refuse', but got {self.outside!r}.")
+
+    @property
+    def _alone(self) -> Self:
+        """This stage for one of the arrays that the methods below are written for."""
+        return self._unstacked
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` start where the map is flat, so that no gradient would ever move them.
@@ -80,10 +128,12 @@ class Constraint(Reparametrization):
         del w
         return jnp.zeros((), bool)
 
+    @_project_each
     def project(self, w: Array) -> Array:
         """The point of the image where ``init`` starts from ``w``: the nearest, unless the class names another."""
         return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
 
+    @_all_contained
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether ``w`` lies in the image, as a boolean scalar.
 
@@ -94,6 +144,7 @@ class Constraint(Reparametrization):
         """
         return near(jnp.asarray(w), self.project(w), tolerance)
 
+    @_sample_each
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.
 

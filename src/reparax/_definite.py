@@ -1,6 +1,7 @@
 """Symmetric matrices of eigenvalues that are positive, or not negative."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -9,9 +10,10 @@ from jax import Array
 from jax.scipy.linalg import expm
 
 from reparax._axes import whole
-from reparax._constraint import Constraint, near
+from reparax._constraint import near
 from reparax._linalg import adjoint, identity, no_rank, no_square, product, resolution
 from reparax._linear import Symmetric, Triangular
+from reparax._matrices import Matrices
 from reparax._precision import widened
 from reparax._scalar import softplus_inverse
 
@@ -64,7 +66,7 @@ def _exponential(s: Array) -> Array:
     return product(half, half.mT)
 
 
-class PositiveDefinite(Constraint):
+class PositiveDefinite(Matrices):
     r"""Symmetric matrices of positive eigenvalues: :math:`W = L L^T` or :math:`W = e^S`.
 
     Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``: the rows of the lower triangular L, whose diagonal is
@@ -92,7 +94,6 @@ class PositiveDefinite(Constraint):
     map: str = "cholesky"
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
-    min_ndim: ClassVar[int] = 2
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ class PositiveDefinite(Constraint):
         return self.project(PositiveSemidefinite().sample(key, shape, dtype))
 
 
-class PositiveSemidefinite(Constraint):
+class PositiveSemidefinite(Matrices):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
     Raw value: ``x`` (main) of shape ``(..., n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
@@ -162,7 +163,8 @@ class PositiveSemidefinite(Constraint):
     rank: int | None = None
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
-    min_ndim: ClassVar[int] = 2
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "rank")}
+    square: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

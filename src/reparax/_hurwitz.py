@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._constraint import Constraint
 from reparax._definite import cholesky, definite, factor, unfactored
 from reparax._hyperparameter import known_number
 from reparax._linalg import identity, no_square, product, resolution
 from reparax._linear import Skew
+from reparax._matrices import Matrices
 from reparax._precision import widened
 
 
@@ -37,7 +37,7 @@ def _lyapunov(a: Array, q: Array) -> Array:
     return jax.lax.fori_loop(0, 40, step, (a, q))[1] / 2
 
 
-class Hurwitz(Constraint):
+class Hurwitz(Matrices):
     r"""Stable matrices: :math:`W = P (S - Q / 2) - \alpha I`, all of whose eigenvalues have real parts below -alpha.
 
     P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q`` of shape
@@ -65,7 +65,6 @@ class Hurwitz(Constraint):
 
     rate: float = 0.0
 
-    min_ndim: ClassVar[int] = 2
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:

@@ -107,7 +107,7 @@ class _Leafwise(Stage):
             places = stage._places(names)
             reason = _stacked.lacks_axes(w, places)
             for one in _stacked.each(w, places) if reason is None else ():
-                reason = reason or stage.refuse(one)
+                reason = reason or stage._unstacked.refuse(one)
         if reason is not None:
             raise ValueError(f"{who}: {reason}")
         return stage
@@ -131,6 +131,16 @@ class _Leafwise(Stage):
         rest = None if names is None else tuple(name for i, name in enumerate(names) if i not in places)
         axes = {name: _axes.numbered(given, rest) for name, given in self._named_axes.items()}
         return replace(self, **axes, stacked=places)
+
+    def _each_key(self, key: Array, w: Array) -> Array:
+        """A key for each of the stacked arrays."""
+        places = self._places(None)
+        return _keys.split(key, _stacked.sizes(w, places)) if places else key
+
+    @property
+    def _unstacked(self) -> Self:
+        """This stage for one of the stacked arrays."""
+        return self if self.stacked == () else replace(self, stacked=())
 
     def _places(self, names: AxisNames | None) -> tuple[int, ...]:
         """The stacked axes of an array of these axis names; a name that it does not have is none of them."""
@@ -221,8 +231,7 @@ class Perturbation(_Leafwise):
     def _changed(self, who: str, before: Array, key: Any) -> Array:
         places = self._places(None)
         with located(who):
-            each = None if key is None else _keys.split(key, _stacked.sizes(before, places)) if places else key
-            after = _stacked.over(places, self.apply_leaf)(before, each)
+            after = _stacked.over(places, self.apply_leaf)(before, None if key is None else self._each_key(key, before))
             if not self.changes_type:
                 require_type("apply_leaf", after, before)
         return after
@@ -345,8 +354,7 @@ class Reparametrization(_Leafwise):
         """The raw values of an array."""
         if not self._draws:
             return self._over(self.init_leaf)(w)
-        key, places = jax.random.key(0) if key is None else key, self._places(None)
-        return self._over(self.draw_leaf)(w, _keys.split(key, _stacked.sizes(w, places)) if places else key)
+        return self._over(self.draw_leaf)(w, self._each_key(jax.random.key(0) if key is None else key, w))
 
     def _closed(self, values: Mapping[str, Array]) -> Array:
         """The effective array of raw values."""

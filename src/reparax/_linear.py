@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes import positive_whole
-from reparax._constraint import Constraint
 from reparax._linalg import divided, identity, no_square, undivided
+from reparax._matrices import Matrices
 from reparax._precision import widened
 
 
-class _Pattern(Constraint):
+class _Pattern(Matrices):
     """Square matrices whose entries are numbers of ``x`` or 0, each number at places of its own."""
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
-    min_ndim: ClassVar[int] = 2
 
     def refuse_leaf(self, w: Array) -> str | None:
         return no_square(w)
@@ -258,7 +257,7 @@ class Toeplitz(_Pattern):
         return i - j + n - 1
 
 
-class BlockDiagonal(Constraint):
+class BlockDiagonal(Matrices):
     r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
     Raw value: ``x`` (main) of shape ``(..., blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact
@@ -279,7 +278,6 @@ class BlockDiagonal(Constraint):
     blocks: int
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
-    min_ndim: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

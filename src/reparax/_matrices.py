@@ -7,8 +7,8 @@ and so are those of its raw values, whose rows and columns have the sizes of the
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Any, ClassVar, Self
 
 import jax
 from jax import Array
@@ -42,9 +42,14 @@ class Matrices(Constraint):
         for name in ("rows", "columns"):
             object.__setattr__(self, name, optional(getattr(self, name), type(self).__name__, name))
 
+    @property
+    def _alone(self) -> Self:
+        """This stage for one matrix of two axes."""
+        named = self.rows is not None or self.columns is not None
+        return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
+
     def refuse(self, w: Array) -> str | None:
-        wrong = self._no_matrix(w)
-        return super().refuse(_merged(w, *self._groups(w.ndim))) if wrong is None else wrong
+        return self._no_matrix(w) or super(Matrices, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
         """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""

@@ -1,5 +1,6 @@
 """Matrices made of factors."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -7,13 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes import positive_whole, whole
-from reparax._constraint import Constraint
 from reparax._lengths import is_zero, unit
 from reparax._linalg import divided, no_rank, product, undivided
+from reparax._matrices import Matrices
 from reparax._precision import widened
 
 
-class LowRank(Constraint):
+class LowRank(Matrices):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
     Raw values: ``u`` of shape ``(..., n, rank)`` and ``v`` of shape ``(..., rank, m)``, both main. ``init`` takes the
@@ -39,7 +40,7 @@ class LowRank(Constraint):
 
     rank: int
 
-    min_ndim: ClassVar[int] = 2
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"u": ("rows", "rank"), "v": ("rank", "columns")}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +67,7 @@ class LowRank(Constraint):
         return product(widened(u), widened(v)).astype(u.dtype)
 
 
-class Kronecker(Constraint):
+class Kronecker(Matrices):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
     Raw values, both main: ``a`` of shape ``(..., *shape)`` and ``b`` of shape ``(..., n / shape[0], m / shape[1])``.
@@ -91,8 +92,6 @@ class Kronecker(Constraint):
     """
 
     shape: tuple[int, int]
-
-    min_ndim: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,27 +1,28 @@
 """Matrices of orthonormal columns or rows."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._constraint import Constraint
 from reparax._linalg import adjoint, no_matrix, no_square, oriented, polar, product
+from reparax._matrices import Matrices
 from reparax._precision import widened
 from reparax._trivialization import cayley, exponential, householder
 
 _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 
 
-class _Orthonormal(Constraint):
+class _Orthonormal(Matrices):
     """What the stages of this file share: a fixed base, and the free matrix that leads away from it."""
 
     map: str = "cayley"
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     fixed: ClassVar[tuple[str, ...]] = ("base",)
-    min_ndim: ClassVar[int] = 2
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "columns"), "base": ("rows", "columns")}
 
     def __post_init__(self) -> None:
         super().__post_init__()

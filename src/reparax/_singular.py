@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes import whole
-from reparax._constraint import Constraint
 from reparax._hyperparameter import known_number
 from reparax._linalg import (
     adjoint,
@@ -22,17 +22,23 @@ from reparax._linalg import (
     product,
     resolution,
 )
+from reparax._matrices import Matrices
 from reparax._precision import widened
 from reparax._scalar import softplus_inverse
 from reparax._trivialization import cayley
 
 
-class _SingularValues(Constraint):
+class _SingularValues(Matrices):
     r""":math:`W = U \operatorname{diag}(f(s)) V^H`, where U and V move from fixed bases by the Cayley map."""
 
     main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
     fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
-    min_ndim: ClassVar[int] = 2
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "u": ("rows", "rank"),
+        "v": ("columns", "rank"),
+        "base_u": ("rows", "rank"),
+        "base_v": ("columns", "rank"),
+    }
 
     def refuse_leaf(self, w: Array) -> str | None:
         return no_matrix(w)
