@@ -136,7 +136,9 @@ def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolera
 def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_trains(w):
     p = rpx.Invertible()
     raw = jax.jit(p.init)({"w": jnp.asarray(w, jnp.float32)})
-    slopes = jax.jit(jax.grad(lambda raw: jnp.sum(p.apply(raw)["w"] * jnp.asarray(normal(3, 3), jnp.float32))))(raw)
+    bases = raw["w"]["@invertible"]["@fixed"]
+    towards = bases["base_u"] @ bases["base_v"].T  # grows every singular value, whichever vectors those of zero have
+    slopes = jax.jit(jax.grad(lambda raw: jnp.sum(p.apply(raw)["w"] * towards)))(raw)
     np.testing.assert_allclose(read(p, raw), w, rtol=0, atol=2e-5)
     assert contained(p, read(p, raw))
     assert np.abs(slopes["w"]["@invertible"]["s"]).min() > 1e-7
