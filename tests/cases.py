@@ -93,6 +93,9 @@ def lengths(w, b):
     return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares))
 
 
+LOW_RANK = rpx.LowRank(2, where=".*(dense|out)/kernel")
+CONVOLUTION = rpx.LowRank(2, rows=(0, 1, 2), columns=3, where="conv/kernel")
+
 # Stages on an array each: one program runs them all.
 SPHERES_AND_BALLS = (
     rpx.Sphere(radius=2.0, where="dense/kernel")
@@ -117,7 +120,7 @@ CASES = {
     "weight norm of rows": (rpx.WeightNorm(axis=0), model),
     "weight norm of two axes": (rpx.WeightNorm(axis=(-2, -1), where="conv/kernel"), model),
     "weight norm of the whole": (rpx.WeightNorm(axis=None, where=".*kernel"), model),
-    "low rank": (rpx.LowRank(2), model),
+    "low rank": (LOW_RANK >> CONVOLUTION, model),
     "noise": (rpx.VarNoise(0.1), model),
     "dropout": (rpx.WeightDropout(0.3), model),
     "dropout of rows": (rpx.WeightDropout(0.3, broadcast=-1), model),
@@ -132,17 +135,24 @@ CASES = {
     "masks": (MASKS, model),
     "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.GlobalPrune(0.5), model),
     "cast": (rpx.Cast("bfloat16"), model),
+    "stacked": (
+        rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
+        model,
+    ),
+    "rows and columns": (rpx.Orthogonal(stacked=1, rows=(1, 2), columns=0, where="conv/.*"), model),
     "freeze": (rpx.Freeze(where="conv/.*"), model),
     "orthogonal": (
         rpx.Orthogonal("expm", where="wide")
-        >> rpx.Orthogonal("householder", where="batch")
+        >> rpx.Orthogonal("householder", where="batch", stacked=0)
         >> rpx.SpecialOrthogonal(where="square")
         >> rpx.Stiefel(where="tall")
         >> rpx.Grassmann("householder", where="column"),
         matrices,
     ),
     "singular values": (
-        rpx.FixedRank(1, where="tall") >> rpx.SpecialLinear(where="square") >> rpx.AlmostOrthogonal(where="batch"),
+        rpx.FixedRank(1, where="tall")
+        >> rpx.SpecialLinear(where="square")
+        >> rpx.AlmostOrthogonal(where="batch", stacked=0),
         matrices,
     ),
     "linear spaces": (
@@ -161,8 +171,8 @@ CASES = {
         definite,
     ),
     "tie": (TIE, tied),
-    "weight norm >> low rank >> noise": (rpx.WeightNorm() >> rpx.LowRank(2) >> rpx.VarNoise(0.1), model),
-    "low rank >> weight norm": (rpx.LowRank(2) >> rpx.WeightNorm(), model),
+    "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), model),
+    "low rank >> weight norm": (LOW_RANK >> rpx.WeightNorm(), model),
     "weight norm twice": (rpx.WeightNorm(axis=0) >> rpx.WeightNorm(axis=-1), model),
     "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(), model),
     "noise >> tie": (rpx.VarNoise(0.1) >> TIE, tied),
@@ -176,11 +186,11 @@ CASES = {
     "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), model),
     "weight norm >> freeze": (rpx.WeightNorm() >> rpx.Freeze(where=".*kernel"), model),
     "positive >> freeze of one": (rpx.Positive() >> rpx.Freeze(where="dense/bias"), positive),
-    "noise on factors": (rpx.VarNoise(0.1) >> rpx.LowRank(2), model),
+    "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, model),
     "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), model),
     "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), model),
     "positive >> weight norm >> low rank": (
-        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> rpx.LowRank(2),
+        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK,
         model,
     ),
     "split": (SPLIT, cell),
@@ -188,5 +198,5 @@ CASES = {
     "pack": (PACK, cell),
     "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
     "cudnn lstm": (rpx.CudnnLSTM(3, 2, biases=1), vector),
-    "low rank twice": (rpx.LowRank(1) >> rpx.LowRank(2), model),
+    "low rank twice": (rpx.LowRank(1, where=".*/[uv]") >> LOW_RANK, model),
 }

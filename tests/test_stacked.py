@@ -1,0 +1,289 @@
+"""Stacked arrays, such as layers under a scan, and arrays of several rows and columns."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+COUNT = 3
+
+
+def slices(shape=(4, 4)):
+    return jax.random.normal(jax.random.key(5), (COUNT, *shape))
+
+
+STAGES = [
+    rpx.WeightNorm(),
+    rpx.WeightNorm(axis=0),
+    rpx.WeightNorm(axis=None),
+    rpx.WeightStandardization(),
+    rpx.MaxNorm(1.0),
+    rpx.Sphere(),
+    rpx.PoincareBall(),
+    rpx.Simplex(outside="project"),
+    rpx.NofM(2, 4),
+    rpx.MagnitudePrune(0.5),
+    rpx.MagnitudePrune(0.5, axis=-1),
+    rpx.Mask(),
+    rpx.LowRank(2),
+    rpx.Kronecker((2, 1)),
+    rpx.BlockDiagonal(2),
+    rpx.FixedRank(2),
+    rpx.Invertible(),
+    rpx.SpecialLinear(),
+    rpx.AlmostOrthogonal(),
+    rpx.Orthogonal(),
+    rpx.Orthogonal("householder"),
+    rpx.SpecialOrthogonal(),
+    rpx.Symmetric(),
+    rpx.Skew(),
+    rpx.Triangular(),
+    rpx.Diagonal(),
+    rpx.Circulant(),
+    rpx.Toeplitz(),
+    rpx.PositiveDefinite(),
+    rpx.PositiveSemidefinite(2),
+    rpx.Hurwitz(),
+    rpx.Scale(2.0),
+    rpx.Freeze(),
+]
+
+DRAWN = [rpx.SpectralNorm(), rpx.RandomPrune(0.5), rpx.RandomPrune(0.5, axis=-1)]
+
+every_stage = pytest.mark.parametrize("stage", STAGES, ids=repr)
+
+
+def stacked(stage, axes):
+    return dataclasses.replace(stage, stacked=axes)
+
+
+def restacked(trees, axis):
+    """Values of several trees, stacked along an axis or the last one that they can have."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs, min(axis, xs[0].ndim)), *trees)
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@every_stage
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_stack_of_three_is_three_arrays(stage, axis):
+    ws = slices()
+    one = rpx.Chain((stage,))
+    many = rpx.Chain((stacked(stage, axis),))
+    raws = [one.init({"w": w}) for w in ws]
+    raw = many.init({"w": jnp.moveaxis(ws, 0, axis)})
+    assert_close(raw, restacked(raws, axis))
+    assert_close(many.fold(raw), restacked([one.fold(x) for x in raws], axis))
+    moved = jax.tree.map(lambda x: x + 0.01 * jnp.cos(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, raws)
+    again = restacked(moved, axis)
+    assert_close(many.fold(again), restacked([one.fold(x) for x in moved], axis))
+    assert_close(many.update(again), restacked([one.update(x) for x in moved], axis))
+    assert_close(many.rebase(again), restacked([one.rebase(x) for x in moved], axis))
+
+
+@pytest.mark.parametrize("stage", DRAWN, ids=repr)
+def test_the_start_of_each_stacked_array_is_drawn_by_itself(stage):
+    many = stacked(stage, 0)
+    w = jnp.broadcast_to(slices((64, 48))[0], (COUNT, 64, 48))
+    raw = many.init({"w": w}, jax.random.key(3))
+    assert jax.tree.map(lambda x: x.shape[0], raw) == jax.tree.map(lambda x: COUNT, raw)
+    if stage == rpx.SpectralNorm():
+        for matrix in many.fold(many.update(raw))["w"]:
+            np.testing.assert_allclose(np.linalg.norm(matrix, 2), 1.0, rtol=0.05)
+    else:
+        masks = np.asarray(jax.tree.leaves(raw["w"][f"@{stage.kind}"]["@fixed"])[0]).reshape(COUNT, -1)
+        assert len({mask.tobytes() for mask in masks}) == COUNT
+        assert {mask.sum() for mask in masks} == {masks.shape[1] / 2}
+
+
+def test_power_iteration_of_stacked_matrices_is_that_of_each():
+    stage, ws = rpx.SpectralNorm(n_steps=3), slices((5, 4))
+    raw = stacked(stage, 0).init({"w": ws})
+    each = [{"w": jax.tree.map(lambda x, i=i: x[i], raw["w"])} for i in range(COUNT)]
+    assert_close(stacked(stage, 0).update(raw), restacked([stage.update(x) for x in each], 0))
+
+
+@pytest.mark.parametrize("broadcast", [(), 0, -1], ids=repr)
+def test_masks_of_stacked_arrays_are_independent(broadcast):
+    p = rpx.WeightDropout(0.5, broadcast=broadcast, stacked=1)
+    w = p.apply({"w": jnp.ones((40, COUNT, 50))}, jax.random.key(1))["w"]
+    kept = np.moveaxis(np.asarray(w) != 0, 1, 0)
+    if broadcast != ():
+        assert (kept == np.take(kept, [0], axis=broadcast if broadcast < 0 else broadcast + 1)).all()
+        kept = np.take(kept, 0, axis=broadcast if broadcast < 0 else broadcast + 1)
+    assert len({mask.tobytes() for mask in kept}) == COUNT
+    assert abs(kept.mean() - 0.5) < 5 * np.sqrt(0.25 / kept.size)
+
+
+def test_neighbours_with_the_same_stacked_axes_draw_once_and_with_others_twice():
+    w, key = {"w": jnp.ones((COUNT, 40, 50))}, jax.random.key(1)
+    one, other = (rpx.WeightDropout(0.5, broadcast=-1, stacked=axes) for axes in (0, ()))
+    alike = rpx.WeightDropout(0.75, broadcast=-1, stacked=0)
+    np.testing.assert_array_equal((one >> one).apply(w, key)["w"], alike.apply(w, key)["w"])
+    kept = np.asarray((one >> other).apply(w, key)["w"] != 0)
+    assert len(np.unique(kept.mean(-1))) == 2  # whole rows
+    assert abs(kept.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / (COUNT * 40))
+
+
+class Rowwise(rpx.Perturbation):
+    """One number for all of an array, drawn by a third party."""
+
+    def apply_leaf(self, w, key):
+        return w + jax.random.normal(key, (), w.dtype)
+
+
+def test_a_third_partys_noise_gets_a_key_for_each_stacked_array():
+    w = Rowwise(stacked=0).apply({"w": jnp.zeros((COUNT, 2, 2))}, jax.random.key(0))["w"]
+    assert len(np.unique(w)) == COUNT
+    assert all(len(np.unique(x)) == 1 for x in np.asarray(w))
+
+
+def test_several_stacked_axes():
+    ws = jax.random.normal(jax.random.key(1), (2, 4, 3, 5))  # (stack, in, stack, out)
+    raw = rpx.WeightNorm(stacked=(0, 2)).init({"w": ws})
+    np.testing.assert_allclose(raw["w"]["@weight_norm"]["g"], np.linalg.norm(ws, axis=1, keepdims=True), rtol=1e-6)
+    u = rpx.LowRank(2, stacked=(0, 2)).init({"w": ws})["w"]["@low_rank"]
+    assert jax.tree.map(jnp.shape, u) == {"u": (2, 4, 3, 2), "v": (2, 2, 3, 5)}
+
+
+def test_defaults_count_the_axes_of_one_array():
+    params = {"layers": {"kernel": jnp.ones((3, 4, 5)), "shift": jnp.ones((3, 5))}}
+    raw = rpx.WeightNorm(stacked=0).init(params)
+    assert jax.tree.map(jnp.shape, raw["layers"]["shift"]) == (3, 5)
+    assert jax.tree.map(jnp.shape, raw["layers"]["kernel"]) == {"@weight_norm": {"g": (3, 1, 5), "v": (3, 4, 5)}}
+
+
+def test_gradients_and_jit_of_stacked_arrays():
+    p, ws = rpx.WeightNorm(stacked=0), slices()
+    raw = p.init({"w": ws})
+
+    def loss(raw):
+        return jnp.sum(jnp.sin(p.apply(raw)["w"]))
+
+    one = rpx.WeightNorm()
+    got = jax.jit(jax.grad(loss))(raw)
+    for i in range(COUNT):
+        want = jax.grad(lambda raw: jnp.sum(jnp.sin(one.apply(raw)["w"])))(one.init({"w": ws[i]}))
+        assert_close({"w": jax.tree.map(lambda x, i=i: x[i], got["w"])}, want)
+
+
+# ---- rows and columns
+
+KERNEL = jax.random.normal(jax.random.key(9), (6, 2, 3))  # (embed, heads, dim)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shapes"),
+    [
+        (rpx.LowRank(2, rows=0, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}),
+        (rpx.LowRank(2, rows=0), {"u": (6, 2), "v": (2, 2, 3)}),
+        (rpx.LowRank(2, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}),
+        (rpx.LowRank(2, rows=(-2, -1)), {"u": (2, 3, 2), "v": (2, 6)}),
+        (rpx.Orthogonal(rows=0), {"x": (6, 2, 3), "@fixed": {"base": (6, 2, 3)}}),
+        (rpx.Orthogonal(columns=0), {"x": (2, 3, 6), "@fixed": {"base": (2, 3, 6)}}),
+        (
+            rpx.FixedRank(2, rows=0),
+            {"u": (6, 2), "v": (2, 3, 2), "s": (2,), "@fixed": {"base_u": (6, 2), "base_v": (2, 3, 2)}},
+        ),
+    ],
+    ids=repr,
+)
+def test_rows_and_columns_of_a_kernel_are_those_of_the_matrix(stage, shapes):
+    raw = stage.init({"w": KERNEL})
+    assert jax.tree.map(jnp.shape, raw["w"][f"@{stage.kind}"]) == shapes
+    rows_last = stage.columns == 0 or stage.rows == (-2, -1)
+    matrix = KERNEL.reshape(6, 6).T if rows_last else KERNEL.reshape(6, 6)
+    plain = dataclasses.replace(stage, rows=None, columns=None)
+    want = plain.fold(plain.init({"w": matrix}))["w"]
+    want = want.T.reshape(6, 2, 3) if rows_last else want.reshape(6, 2, 3)
+    np.testing.assert_allclose(stage.fold(raw)["w"], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stage.project(KERNEL), want, rtol=1e-4, atol=1e-5)
+    assert bool(stage.contains(want, tolerance=1e-4))
+    assert stage.sample(jax.random.key(0), (6, 2, 3)).shape == (6, 2, 3)
+
+
+def test_rows_and_columns_of_stacked_kernels():
+    kernels = jnp.stack([KERNEL, 2 * KERNEL], 1)  # (embed, layers, heads, dim)
+    p = rpx.LowRank(2, rows=0, columns=(1, 2), stacked=1)
+    one = rpx.LowRank(2, rows=0, columns=(1, 2))
+    want = jnp.stack([one.fold(one.init({"w": w}))["w"] for w in (KERNEL, 2 * KERNEL)], 1)
+    np.testing.assert_allclose(p.fold(p.init({"w": kernels}))["w"], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_square_matrix_may_have_several_rows_and_columns():
+    w = jax.random.normal(jax.random.key(2), (2, 3, 2, 3))
+    p = rpx.PositiveSemidefinite(rows=(0, 1), columns=(2, 3))
+    raw = p.init({"w": w})
+    assert raw["w"]["@positive_semidefinite"]["x"].shape == (2, 3, 6)
+    assert np.linalg.eigvalsh(np.asarray(p.fold(raw)["w"]).reshape(6, 6)).min() > -1e-5
+
+
+def test_columns_before_rows():
+    w = jnp.tril(jax.random.normal(jax.random.key(1), (4, 4)))
+    assert bool(rpx.Triangular().contains(w))
+    assert bool(rpx.Triangular(rows=1, columns=0).contains(w.T))
+    assert not bool(rpx.Triangular(rows=1, columns=0).contains(w))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        (
+            rpx.LowRank(2),
+            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Say which axes are rows and columns "
+            "(rows=0, columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+        ),
+        (
+            rpx.Orthogonal(rows=0, columns=1),
+            "Orthogonal(rows=0, columns=1).init at 'w': expected rows and columns that share the axes of shape "
+            "(6, 2, 3) among them, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
+        ),
+        (
+            rpx.LowRank(2, rows=(0, 0)),
+            "LowRank(2, rows=(0, 0)).init at 'w': expected rows and columns that share the axes of shape (6, 2, 3) "
+            "among them, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
+        ),
+        (
+            rpx.Symmetric(rows=0),
+            "Symmetric(rows=0).init at 'w': expected one axis as rows and one as columns, got rows=0 and columns=None "
+            "of shape (6, 2, 3). Leave the array out with `where`, or reshape it.",
+        ),
+        (
+            rpx.WeightNorm(stacked=5, where="w"),
+            "WeightNorm(where='w', stacked=5).init at 'w': stacked=(5,) is out of bounds for an array of shape "
+            "(6, 2, 3). Leave it out with `where`, or give it a stage of its own.",
+        ),
+    ],
+    ids=repr,
+)
+def test_axes_that_do_not_fit_are_refused(stage, text):
+    with raises(ValueError, text):
+        stage.init({"w": KERNEL})
+
+
+@pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
+def test_stacked_axes_count_once_from_the_front(axes):
+    text = f"WeightNorm got stacked={axes!r}, but counts each of these axes once, from the front. Write it so."
+    with raises(ValueError, text):
+        rpx.WeightNorm(stacked=axes)
+
+
+def test_global_pruning_takes_no_stacked_axes():
+    text = (
+        "GlobalPrune got stacked=0, but ranks the weights of all arrays together. Leave `stacked` out, or prune each "
+        "array by itself with MagnitudePrune."
+    )
+    with raises(ValueError, text):
+        rpx.GlobalPrune(0.5, stacked=0)
