@@ -97,6 +97,23 @@ def test_numbers_over_the_whole_tree_as_they_were_written_before_are_read():
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over():
+    params = {"query": {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.full((2, 3), 0.5)}}
+    old, new = rpx.WeightNorm(where=lambda path, w: w.ndim >= 2), rpx.WeightNorm()
+    raw = old.init(params)
+    text = (
+        "WeightNorm().apply does not select 'query/bias', where the raw tree holds '@weight_norm': another chain made "
+        "it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+    )
+    with raises(ValueError, text):
+        new.apply(raw)
+    carried = rpx.transfer(raw, old, new)
+    np.testing.assert_allclose(carried["query"]["bias"], params["query"]["bias"])
+    np.testing.assert_array_equal(
+        carried["query"]["kernel"]["@weight_norm"]["v"], raw["query"]["kernel"]["@weight_norm"]["v"]
+    )
+
+
 def test_a_plain_array_where_a_stage_selects_one_is_refused():
     p = rpx.Scale(2.0, where="a/kernel|b/kernel")
     raw = {**p.init(PARAMS), "a": PARAMS["a"]}

@@ -289,6 +289,7 @@ ONE = {"w": jnp.ones((4, 3))}
         pytest.param(rpx.VarNoise(3) >> rpx.VarNoise(4), rpx.VarNoise(5), id="noise"),
         pytest.param(rpx.VarNoise(3, where=".*") >> rpx.VarNoise(4), rpx.VarNoise(5), id="noise selected in two ways"),
         pytest.param(rpx.VarNoise(1) >> (rpx.VarNoise(2) >> rpx.VarNoise(2)), rpx.VarNoise(3), id="three noises"),
+        pytest.param(rpx.Chain((rpx.VarNoise(2),) * 4), rpx.VarNoise(4), id="four noises"),
         pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), rpx.WeightDropout(0.75), id="dropout"),
         pytest.param(
             rpx.WeightDropout(0.5, (0, -1)) >> rpx.WeightDropout(0.5, [0, -1]),

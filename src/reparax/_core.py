@@ -240,6 +240,11 @@ class Chain(Parametrization):
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         effective = _recompute.recomputing(self._run, _boxes.gathered(raw), self._checked(key))
         for path, mark in _raw.markers(effective).items():
+            if _raw.kind_of(mark) in [stage.kind for stage in self.stages]:
+                raise ValueError(
+                    f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                    f"made it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+                )
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {_raw.OTHER_CHAIN}")
         return effective
 
