@@ -116,7 +116,7 @@ class WeightDropout(Drawn):
     def _keep(self) -> Array:
         if isinstance(self.rate, float):
             return jnp.asarray(1 - self.rate)  # in double precision, so that this is never 0
-        return 1 - widened(self.rate)  # in half precision, this would be 1 for small rates
+        return 1 - self.rate.astype(float)  # in half precision, this would be 1 for small rates
 
     def draw(self, like: Array, key: Array) -> Array:
         return _draw.mask(key, self._keep, like, positive(self.broadcast, like))
