@@ -179,7 +179,7 @@ def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
     check_laws(p, jax.tree.map(lambda w: w.astype(dtype), wide), key, laws=laws)
 
 
-@pytest.mark.parametrize("stage", {type(stage) for p in RIGHT for stage in getattr(p, "stages", (p,))})
+@pytest.mark.parametrize("stage", dict.fromkeys(type(stage) for p in RIGHT for stage in getattr(p, "stages", (p,))))
 def test_it_is_written_in_a_few_lines(stage):
     if stage.__module__ == __name__:
         code = [line for line in inspect.getsource(stage).splitlines()[1:] if line.strip() and '"""' not in line]

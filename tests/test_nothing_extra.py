@@ -93,7 +93,9 @@ def poincare_ball(v):
     n = length(v, -1)
     near = n < eps**0.25
     far = jnp.where(near, 1, n)
-    return v * jnp.where(near, 1 - jnp.square(n) / 3, jnp.minimum(jnp.tanh(far), 1 - 4 * eps) / far)
+    image = jnp.tanh(far)
+    inside = image - jnp.maximum(image - (1 - 4 * eps), 0)
+    return v * jnp.where(near, 1 - jnp.square(n) / 3, inside / far)
 
 
 def standardization(v):
@@ -191,6 +193,14 @@ def cholesky(x):
     return half @ half.T
 
 
+def exponential_of_symmetric(x):
+    s = entries(symmetric, 3)(x)
+    mean = jnp.mean(jnp.diagonal(s))
+    quarter = jnp.exp(mean / 4) * expm((s - mean * jnp.eye(3)) / 4)
+    half = quarter @ quarter.T
+    return half @ half.T
+
+
 def hurwitz(p, q, s):
     p, q = cholesky(p), cholesky(q)
     return p @ (skew(s) - q / 2) - 0.1 * jnp.eye(3)
@@ -251,7 +261,7 @@ STAGES = {
     "block diagonal": (rpx.BlockDiagonal(2), WIDE, block_diagonal),
     "kronecker": (rpx.Kronecker((2, 1)), TALL, jnp.kron),
     "definite by cholesky": (rpx.PositiveDefinite(), definite()["square"], cholesky),
-    "definite by expm": (rpx.PositiveDefinite("expm"), SQUARE, lambda x: expm(entries(symmetric, 3)(x))),
+    "definite by expm": (rpx.PositiveDefinite("expm"), SQUARE, exponential_of_symmetric),
     "semidefinite": (rpx.PositiveSemidefinite(), SQUARE, lambda x: x @ x.T),
     "hurwitz": (rpx.Hurwitz(0.1), definite()["also square"], hurwitz),
     "cast": (rpx.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),

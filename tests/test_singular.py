@@ -112,8 +112,9 @@ def test_special_linear_scales_to_determinant_one_turning_the_smallest_singular_
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_special_linear_starts_from_matrices_of_every_size(size):
     w = normal(3, 3, dtype=np.float32)
-    got = projected(rpx.SpecialLinear(), jnp.asarray(w) * size)
-    np.testing.assert_allclose(got, projected(rpx.SpecialLinear(), jnp.asarray(w)), rtol=0, atol=3e-6)
+    wide = w.astype(np.float64) * np.sign(np.linalg.det(w))
+    got = projected(rpx.SpecialLinear(), jnp.asarray(w * np.sign(np.linalg.det(w)) * np.float32(size)))
+    np.testing.assert_allclose(got, wide / np.linalg.det(wide) ** (1 / 3), rtol=0, atol=1e-6)
 
 
 def test_special_linear_fills_in_singular_values_that_rounding_hides():

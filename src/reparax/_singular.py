@@ -210,10 +210,11 @@ class SpecialLinear(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         hidden = singular <= least
-        known = jnp.log(jnp.where(hidden, 1, singular))
+        size = jnp.max(jnp.where(hidden, 1, singular), axis=-1, keepdims=True)
+        known = jnp.log(jnp.where(hidden, 1, singular / size))  # small numbers, whose rounding is small
         count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(known.dtype)
-        fill = jnp.minimum(-jnp.sum(known, axis=-1, keepdims=True) / count, jnp.log(least))
-        s = jnp.where(hidden, fill, known)
+        others = jnp.sum(known + jnp.where(hidden, 0, jnp.log(size)), axis=-1, keepdims=True)
+        s = jnp.where(hidden, jnp.minimum(-others / count, jnp.log(least)) - jnp.log(size), known)
         return s - jnp.mean(s, axis=-1, keepdims=True)
 
 
