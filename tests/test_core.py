@@ -341,3 +341,47 @@ def test_a_flag_is_no_hyperparameter():
     with pytest.raises(TypeError) as error:
         rpx.VarNoise(std=True)
     assert str(error.value) == "VarNoise takes a real number or a real scalar array as std, but got True."
+
+
+class WithHelp(rpx.Reparametrization):
+    rate: float = 1.0
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return values["x"]
+
+    def explain(self):
+        return "as it is"
+
+
+SHOWN = [
+    "apply",
+    "check",
+    "deterministic",
+    "fold",
+    "init",
+    "owners",
+    "rebase",
+    "shardings",
+    "stochastic",
+    "to_json",
+    "update",
+]
+
+
+@pytest.mark.parametrize(
+    ("p", "own"),
+    [
+        (rpx.WeightNorm(), ["axis", "stacked", "where"]),
+        (rpx.VarNoise(0.1), ["stacked", "std", "where"]),
+        (rpx.Sphere(), ["axis", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
+        (rpx.Chain(), ["stages"]),
+        (WithHelp(), ["explain", "rate", "stacked", "where"]),
+    ],
+    ids=repr,
+)
+def test_a_person_who_completes_on_a_stage_meets_what_users_call_and_its_arguments(p, own):
+    assert sorted(name for name in dir(p) if name[0] != "_") == sorted([*SHOWN, *own])
+    assert p.kind  # what authors need is there all the same

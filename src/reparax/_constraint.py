@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,8 @@ class Constraint(Reparametrization):
     """
 
     outside: str = field(default="nearest", kw_only=True)
+
+    _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         for name, over_each in (("project", _project_each), ("contains", _all_contained), ("sample", _sample_each)):

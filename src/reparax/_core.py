@@ -1,5 +1,6 @@
 """The algebra: what a parametrization is, and how two of them compose."""
 
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -34,6 +35,20 @@ class Parametrization(Static, ABC):
     """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
     straight_through: ClassVar[bool] = False
     """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
+
+    _for_users: ClassVar[tuple[str, ...]] = (
+        *("init", "apply", "update", "rebase", "fold"),
+        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json"),
+    )
+    """The names that users call; all others are for authors of stages."""
+
+    def __dir__(self) -> list[str]:
+        """What you meet on a stage: what users call, its arguments, and what a third party's class adds to them."""
+        ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
+        known = {name for c, own in ours.items() if own for name in vars(c)}
+        added = {name for c, own in ours.items() if not own for name in vars(c)} - known
+        shown = {*self._for_users, *(each.name for each in dataclasses.fields(self)), *added}
+        return [name for name in super().__dir__() if name in shown or name.startswith("_")]
 
     @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
