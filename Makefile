@@ -1,8 +1,10 @@
-# `make demo` and `make test` do all their own set-up: a virtual environment in .venv, made anew when
-# pyproject.toml changes. uv is used where it is found, pip otherwise.
+# Every target does all its own set-up: a virtual environment, made anew when pyproject.toml changes. It is .venv for
+# python3, and for another Python, as in `make test PYTHON=python3.13` or a path, .venv-3.13 beside it. uv is used where it
+# is found, pip otherwise.
 
 PYTHON ?= python3
-VENV := .venv
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d%s" % (*sys.version_info[:2], sys.abiflags))' 2>/dev/null)
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
@@ -32,20 +34,22 @@ docs: $(VENV)/docs.stamp
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 format: $(VENV)/lint.stamp
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
 clean:
-	rm -rf $(VENV)
+	rm -rf .venv .venv-*
 
 $(RUN):
+	@$(if $(VERSION),:,echo "There is no Python called '$(PYTHON)' here; name one with: make PYTHON=python3.12 ..."; exit 1)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'reparax needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...'; exit 1; }
+	  { echo "reparax needs Python 3.11 or newer, and '$(PYTHON)' is $(VERSION); name one with: make PYTHON=python3.12 ..."; \
+	  exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-	  echo 'Python has no working venv here; on Debian: apt-get install python3-venv'; exit 1; }
+	  echo "'$(PYTHON)' has no working venv; on Debian: apt-get install python$(VERSION)-venv"; exit 1; }
 
 $(VENV)/%.stamp: pyproject.toml | $(RUN)
 	$(INSTALL) -e '.[$*]'
