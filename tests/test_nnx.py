@@ -31,7 +31,7 @@ def model() -> MLP:
     made = MLP(nnx.Rngs(0))
     variables = (made.l1.kernel, made.l1.bias, made.l2.kernel, made.l2.bias)
     for variable, w in zip(variables, mlp.arrays(), strict=True):
-        variable.set_value(w)
+        variable[...] = w
     return made
 
 
