@@ -103,28 +103,37 @@ def twice(tree: PyTree) -> PyTree:
 
 
 def moved(tree: PyTree, key: Array, by: float = 0.1) -> PyTree:
-    """The tree with normal noise on its arrays, one draw each."""
-    leaves, treedef = jax.tree.flatten(tree)
-    draws = jax.random.split(key, max(1, len(leaves)))
+    """The tree with normal noise on its arrays. Numpy draws it, which compiles nothing for each shape."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
 
-    def move(w: Array, k: Array) -> Array:
-        x = widened(w)
-        return (x + by * jax.random.normal(k, x.shape, x.dtype)).astype(w.dtype)
+    def move(w: Array) -> np.ndarray:
+        x = np.asarray(w)
+        wide = x.astype(complex if np.iscomplexobj(x) else float)
+        return (wide + by * rng.normal(size=x.shape)).astype(x.dtype)
 
-    return treedef.unflatten([move(w, k) for w, k in zip(leaves, draws[: len(leaves)], strict=True)])
+    return jax.tree.map(move, tree)
+
+
+def stepped(tree: PyTree, direction: PyTree, step: float) -> PyTree:
+    """The tree, a step along a direction."""
+    return jax.tree.map(lambda x, d: np.asarray(x) + np.asarray(step, x.dtype) * np.asarray(d), tree, direction)
 
 
 def zeros(params: PyTree) -> PyTree:
-    return jax.tree.map(jnp.zeros_like, params)
+    return jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), params)
 
 
-def without_row(w: Array) -> Array:
-    return w.at[0].set(0) if w.ndim > 0 and w.shape[0] > 0 else w
+def without_row(w: Array) -> np.ndarray:
+    x = np.array(w)
+    if x.ndim > 0 and x.shape[0] > 0:
+        x[0] = 0
+    return x
 
 
-def doubled(w: Array) -> Array:
+def doubled(w: Array) -> np.ndarray:
     """``w`` in double precision, integers as they are."""
-    return jnp.asarray(w).astype(complex if jnp.iscomplexobj(w) else float) if inexact(w) else w
+    x = np.asarray(w)
+    return x.astype(complex if np.iscomplexobj(x) else float) if inexact(w) else x
 
 
 def inexact(w: Array) -> bool:
