@@ -1,24 +1,99 @@
 """The strict room in which all tests run: eight simulated devices, no silent promotion of dtypes or ranks.
 
-Most of the time goes to compiling small programs once, so the compiler is told not to try hard.
+Most of the time goes to compiling small programs, so the compiler is told not to try hard, and programs are kept in the
+folder of the environment, for all workers and for later runs.
 """
 
+import gc
 import os
-
-# XLA stops the process where it does not know a flag, and names it: take that one out.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.monitoring
+import jaxlib
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", val=True)
+
+PROGRAMS = Path(sys.prefix) / "jax_cache"
+MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
+MOST_PROGRAMS_IN_MEMORY = 1000  # 1.4 MB each, in ten areas of memory, of which Linux gives a process 65530
+# Halves the time of compiling. XLA of 2026 has no such flag any more.
+FASTER = "--xla_cpu_use_fusion_emitters=false"
+
+if sys.prefix != sys.base_prefix:
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once for all workers, which have the environment of this process."""
+    if not hasattr(config, "workerinput"):
+        if xla_knows(FASTER, config):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER}"
+        empty_when_full(PROGRAMS)
+
+
+def xla_knows(flag: str, config: pytest.Config) -> bool:
+    """Whether XLA takes the flag. It stops the process otherwise, so another process tries; pytest keeps the answer."""
+    if not hasattr(config, "cache"):
+        return False
+    question = f"xla/{jaxlib.__version__}/{flag}"
+    answer = config.cache.get(question, None)
+    if answer is None:
+        tried = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+        answer = subprocess.run(tried, env={**os.environ, "XLA_FLAGS": flag}, capture_output=True).returncode == 0
+        config.cache.set(question, answer)
+    return answer
+
+
+def empty_when_full(programs: Path) -> None:
+    """Programs of older code are never read again. Whoever misses one that is deleted here compiles it."""
+    kept = list(programs.glob("*"))
+    if len(kept) > MOST_PROGRAMS:
+        for program in kept:
+            program.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file share programs, so they belong to one worker, where they say nothing else."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: no collection of garbage, and no search for leaks, need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+class Compiled:
+    """Counts the programs that stand in memory."""
+
+    number = 0
+
+    def __call__(self, event: str, _: float, **kwargs: str | int) -> None:
+        self.number += event.endswith("/backend_compile_duration")
+
+    def clear_when_many(self) -> None:
+        if self.number > MOST_PROGRAMS_IN_MEMORY:
+            jax.clear_caches()
+            self.number = 0
+
+
+COMPILED = Compiled()
+jax.monitoring.register_event_duration_secs_listener(COMPILED)
+
+
+def pytest_runtest_logfinish() -> None:
+    COMPILED.clear_when_many()
 
 
 @pytest.fixture

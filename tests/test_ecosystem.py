@@ -28,7 +28,7 @@ CHAIN = (
     >> rpx.VarNoise(0.1)
 )
 PARAMS = {"net": {"enc": jnp.arange(12.0).reshape(4, 3), "dec": jnp.diag(jnp.arange(1.0, 4.0)), "bias": jnp.ones(3)}}
-RAW = CHAIN.init(PARAMS)
+RAW = jax.jit(CHAIN.init)(PARAMS)
 SHAPES = {
     "net/bias": (3,),
     "net/dec/@spectral_norm/@fixed/u": (3,),
