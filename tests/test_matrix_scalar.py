@@ -89,9 +89,12 @@ def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
 
 
 def test_low_rank_of_half_precision_multiplies_in_float32():
-    factor = jnp.full((512, 512), 1 / 16, jnp.bfloat16)
-    got = rpx.LowRank(512).apply({"w": {"@low_rank": {"u": factor, "v": factor}}})["w"]
+    factors = {"u": jnp.full((512, 512), 1 / 16, jnp.bfloat16), "v": jnp.full((512, 512), 1 / 16, jnp.bfloat16)}
+    got = rpx.LowRank(512).apply({"w": {"@low_rank": factors}})["w"]
     np.testing.assert_array_equal(got, np.full((512, 512), 2.0))
+    program = jax.make_jaxpr(rpx.LowRank(512).apply_leaf)(factors)  # CPUs add up in float32 whatever it says
+    products = [equation for equation in program.eqns if equation.primitive.name == "dot_general"]
+    assert [x.aval.dtype for equation in products for x in equation.invars] == [jnp.float32, jnp.float32]
 
 
 def test_low_rank_of_float64_has_float64_precision():
