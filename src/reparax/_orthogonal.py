@@ -75,14 +75,16 @@ class Orthogonal(_Orthonormal):
     X, with B (``"householder"``). ``init`` gives ``x = 0``, and the base is ``w`` where that is orthogonal, else the
     nearest such matrix, its polar factor; so ``init`` is exact on the image, and weight decay pulls towards the
     base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
-    Arrays of more than two dimensions are batches of matrices. Of a tall or wide matrix, no array larger than twice
-    ``w`` is made. Samples are uniform (Haar).
+    Of a tall or wide matrix, no array larger than twice ``w`` is made. Samples are uniform (Haar).
 
     Args:
       map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
         has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -111,7 +113,9 @@ class SpecialOrthogonal(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -142,7 +146,10 @@ class Stiefel(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -174,7 +181,10 @@ class Grassmann(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
