@@ -1,13 +1,12 @@
 """Matrices of orthonormal columns or rows."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._linalg import adjoint, no_matrix, no_square, oriented, polar, product
+from reparax._linalg import adjoint, no_square, oriented, polar, product
 from reparax._matrices import Matrices
 from reparax._precision import widened
 from reparax._trivialization import cayley, exponential, householder
@@ -53,9 +52,10 @@ class _Orthonormal(Matrices):
         wide = x.shape[-2] < x.shape[-1]
         return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
 
-    @abstractmethod
     def refuse_shape(self, w: Array) -> str | None:
-        """Why an array of this shape has no place here, or None."""
+        """Why a matrix of this shape has no place here, or None."""
+        del w
+        return None
 
     def nearest(self, w: Array) -> Array:
         """The point of the image that is nearest to ``w``."""
@@ -99,9 +99,6 @@ class Orthogonal(_Orthonormal):
       method for optimization with orthogonality constraints*, 2013 (tall matrices). Schreiber and Van Loan, *A
       storage-efficient WY representation for products of Householder transformations*, 1989.
     """
-
-    def refuse_shape(self, w: Array) -> str | None:
-        return no_matrix(w)
 
 
 class SpecialOrthogonal(_Orthonormal):
@@ -163,7 +160,7 @@ class Stiefel(_Orthonormal):
     """
 
     def refuse_shape(self, w: Array) -> str | None:
-        if w.ndim >= 2 and w.shape[-2] >= w.shape[-1]:
+        if w.shape[-2] >= w.shape[-1]:
             return None
         return (
             f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
@@ -201,7 +198,7 @@ class Grassmann(_Orthonormal):
     """
 
     def refuse_shape(self, w: Array) -> str | None:
-        if w.ndim >= 2 and w.shape[-2] > w.shape[-1]:
+        if w.shape[-2] > w.shape[-1]:
             return None
         return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
 

@@ -14,7 +14,6 @@ from reparax._axes import whole
 from reparax._hyperparameter import known_number
 from reparax._linalg import (
     adjoint,
-    no_matrix,
     no_rank,
     no_square,
     oriented,
@@ -39,9 +38,6 @@ class _SingularValues(Matrices):
         "base_u": ("rows", "rank"),
         "base_v": ("columns", "rank"),
     }
-
-    def refuse_leaf(self, w: Array) -> str | None:
-        return no_matrix(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x, rank = widened(w), self.rank_of(w)
