@@ -1,7 +1,6 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
 from importlib.metadata import version as version_of
-from typing import Any
 
 project = "reparax"
 author = "the reparax authors"
@@ -35,14 +34,3 @@ html_theme_options = {
 }
 html_show_sourcelink = False
 html_copy_source = False
-
-
-def setup(app: Any) -> None:
-    """Leaves out of signatures what a fused stage remembers of its parts, which nobody passes."""
-    app.connect("autodoc-process-signature", without_terms)
-
-
-def without_terms(*event: Any) -> tuple[str | None, str | None]:
-    """The signature and what is returned, the last two arguments of the event."""
-    signature, returned = event[-2:]
-    return signature and signature.replace(", terms=()", ""), returned

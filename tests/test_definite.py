@@ -72,7 +72,7 @@ def test_a_positive_definite_matrix_is_the_exponential_of_a_symmetric_one():
 
 def test_a_positive_semidefinite_matrix_is_a_product_with_the_adjoint():
     x = normal(2, 4, 2) + 1j * normal(2, 4, 2, seed=1)
-    got = in_double(rpx.PositiveSemidefinite(2), {"x": x})
+    got = in_double(rpx.PositiveSemidefinite(2, stacked=0), {"x": x})
     np.testing.assert_allclose(got, x @ x.conj().swapaxes(1, 2), rtol=0, atol=1e-14)
 
 
@@ -92,13 +92,21 @@ def test_a_stable_matrix_is_that_of_duan_and_patton():
     ("stage", "w"),
     [
         pytest.param(rpx.PositiveDefinite(), wishart(4), id="cholesky"),
-        pytest.param(rpx.PositiveDefinite(), np.stack([wishart(2), 1e-20 * wishart(2), 1e20 * wishart(2)]), id="sizes"),
+        pytest.param(
+            rpx.PositiveDefinite(stacked=0),
+            np.stack([wishart(2), 1e-20 * wishart(2), 1e20 * wishart(2)]),
+            id="sizes",
+        ),
         pytest.param(rpx.PositiveDefinite("expm"), wishart(4), id="expm"),
         pytest.param(rpx.PositiveDefinite("expm"), np.eye(3), id="expm, equal eigenvalues"),
         pytest.param(rpx.PositiveSemidefinite(), np.ones((3, 3)), id="semidefinite"),
         pytest.param(rpx.PositiveSemidefinite(1), np.array([[1, 1j], [-1j, 1]]), id="Hermitian"),
         pytest.param(rpx.Hurwitz(), stable(4, 0.5), id="stable"),
-        pytest.param(rpx.Hurwitz(0.5), np.stack([stable(3, 0.6), 1e9 * stable(3, 0.1, seed=1)]), id="stable, batch"),
+        pytest.param(
+            rpx.Hurwitz(0.5, stacked=0),
+            np.stack([stable(3, 0.6), 1e9 * stable(3, 0.1, seed=1)]),
+            id="stable, batch",
+        ),
         pytest.param(rpx.Hurwitz(), 1e-200 * stable(3, 0.6), id="stable, small"),
         pytest.param(rpx.Hurwitz(), np.array([[-1.0, 100.0], [0.0, -1.0]]), id="stable, far from normal"),
         pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, -1e-2]]), id="hardly damped"),
@@ -184,18 +192,17 @@ def test_columns_of_eigenvalue_zero_train():
 
 def test_a_matrix_without_positive_eigenvalues_would_never_train():
     noisy = -np.outer(np.arange(3.0), np.arange(3.0))  # whose other eigenvalues are positive or negative by rounding
-    params = {"w": jnp.asarray(np.stack([np.zeros((3, 3)), np.eye(3), -wishart(3), noisy]), jnp.float32)}
-    with raises(
-        ValueError,
-        "PositiveSemidefinite().init at 'w': expected numbers that a gradient can move, got 27 of 36 outside of the "
-        "image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
-        "say outside='project' to start there even so.",
-    ):
-        rpx.PositiveSemidefinite().init(params)
-    p = rpx.PositiveSemidefinite(outside="project")
-    np.testing.assert_allclose(
-        p.fold(p.init(params))["w"], np.asarray(params["w"]) * [[[0]], [[1]], [[0]], [[0]]], atol=1e-6
-    )
+    for w in (np.zeros((3, 3)), -wishart(3), noisy):
+        params = {"w": jnp.asarray(np.stack([np.eye(3), w]), jnp.float32)}
+        with raises(
+            ValueError,
+            "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of 9 "
+            "outside of the image or at its edge, where the map is flat. Start from numbers inside, leave the array "
+            "out with `where`, or say outside='project' to start there even so.",
+        ):
+            rpx.PositiveSemidefinite(stacked=0).init(params)
+        p = rpx.PositiveSemidefinite(outside="project", stacked=0)
+        np.testing.assert_allclose(p.fold(p.init(params))["w"], [np.eye(3), np.zeros((3, 3))], atol=1e-6)
 
 
 def test_an_unstable_matrix_is_shifted_inside():

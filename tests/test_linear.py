@@ -186,7 +186,8 @@ def test_a_zero_kronecker_product_trains():
         (
             lambda: rpx.Skew(where="b").init({"b": jnp.ones(3)}),
             ValueError,
-            "Skew(where='b').init at 'b': expected square matrices, got shape (3,). Leave it out with `where`.",
+            "Skew(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it out "
+            "with `where`.",
         ),
         (
             lambda: rpx.Skew().init({"w": jnp.ones((0, 0))}),

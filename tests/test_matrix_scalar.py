@@ -33,20 +33,20 @@ def nearest(w, rank):
 
 
 @pytest.mark.parametrize(
-    ("w", "rank"),
+    ("w", "p"),
     [
-        pytest.param(normal(6, 4), 1, id="rank 1"),
-        pytest.param(normal(6, 4), 3, id="rank 3"),
-        pytest.param(normal(4, 6), 3, id="wide"),
-        pytest.param(normal(6, 4), 4, id="full rank"),
-        pytest.param(normal(2, 3, 6, 4), 2, id="leading axes"),
-        pytest.param(rotated(6, 4), 2, id="complex"),
-        pytest.param(normal(6, 4, scale=1e-25), 2, id="1e-25"),
-        pytest.param(normal(6, 4, scale=1e30), 2, id="1e30"),
+        pytest.param(normal(6, 4), rpx.LowRank(1), id="rank 1"),
+        pytest.param(normal(6, 4), rpx.LowRank(3), id="rank 3"),
+        pytest.param(normal(4, 6), rpx.LowRank(3), id="wide"),
+        pytest.param(normal(6, 4), rpx.LowRank(4), id="full rank"),
+        pytest.param(normal(2, 3, 6, 4), rpx.LowRank(2, stacked=(0, 1)), id="leading axes"),
+        pytest.param(rotated(6, 4), rpx.LowRank(2), id="complex"),
+        pytest.param(normal(6, 4, scale=1e-25), rpx.LowRank(2), id="1e-25"),
+        pytest.param(normal(6, 4, scale=1e30), rpx.LowRank(2), id="1e30"),
     ],
 )
-def test_low_rank_starts_at_the_nearest_matrix_of_its_rank(w, rank):
-    got, expected = reproduced(rpx.LowRank(rank), w), nearest(w, rank)
+def test_low_rank_starts_at_the_nearest_matrix_of_its_rank(w, p):
+    got, expected = reproduced(p, w), nearest(w, p.rank)
     assert got.dtype == w.dtype
     np.testing.assert_allclose(got, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
 
@@ -64,7 +64,7 @@ def test_low_rank_reproduces_a_matrix_whose_rank_is_low(rank):
 
 
 def test_low_rank_factors_have_the_shapes_that_are_promised():
-    raw = rpx.LowRank(2).init({"w": jnp.ones((3, 6, 4))})["w"]["@low_rank"]
+    raw = rpx.LowRank(2, stacked=0).init({"w": jnp.ones((3, 6, 4))})["w"]["@low_rank"]
     assert jax.tree.map(jnp.shape, raw) == {"u": (3, 6, 2), "v": (3, 2, 4)}
 
 
@@ -89,9 +89,12 @@ def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
 
 
 def test_low_rank_of_half_precision_multiplies_in_float32():
-    u, v = np.full((1, 512), 1 / 16, jnp.bfloat16), np.full((512, 1), 1 / 16, jnp.bfloat16)
-    got = rpx.LowRank(512).apply({"w": {"@low_rank": {"u": jnp.asarray(u), "v": jnp.asarray(v)}}})["w"]
-    assert float(got[0, 0]) == 2
+    factors = {"u": jnp.full((512, 512), 1 / 16, jnp.bfloat16), "v": jnp.full((512, 512), 1 / 16, jnp.bfloat16)}
+    got = rpx.LowRank(512).apply({"w": {"@low_rank": factors}})["w"]
+    np.testing.assert_array_equal(got, np.full((512, 512), 2.0))
+    program = jax.make_jaxpr(rpx.LowRank(512).apply_leaf)(factors)  # CPUs add up in float32 whatever it says
+    products = [equation for equation in program.eqns if equation.primitive.name == "dot_general"]
+    assert [x.aval.dtype for equation in products for x in equation.invars] == [jnp.float32, jnp.float32]
 
 
 def test_low_rank_of_float64_has_float64_precision():

@@ -78,7 +78,7 @@ def test_each_map_of_complex_matrices_is_its_dense_formula(map):
 def test_wide_matrices_and_batches_are_the_transposed_ones_one_by_one(map):
     base, x = np.stack([orthogonal(4, 2, seed=s) for s in range(3)]), normal(3, 4, 2)
     with jax.enable_x64():
-        got = read(rpx.Orthogonal(map), marked(base.swapaxes(1, 2), x.swapaxes(1, 2)))
+        got = read(rpx.Orthogonal(map, stacked=0), marked(base.swapaxes(1, 2), x.swapaxes(1, 2)))
     expected = [DENSE[map](*pair).T for pair in zip(base, x, strict=True)]
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
 
@@ -114,7 +114,7 @@ ON_THE_IMAGE = {
 
 
 def test_init_is_exact_on_the_image_with_the_matrix_as_base_and_nothing_to_go():
-    p = rpx.Orthogonal()
+    p = rpx.Orthogonal(where="(?!batch).*") >> rpx.Orthogonal(stacked=0, where="batch")
     with jax.enable_x64():
         raw = jax.jit(p.init)({name: jnp.asarray(w) for name, w in ON_THE_IMAGE.items()})
         effective = jax.jit(p.fold)(raw)
@@ -215,13 +215,13 @@ def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
 def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
     p = rpx.VarNoise(0.5) >> rpx.Orthogonal(where="w") >> rpx.WeightNorm(where="w") >> rpx.WeightNorm(where="v")
     raw = p.init({"w": jnp.asarray(normal(3, 2, dtype=np.float32)), "v": jnp.ones((2, 2))})
-    raw["w"]["@weight_norm@2"]["v"]["@orthogonal"]["x"] += 0.3
+    raw["w"]["@weight_norm"]["v"]["@orthogonal"]["x"] += 0.3
     moved = p.rebase(raw)
-    node = moved["w"]["@weight_norm@2"]
+    node = moved["w"]["@weight_norm"]
     assert moved["v"]["@weight_norm"] is not raw["v"]
     np.testing.assert_array_equal(moved["v"]["@weight_norm"]["v"], raw["v"]["@weight_norm"]["v"])
     np.testing.assert_array_equal(node["v"]["@orthogonal"]["x"], np.zeros((3, 2)))
-    np.testing.assert_array_equal(node["g"], raw["w"]["@weight_norm@2"]["g"])
+    np.testing.assert_array_equal(node["g"], raw["w"]["@weight_norm"]["g"])
     np.testing.assert_allclose(p.fold(moved)["w"], p.fold(raw)["w"], rtol=0, atol=1e-6)
 
 
@@ -249,7 +249,7 @@ def test_a_chain_without_bases_has_nothing_to_rebase():
 FAMILY = (
     rpx.Orthogonal(where="tall")
     >> rpx.Orthogonal("expm", where="wide")
-    >> rpx.Orthogonal("householder", where="batch")
+    >> rpx.Orthogonal("householder", stacked=0, where="batch")
     >> rpx.SpecialOrthogonal("householder", where="rotation")
     >> rpx.Stiefel(where="frame")
     >> rpx.Grassmann("cayley", where="subspace")

@@ -75,7 +75,7 @@ def test_the_matrix_is_its_singular_value_decomposition(stage, shape, rank, spec
         pytest.param(
             rpx.Invertible(least=0.5), with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)), id="hardly invertible"
         ),
-        pytest.param(rpx.Invertible(), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
+        pytest.param(rpx.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
         pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
         pytest.param(rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.8, shape=(4, 2)), id="almost orthogonal"),
         pytest.param(rpx.AlmostOrthogonal(0.2), np.eye(3), id="identity"),

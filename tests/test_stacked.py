@@ -273,6 +273,35 @@ def test_axes_that_do_not_fit_are_refused(stage, text):
         stage.init({"w": KERNEL})
 
 
+@pytest.mark.parametrize(
+    ("made", "read", "shape", "text"),
+    [
+        (rpx.LowRank(2, stacked=0), rpx.LowRank(2), (3, 6, 4), "expected u of 2 axes, got one of shape (3, 6, 2)"),
+        (rpx.LowRank(2, rows=0), rpx.LowRank(2), (6, 2, 3), "expected v of 2 axes, got one of shape (2, 2, 3)"),
+        (
+            rpx.Diagonal(stacked=0),
+            rpx.Diagonal(),
+            (6, 3, 3),
+            "expected the values of a matrix, got those of shape (6, 3, 3)",
+        ),
+        (
+            rpx.LowRank(3),
+            rpx.LowRank(3, stacked=0),
+            (6, 4),
+            "expected values of equally many stacked arrays, got (3,), (6,)",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
+    with raises(
+        ValueError,
+        f"{read!r}.apply at 'w': {text}: another chain made this raw tree. Apply the chain that made it; "
+        "`p.check(raw, like=params)` lists every difference.",
+    ):
+        read.apply(made.init({"w": jnp.ones(shape)}))
+
+
 @pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
 def test_stacked_axes_count_once_from_the_front(axes):
     text = f"WeightNorm got stacked={axes!r}, but counts each of these axes once, from the front. Write it so."

@@ -11,19 +11,18 @@ from reparax._leafwise import Perturbation
 class Cast(Perturbation):
     """Weights in another floating dtype: the optimizer moves the raw precision, the model reads ``dtype``.
 
-    The raw tree is the model's own. Gradients come back in the raw precision. Two casts in a row become the second
-    where that is a subset of the first; ``Cast("bfloat16") >> Cast("float32")`` rounds, and stays as it is.
+    The raw tree is the model's own. Gradients come back in the raw precision. Casts in a row round one after the
+    other: ``Cast("bfloat16") >> Cast("float32")`` gives float32 of few digits.
 
     Args:
       dtype: A floating dtype, or its name.
       where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Perturbation`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
       {'w': Array([1, 1], dtype=bfloat16)}
-      >>> rpx.Cast("float32") >> rpx.Cast("bfloat16")
-      Cast('bfloat16')
     """
 
     dtype: Any

@@ -86,6 +86,7 @@ class Constraint(Reparametrization):
         ``"project"`` starts at such a point too. ``"refuse"`` takes points of the image alone, and only where they
         have a gradient. Traced arrays and bounds are not checked: they start as by ``"project"``.
       where: As for :class:`Reparametrization`.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -27,6 +27,7 @@ class CudnnLSTM(Reparametrization):
       biases: How many biases of a gate train: 2, which cuDNN adds up, 1, as in flax and equinox, or 0. The vector
         holds zeros for the others.
       where: Which arrays to act on. Default: floating vectors of the right size.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -69,7 +69,7 @@ def _exponential(s: Array) -> Array:
 class PositiveDefinite(Matrices):
     r"""Symmetric matrices of positive eigenvalues: :math:`W = L L^T` or :math:`W = e^S`.
 
-    Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``: the rows of the lower triangular L, whose diagonal is
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, whose diagonal is
     softplus of these numbers (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for definite
     matrices, as far as the dtype can tell the smallest eigenvalue from zero; other matrices are made symmetric, and
     their eigenvalues raised to 2 n units of rounding of the largest. The numbers of S are logarithms, whose rounding
@@ -78,7 +78,9 @@ class PositiveDefinite(Matrices):
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -137,7 +139,7 @@ class PositiveDefinite(Matrices):
 class PositiveSemidefinite(Matrices):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
-    Raw value: ``x`` (main) of shape ``(..., n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
+    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
     it starts at the nearest such matrix: its ``rank`` largest eigenvalues, the negative ones set to zero. Columns of
     eigenvalue zero get a length that is lost in rounding, but lets them train. A matrix without positive eigenvalues
     is an error: the nearest point is zero, where the gradient is zero too, so that it would never train. With
@@ -146,7 +148,10 @@ class PositiveSemidefinite(Matrices):
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

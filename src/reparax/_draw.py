@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax import _threefry
+from reparax import _keys, _threefry
 
 
 def normal(key: Array, w: Array) -> Array:
@@ -57,7 +57,7 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShard
     if not _threefry.handles(key, shape):
         return jax.random.normal(key, shape, dtype, out_sharding=sharding)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in jax.random.split(key))
+        real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in _keys.split(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one

@@ -21,6 +21,7 @@ class Fibration(Reparametrization):
       embed: A right inverse of it.
       where: Which arrays to act on; the stages before it need the same one. Default: every floating or complex
         parameter.
+      stacked: As for :class:`Reparametrization`; the stages before it need the same one.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -21,6 +21,7 @@ class Freeze(Reparametrization):
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

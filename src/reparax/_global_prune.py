@@ -25,7 +25,9 @@ class GlobalPrune(Reparametrization):
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
         for one after the other, each among what is left. A share may be a traced scalar.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: None, as all arrays have one ranking.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -40,9 +40,9 @@ def _lyapunov(a: Array, q: Array) -> Array:
 class Hurwitz(Matrices):
     r"""Stable matrices: :math:`W = P (S - Q / 2) - \alpha I`, all of whose eigenvalues have real parts below -alpha.
 
-    P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q`` of shape
-    ``(..., n (n + 1) / 2)``, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s`` of shape
-    ``(..., n (n - 1) / 2)``, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
+    P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q``,
+    vectors of n (n + 1) / 2 numbers, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s``, one of
+    n (n - 1) / 2 numbers, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
     solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
     are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum, and of
     alpha, inside it. The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest
@@ -51,7 +51,9 @@ class Hurwitz(Matrices):
     Args:
       rate: The decay rate alpha, not negative.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

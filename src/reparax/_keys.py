@@ -55,7 +55,7 @@ def checked(key: Any, who: str, in_batches: str) -> jax.Array:
 
 
 def split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A key for each of the independent arrays that are stacked in one."""
+    """An array of keys of this shape, whose draws are independent."""
     return jax.random.split(key, shape)
 
 

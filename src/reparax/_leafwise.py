@@ -160,9 +160,12 @@ class Perturbation(_Leafwise):
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
         ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. Default: every
         floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
-        stage says otherwise.
-      stacked: Axes of independent arrays, such as layers under a scan: the formula acts on each by itself. By number,
-        counted from the front, or by name.
+        stage says otherwise. With two or more, biases and scales are left alone, by what libraries call them:
+        ``bias``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
+      stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index of them as on
+        an array of its own, with draws of its own. By number, counted from the front, or by name; several as a tuple.
+        Nothing else counts them: of kernels of ``(layers, in, out)``, ``stacked=0`` leaves matrices, which have two
+        dimensions, and whose ``axis=0`` is ``in``. Default: none.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -274,7 +277,7 @@ class Reparametrization(_Leafwise):
         in, or as near to these as it has axes.
 
     Example:
-      >>> import jax.numpy as jnp, reparax as rpx
+      >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> class LogScale(rpx.Reparametrization):
       ...     def init_leaf(self, w):
       ...         return {"log": jnp.log(w)}
@@ -282,6 +285,9 @@ class Reparametrization(_Leafwise):
       ...         return jnp.exp(values["log"])
       >>> LogScale().init({"w": jnp.ones(2)})
       {'w': {'@log_scale': {'log': Array([0., 0.], dtype=float32)}}}
+      >>> layers = {"kernel": jnp.ones((12, 8, 4)), "bias": jnp.zeros((12, 4))}
+      >>> jax.tree.map(jnp.shape, rpx.WeightNorm(stacked=0).init(layers))
+      {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Linear algebra on batches of matrices that several families share, and what they say of an array that holds none."""
+"""Linear algebra that several families share, on one matrix or on many, and what they say of other shapes."""
 
 import functools
 
@@ -46,34 +46,27 @@ def divided(w: Array, rows: int, columns: int) -> Array:
     return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
 
 
-def no_matrix(w: Array) -> str | None:
-    """What is wrong with an array of less than two dimensions, or None."""
-    if w.ndim >= 2:
-        return None
-    return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
-
-
 def no_square(w: Array) -> str | None:
-    """What is wrong with an array that holds no square matrices, or None."""
-    if w.ndim >= 2 and w.shape[-1] == w.shape[-2] > 0:
+    """What is wrong with a matrix that is not square, or None."""
+    if w.shape[-1] == w.shape[-2] > 0:
         return None
     return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
 
 
 def no_rank(rank: int, w: Array) -> str | None:
-    """What is wrong with ``rank`` as that of the matrices in ``w``, or None."""
-    if w.ndim < 2 or 1 <= rank <= min(w.shape[-2:]):
-        return no_matrix(w)
+    """What is wrong with ``rank`` as that of the matrix ``w``, or None."""
+    if 1 <= rank <= min(w.shape):
+        return None
     return (
-        f"expected 1 <= rank <= min{tuple(w.shape[-2:])} = {min(w.shape[-2:])}, got rank {rank}. "
+        f"expected 1 <= rank <= min{tuple(w.shape)} = {min(w.shape)}, got rank {rank}. "
         f"Narrow the stage with `where`, or change `rank`."
     )
 
 
 def undivided(blocks: tuple[int, int], w: Array) -> str | None:
     """What is wrong with the numbers of blocks that ``w`` is to fall into, or None."""
-    if w.ndim < 2 or all(size and size % number == 0 for size, number in zip(w.shape[-2:], blocks, strict=True)):
-        return no_matrix(w)
+    if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
+        return None
     return (
         f"expected matrices of {blocks[0]} times {blocks[1]} equal blocks, got shape {w.shape}. "
         f"Leave it out with `where`."

@@ -70,12 +70,15 @@ def _triangle_order(size: int, *, strict: bool) -> int:
 class Symmetric(_Pattern):
     r"""Symmetric matrices: :math:`W = W^T`, of complex numbers too.
 
-    Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``, the lower triangle row after row. ``init`` gives that of
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row after row. ``init`` gives that of
     :math:`(W + W^T) / 2`; it is exact for symmetric matrices, else it starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -97,13 +100,16 @@ class Symmetric(_Pattern):
 class Skew(_Pattern):
     r"""Skew-symmetric matrices: :math:`W = -W^T`, of complex numbers too.
 
-    Raw value: ``x`` (main) of shape ``(..., n (n - 1) / 2)``, the lower triangle without the diagonal, row after row.
+    Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row after row.
     ``init`` gives that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, else it starts at the
     nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -134,15 +140,18 @@ class Skew(_Pattern):
 class Triangular(_Pattern):
     r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
 
-    Raw value: ``x`` (main) of shape ``(..., n (n + 1) / 2)``, the lower triangle row after row, or the upper one
-    column after column; with a unit diagonal, ``(..., n (n - 1) / 2)``. ``init`` keeps these numbers; it is exact for
-    triangular matrices, else it starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row after row, or the upper one
+    column after column; with a unit diagonal, n (n - 1) / 2. ``init`` keeps these numbers; it is exact for triangular
+    matrices, else it starts at the nearest one.
 
     Args:
       lower: Whether the zeros are above the diagonal, or below it.
       unit_diagonal: Whether the diagonal is one of ones, which do not train.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -172,12 +181,15 @@ class Triangular(_Pattern):
 class Diagonal(_Pattern):
     r"""Diagonal matrices: :math:`W_{ij} = 0` for i unlike j.
 
-    Raw value: ``x`` (main) of shape ``(..., n)``, the diagonal. ``init`` keeps it; it is exact for diagonal matrices,
+    Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` keeps it; it is exact for diagonal matrices,
     else it starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -204,12 +216,15 @@ class Diagonal(_Pattern):
 class Circulant(_Pattern):
     r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
-    Raw value: ``x`` (main) of shape ``(..., n)``, the first column. ``init`` takes the mean of each wrapped diagonal;
+    Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped diagonal;
     it is exact for circulant matrices, else it starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -234,12 +249,15 @@ class Circulant(_Pattern):
 class Toeplitz(_Pattern):
     r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
 
-    Raw value: ``x`` (main) of shape ``(..., 2 n - 1)``, the diagonals from the upper right to the lower left.
+    Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left.
     ``init`` takes the mean of each; it is exact for Toeplitz matrices, else it starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -260,13 +278,16 @@ class Toeplitz(_Pattern):
 class BlockDiagonal(Matrices):
     r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
-    Raw value: ``x`` (main) of shape ``(..., blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact
-    for block diagonal matrices, else it starts at the nearest one.
+    Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact for
+    block diagonal matrices, else it starts at the nearest one.
 
     Args:
       blocks: The number of blocks, which must divide n and m.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import jax
 from jax import Array
 
+from reparax import _raw
 from reparax._axes import Axes, listed, optional
 from reparax._constraint import Constraint
 
@@ -97,6 +98,7 @@ class Matrices(Constraint):
         def each(x: Any, *others: Any) -> Any:
             if isinstance(x, Mapping):
                 counts = self._counts(x)
+                self._require_axes(x, counts)
                 made = formula({name: self._merged_value(name, value, counts) for name, value in x.items()}, *others)
                 groups, sizes = self._groups(sum(counts)), self._sizes(x, counts)
             else:
@@ -104,6 +106,10 @@ class Matrices(Constraint):
                 made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
             if isinstance(made, Mapping):
                 return {name: self._parted_value(name, value, sizes) for name, value in made.items()}
+            if isinstance(x, Mapping) and made.ndim != 2:
+                raise ValueError(
+                    f"expected the values of a matrix, got those of shape {made.shape}: {_raw.OTHER_CHAIN}"
+                )
             return _parted(made, groups, sizes) if made.ndim == 2 else made
 
         return super()._over(each)
@@ -122,6 +128,15 @@ class Matrices(Constraint):
                 known[missing[0]] = held - sum(known[axis] or 0 for axis in groups)
         rows, columns = known["rows"], known["columns"]
         return rows or columns or 1, columns or rows or 1
+
+    def _require_axes(self, values: Mapping[str, Array], counts: tuple[int, int]) -> None:
+        """Refuses raw values of more or fewer axes than those of such a matrix have."""
+        numbers = {"rows": counts[0], "columns": counts[1]}
+        for name, axes in self.value_axes.items():
+            wanted = sum(numbers.get(axis, 1) for axis in axes)
+            if name in values and values[name].ndim != wanted:
+                got = values[name].shape
+                raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {_raw.OTHER_CHAIN}")
 
     def _sizes(self, values: Mapping[str, Array], counts: tuple[int, int]) -> tuple[Sizes, Sizes] | None:
         """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""

@@ -17,8 +17,8 @@ from reparax._precision import widened
 class LowRank(Matrices):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
-    Raw values: ``u`` of shape ``(..., n, rank)`` and ``v`` of shape ``(..., rank, m)``, both main. ``init`` takes the
-    truncated singular value decomposition, the singular values split evenly between the factors; it is exact when
+    Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
+    singular value decomposition, the singular values split evenly between the factors; it is exact when
     ``W`` has rank at most ``rank``, else ``apply(init(W))`` is the nearest such matrix in Frobenius norm. Where a
     singular value is zero, the row of ``v`` is a random one of length 1, so that a zero matrix trains, whatever its
     gradient. The arithmetic of half-precision matrices is float32.
@@ -26,13 +26,23 @@ class LowRank(Matrices):
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`: axes of matrices of their own.
+      rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
+        does not name; the first of a matrix. An array of more than two dimensions needs one of ``rows``, ``columns``
+        and ``stacked``. Raw values have several rows as several axes too.
+      columns: The axes that are columns. Default: those that ``rows`` does not name; the last of a matrix.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> raw = rpx.LowRank(1).init({"w": jnp.ones((3, 2))})
       >>> jax.tree.map(jnp.shape, raw)
       {'w': {'@low_rank': {'u': (3, 1), 'v': (1, 2)}}}
+      >>> p = rpx.LowRank(2, rows=0, columns=(1, 2))  # of an attention kernel (embed, heads, dim)
+      >>> raw = p.init({"query": {"kernel": jnp.ones((8, 4, 3)), "bias": jnp.zeros((4, 3))}})
+      >>> jax.tree.map(jnp.shape, raw["query"])
+      {'bias': (4, 3), 'kernel': {'@low_rank': {'u': (8, 2), 'v': (2, 4, 3)}}}
 
     References:
       Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
@@ -70,15 +80,18 @@ class LowRank(Matrices):
 class Kronecker(Matrices):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
-    Raw values, both main: ``a`` of shape ``(..., *shape)`` and ``b`` of shape ``(..., n / shape[0], m / shape[1])``.
-    ``init`` is exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
+    Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
+    exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
     triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix is a random one of
     length 1, so that it trains.
 
     Args:
       shape: The shape of A, which must divide that of W.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -23,6 +23,7 @@ class VarNoise(Drawn):
     Args:
       std: Standard deviation, a number or a traced scalar, not negative (of a traced one, nobody checks it).
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
+      stacked: As for :class:`Perturbation`. The numbers of an array are independent already, so no draw changes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -66,9 +67,9 @@ class WeightDropout(Drawn):
       broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
         columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
         :class:`WeightNorm`.
-      stacked: Axes of independent arrays, as of layers under a scan; ``broadcast`` counts the other axes.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
         scales.
+      stacked: As for :class:`Perturbation`; ``broadcast`` counts the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

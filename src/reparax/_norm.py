@@ -42,7 +42,9 @@ class WeightNorm(Reparametrization):
       axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
         ``(in, out)`` and for a convolution's ``(height, width, in, out)``. A tuple for several, None for one length
         of the whole array. By number or by name.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -100,7 +102,9 @@ class SpectralNorm(Constraint):
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       axis: The feature axis: ``-1`` for flax's kernels; torch's ``dim``, which is 0 and for transposed convolutions 1.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -1,13 +1,12 @@
 """Matrices of orthonormal columns or rows."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._linalg import adjoint, no_matrix, no_square, oriented, polar, product
+from reparax._linalg import adjoint, no_square, oriented, polar, product
 from reparax._matrices import Matrices
 from reparax._precision import widened
 from reparax._trivialization import cayley, exponential, householder
@@ -53,9 +52,10 @@ class _Orthonormal(Matrices):
         wide = x.shape[-2] < x.shape[-1]
         return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
 
-    @abstractmethod
     def refuse_shape(self, w: Array) -> str | None:
-        """Why an array of this shape has no place here, or None."""
+        """Why a matrix of this shape has no place here, or None."""
+        del w
+        return None
 
     def nearest(self, w: Array) -> Array:
         """The point of the image that is nearest to ``w``."""
@@ -75,14 +75,16 @@ class Orthogonal(_Orthonormal):
     X, with B (``"householder"``). ``init`` gives ``x = 0``, and the base is ``w`` where that is orthogonal, else the
     nearest such matrix, its polar factor; so ``init`` is exact on the image, and weight decay pulls towards the
     base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
-    Arrays of more than two dimensions are batches of matrices. Of a tall or wide matrix, no array larger than twice
-    ``w`` is made. Samples are uniform (Haar).
+    Of a tall or wide matrix, no array larger than twice ``w`` is made. Samples are uniform (Haar).
 
     Args:
       map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
         has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -98,9 +100,6 @@ class Orthogonal(_Orthonormal):
       storage-efficient WY representation for products of Householder transformations*, 1989.
     """
 
-    def refuse_shape(self, w: Array) -> str | None:
-        return no_matrix(w)
-
 
 class SpecialOrthogonal(_Orthonormal):
     r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
@@ -111,7 +110,9 @@ class SpecialOrthogonal(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -142,7 +143,10 @@ class Stiefel(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -156,7 +160,7 @@ class Stiefel(_Orthonormal):
     """
 
     def refuse_shape(self, w: Array) -> str | None:
-        if w.ndim >= 2 and w.shape[-2] >= w.shape[-1]:
+        if w.shape[-2] >= w.shape[-1]:
             return None
         return (
             f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
@@ -174,7 +178,10 @@ class Grassmann(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -191,7 +198,7 @@ class Grassmann(_Orthonormal):
     """
 
     def refuse_shape(self, w: Array) -> str | None:
-        if w.ndim >= 2 and w.shape[-2] > w.shape[-1]:
+        if w.shape[-2] > w.shape[-1]:
             return None
         return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
 

@@ -69,7 +69,9 @@ class MagnitudePrune(_Prune):
         ``(in, out)``. Default: single weights.
       order: The norm by which slices compare, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -110,7 +112,9 @@ class RandomPrune(_Prune):
         for one after the other, each among what is left. A share may be a traced scalar.
       axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

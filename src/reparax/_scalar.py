@@ -64,6 +64,7 @@ class Positive(_Map):
       map: ``"softplus"``, ``"exp"`` or ``"square"``; the square reaches zero too.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -125,6 +126,7 @@ class Bounded(_Map):
       high: The upper bound :math:`b`, greater than ``low``, a number or a traced scalar.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -199,6 +201,7 @@ class Elementwise(_Map):
       inverse: Its right inverse.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -249,6 +252,7 @@ class Scale(Reparametrization):
     Args:
       factor: :math:`c`, a number other than 0 or a traced scalar.
       where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -14,7 +14,6 @@ from reparax._axes import whole
 from reparax._hyperparameter import known_number
 from reparax._linalg import (
     adjoint,
-    no_matrix,
     no_rank,
     no_square,
     oriented,
@@ -39,9 +38,6 @@ class _SingularValues(Matrices):
         "base_u": ("rows", "rank"),
         "base_v": ("columns", "rank"),
     }
-
-    def refuse_leaf(self, w: Array) -> str | None:
-        return no_matrix(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x, rank = widened(w), self.rank_of(w)
@@ -113,8 +109,8 @@ class _BoundedBelow(_SingularValues):
 class FixedRank(_BoundedBelow):
     r"""A matrix of rank ``rank``, neither more nor less: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values, all main: ``u`` and ``v`` of shapes ``(..., n, rank)`` and ``(..., m, rank)``, which lead the singular
-    vectors away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(..., rank)``, real.
+    Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which lead the singular vectors
+    away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real.
     Fixed: ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
     value decomposition; it is exact for a matrix of that rank whose singular values are above ``least`` and can be
     told from zero in the dtype. Else it starts at the nearest such matrix, with twice that bound for singular values
@@ -124,7 +120,10 @@ class FixedRank(_BoundedBelow):
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
       least: The bound epsilon that all ``rank`` singular values stay above.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -160,7 +159,10 @@ class Invertible(_BoundedBelow):
     Args:
       least: The bound that all singular values stay above.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -185,7 +187,9 @@ class SpecialLinear(_SingularValues):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -227,7 +231,10 @@ class AlmostOrthogonal(_SingularValues):
     Args:
       radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

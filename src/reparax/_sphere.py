@@ -25,7 +25,9 @@ class Sphere(Constraint):
         output of a dense kernel ``(in, out)``. None for the whole array.
       radius: The length, a number or a traced scalar.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -77,7 +79,9 @@ class MaxNorm(Constraint):
         the weights of each output of a dense kernel ``(in, out)`` or of a convolution, ``0`` each row of an embedding.
         None for the length of the whole array.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -139,7 +143,8 @@ class PoincareBall(Constraint):
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
       axis: The axes along which a point's coordinates lie, as for :class:`Sphere`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

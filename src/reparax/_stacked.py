@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax._raw import OTHER_CHAIN
+
 Places = tuple[int, ...]
 
 
@@ -26,7 +28,12 @@ def over(stacked: Places, formula: Callable[..., Any]) -> Callable[..., Any]:
         each = jax.vmap(each)
 
     def mapped(*args: Any) -> Any:
-        return jax.tree.map(partial(_to_place, stacked), each(*jax.tree.map(partial(_to_front, stacked), args)))
+        fronts = jax.tree.map(partial(_to_front, stacked), args)
+        counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
+        if len(counts) > 1:
+            sizes = ", ".join(map(repr, sorted(counts)))
+            raise ValueError(f"expected values of equally many stacked arrays, got {sizes}: {OTHER_CHAIN}")
+        return jax.tree.map(partial(_to_place, stacked), each(*fronts))
 
     return mapped
 

@@ -26,7 +26,9 @@ class WeightStandardization(Constraint):
     Args:
       axis: The feature axes, each index of which has a mean and a variance of its own, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
