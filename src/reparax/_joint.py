@@ -22,6 +22,7 @@ from reparax._nodes import (
     values_under,
 )
 from reparax._paths import PyTree, is_array, named
+from reparax._pending import settled
 from reparax._stage import Stage
 
 Leaves = dict[str, dict[str, Array]]
@@ -85,13 +86,16 @@ class Joint(Stage):
         return treedef.unflatten(leaves)
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
         is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         marks = {i: str(_raw.own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
         if not marks:
             raise no_own_node(call(self, "apply"), self.kind, tree)
-        for group in self._groups("apply", slots, list(map(is_node, leaves))):
+        groups = self._groups("apply", slots, list(map(is_node, leaves)))
+        own = [i for group in groups for i in group.values()]
+        for i, node in zip(own, settled([leaves[i] for i in own], keys), strict=True):
+            leaves[i] = node
+        for group in groups:
             with located(_at(call(self, "apply"), slots, group)):
                 for i in group.values():
                     require_values(leaves[i], marks[i])

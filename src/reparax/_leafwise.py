@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Self
@@ -66,10 +67,6 @@ class _Leafwise(Stage):
             return self.refuse_leaf(w)
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
-
-    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys  # noise on arrays that the stage does not act on may wait
-        return tree
 
     def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
         if self.min_ndim >= 2 and _where.is_bias_or_scale(slot):
@@ -216,13 +213,14 @@ class Perturbation(_Leafwise):
             leaves[i] = stage._changed(f"{who} at {slot.path!r}", jnp.asarray(w), key)
         return treedef.unflatten(leaves)
 
-    def _averaged(self, tree: PyTree) -> PyTree:
+    def _averaged(self, tree: PyTree, keys: Keys) -> PyTree:
         """The tree with the mean of each array that the stage acts on."""
         found, treedef = self._selection("fold", tree)
         leaves, who = [w for w, _, _ in found], call(self, "fold")
-        for i, (w, slot, stage) in enumerate(found):
-            if stage is not None:
-                leaves[i] = stage._mean(f"{who} at {slot.path!r}", jnp.asarray(w))
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = drawn([leaves[i] for i in acting], keys)
+        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
+            leaves[i] = stage._mean(f"{who} at {slot.path!r}", jnp.asarray(w))
         return treedef.unflatten(leaves)
 
     def _mean(self, who: str, before: Array) -> Array:
@@ -396,7 +394,8 @@ class Reparametrization(_Leafwise):
     def _own_nodes(self, method: str, tree: PyTree, keys: Keys) -> tuple[list[Any], Any, dict[int, _Node]]:
         """The leaves of ``tree``, where marker dicts of the kind are leaves too, and the stage's own among these.
 
-        Another stage of the kind may have made some of them, on arrays that this one does not select.
+        Another stage of the kind may have made some of them, on arrays that this one does not select: where the type
+        of an array decides that, whatever this stage could not have made is none of its own.
         """
         is_node, who = _raw.is_node(self.kind), call(self, method)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
@@ -404,10 +403,11 @@ class Reparametrization(_Leafwise):
         nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
         if not nodes:
             raise no_own_node(who, self.kind, tree)
+        fitting = {} if _where.by_path(self.where) else self._all_fitting(nodes, names)
 
         def place(i: int) -> _where.Place:
             array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
-            present = i in nodes or is_array(leaves[i])
+            present = is_array(leaves[i]) or i in (fitting or nodes)
             return _where.Place(slots[i], present, array, lambda: self._by_default(who, array(), slots[i], names[i]))
 
         places = list(map(place, range(len(leaves))))
@@ -417,9 +417,9 @@ class Reparametrization(_Leafwise):
                 f"{who} selects {slot.path!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
-        own = {i: node for i, node in nodes.items() if chosen[i]}
+        own = {i: fitting.get(i) or self._fitting(node, names[i]) for i, node in nodes.items() if chosen[i]}
         ready = settled([node.held for node in own.values()], keys)
-        return leaves, treedef, {i: self._fitting(own[i], names[i], held) for i, held in zip(own, ready, strict=True)}
+        return leaves, treedef, {i: replace(own[i], held=held) for i, held in zip(own, ready, strict=True)}
 
     def _node(self, who: str, x: Mapping[str, Any]) -> _Node:
         mark = str(_raw.own_mark(x, self.kind))
@@ -427,12 +427,20 @@ class Reparametrization(_Leafwise):
             require_values(x, mark)
         return _Node(who, self, mark, x[mark])
 
-    def _fitting(self, node: _Node, names: AxisNames | None, held: Mapping[str, Any]) -> _Node:
-        """``node``, of values without noise, once they are known to be those of the stage."""
+    def _all_fitting(self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None]) -> dict[int, _Node]:
+        """Those of the nodes that the stage could have made."""
+        found: dict[int, _Node] = {}
+        for i, node in nodes.items():
+            with suppress(Exception):  # a formula may fail in any way on the values of another stage
+                found[i] = self._fitting(node, names[i])
+        return found
+
+    def _fitting(self, node: _Node, names: AxisNames | None) -> _Node:
+        """``node``, once its values are known to be those of the stage."""
         with located(node.who):
             stage = self._numbered(names)
-            require_fit(held, _remembered(Reparametrization._expected, stage, types_under(held)))
-        return replace(node, stage=stage, held=held)
+            require_fit(node.held, _remembered(Reparametrization._expected, stage, types_under(node.held)))
+        return replace(node, stage=stage)
 
     def _type(self, node: _Node, names: AxisNames | None) -> Any:
         """Shape and dtype of the effective array of a node."""
@@ -460,7 +468,7 @@ class Reparametrization(_Leafwise):
         effective = self._effective(types)
         try:
             values = jax.eval_shape(lambda w: self._values(w, None), effective)
-        except jax.errors.JAXTypeError:
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             return None
         return {name: value.shape for name, value in values.items()}
 

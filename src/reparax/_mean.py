@@ -45,5 +45,4 @@ class Mean(Stage):
         return self.stage._init(tree, keys)
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
-        return self.stage._averaged(tree)
+        return self.stage._averaged(tree, keys)

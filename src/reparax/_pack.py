@@ -15,6 +15,7 @@ from reparax._keys import Keys
 from reparax._layouts import blocks, optional, read, write
 from reparax._nodes import located, no_own_node
 from reparax._paths import IsLeaf, PyTree, described, is_array, named
+from reparax._pending import settled
 from reparax._raw import Slot
 from reparax._stage import Stage
 from reparax._where import matches, nearest
@@ -83,13 +84,15 @@ class _Rearranged(Stage):
         return treedef.unflatten(leaves)
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
         is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         marks = {i: str(_raw.own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
         if not marks:
             raise no_own_node(call(self, "apply"), self.kind, tree)
         cells = self._cells("apply", _found(leaves, slots, is_node))
+        own = [i for places in cells.values() for i in places.values()]
+        for i, node in zip(own, settled([leaves[i] for i in own], keys), strict=True):
+            leaves[i] = node
         for cell, places in cells.items():
             with located(_at(call(self, "apply"), cell)):
                 effective = self._effective({path: leaves[i][marks[i]] for path, i in places.items()})

@@ -28,11 +28,16 @@ class Stage(Parametrization):
     def advances(self) -> bool:
         return False
 
+    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys  # noise on arrays that the stage does not act on may wait
+        return tree
+
     def _rebase(self, tree: PyTree) -> PyTree:
         return tree
 
-    def _averaged(self, tree: PyTree) -> PyTree:
+    def _averaged(self, tree: PyTree, keys: Keys) -> PyTree:
         """The tree with the mean of each array that the stage draws: what ``Mean`` calls."""
+        del keys
         return tree
 
     @abstractmethod

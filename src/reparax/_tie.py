@@ -16,6 +16,7 @@ from reparax._core import call
 from reparax._keys import Keys
 from reparax._manifest import code
 from reparax._paths import PyTree, described, is_array, named
+from reparax._pending import drawn
 from reparax._raw import Slot
 from reparax._stage import Stage
 from reparax._where import matches, nearest
@@ -77,12 +78,20 @@ class Tie(Stage):
 
     def _init(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
-        leaves, slots, treedef = _raw.flatten(tree)
+        is_node = _raw.is_node(self.kind)
+        leaves, slots, treedef = _raw.flatten(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        places = self._places("init", [slot for slot, x in zip(slots, leaves, strict=True) if is_array(x)])
+        places = self._places(
+            "init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
+        )
         for target, (source, transform) in places.items():
+            for path in filter(lambda path: is_node(values[path]), (target, source)):
+                raise ValueError(
+                    f"{call(self, 'init')} names {path!r}, which a later Tie of the chain has tied already. Name each "
+                    f"place as a target once, and as a source the array that owns it."
+                )
             self._require_equal(target, values[target], source, values[source], transform)
-        numbers = [_raw.number(path, self.kind) for path in named(tree)[0]]
+        numbers = [_raw.number(path, self.kind) for path in named(tree, is_node)[0]]
         return treedef.unflatten(
             [
                 {_raw.marker(self.kind, number): {}} if slot.draw in places else leaf
@@ -104,7 +113,6 @@ class Tie(Stage):
             )
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
         is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
@@ -122,6 +130,8 @@ class Tie(Stage):
                     f"{call(self, 'apply')} got a tree that never went through init: {target!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
+        owners = [path for path in dict.fromkeys(source for source, _ in places.values()) if path not in places]
+        values |= zip(owners, drawn([values[path] for path in owners], keys), strict=True)
 
         def value(path: str) -> Array:
             if path not in places:

@@ -131,6 +131,11 @@ def checked(where: Any, owner: str) -> None:
         )
 
 
+def by_path(where: Where) -> bool:
+    """Whether paths alone say what is selected, whatever the arrays there."""
+    return isinstance(where, str | Selected)
+
+
 def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
     """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``.
 
