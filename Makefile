@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers test-versions bench docs lint format clean
+.PHONY: demo test test-peers test-versions bench docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -30,6 +30,11 @@ bench: $(VENV)/bench.stamp
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html
 	@echo 'The home page is docs/_build/html/index.html.'
+
+# Merging streams is left to the script: where a page is written too, it says twice what comes in two parts.
+notebooks: $(VENV)/docs.stamp
+	$(RUN) -m sphinx -E -W --keep-going -j auto -q -b dummy -D nb_merge_streams=0 docs docs/_build/dummy
+	$(RUN) notebooks
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check

@@ -61,6 +61,7 @@ def empty_when_full(programs: Path) -> None:
             program.unlink(missing_ok=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file share programs, so they belong to one worker, where they say nothing else."""
     for item in items:

@@ -2,6 +2,7 @@
 
 import pickle
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def test_the_model_gets_the_boxes_it_had(params, key):
 def test_values_and_draws_are_those_without_boxes(key):
     boxed, plain = CHAIN.init(partitioned()), CHAIN.init(nn.unbox(partitioned()))
     got = nn.unbox((boxed, CHAIN.apply(boxed, key)))
-    jax.tree.map(np.testing.assert_array_equal, got, (plain, CHAIN.apply(plain, key)))
+    chex.assert_trees_all_equal(got, (plain, CHAIN.apply(plain, key)))
 
 
 def test_update_and_rebase_keep_the_boxes():

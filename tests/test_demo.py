@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +64,7 @@ def test_all_configurations_start_from_the_same_model(key):
     params = jax.vmap(demo.MODEL.init, in_axes=(0, None))(jax.random.split(key, 2), jnp.zeros((1, 64)))
     for p in demo.CONFIGURATIONS.values():
         effective = jax.vmap(p.fold)(demo.start(p, params).raw)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), effective, params)
+        chex.assert_trees_all_close(effective, params, atol=1e-6)
 
 
 def test_a_cell_is_mean_and_sample_standard_deviation():

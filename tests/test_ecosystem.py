@@ -4,7 +4,9 @@ Checkpoints are in test_checkpoint, training in test_optax, transforms of JAX in
 """
 
 import copy
+import functools
 
+import chex
 import equinox as eqx
 import haiku as hk
 import jax
@@ -49,11 +51,7 @@ def flat(tree):
     return {keystr(path, simple=True, separator="/"): x for path, x in tree_flatten_with_path(tree)[0]}
 
 
-def assert_identical(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+assert_identical = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def moved(tx):

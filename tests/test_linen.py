@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,6 @@ class BatchNorm(nn.Module):
         return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
 
 
-def assert_identical(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 def test_statistics_advance_beside_raw_parameters_in_one_tree(key: Array) -> None:
     variables = BatchNorm().init(key, X)
     raw = mlp.P.init(variables)
@@ -100,14 +96,14 @@ def test_statistics_advance_beside_raw_parameters_in_one_tree(key: Array) -> Non
 def test_batch_statistics_are_not_touched_by_default(key: Array) -> None:
     variables = BatchNorm().init(key, X)
     effective = NOISY.apply(NOISY.init(variables), key)
-    assert_identical(effective["batch_stats"], variables["batch_stats"])
+    chex.assert_trees_all_equal(effective["batch_stats"], variables["batch_stats"])
     assert not np.array_equal(effective["params"]["BatchNorm_0"]["scale"], variables["params"]["BatchNorm_0"]["scale"])
 
 
 def test_collections_other_than_params_are_not_touched_by_default(key: Array) -> None:
     variables = {**BatchNorm().init(key, X), "cache": {"Attention_0": {"cached_key": jnp.ones((2, 3))}}}
     effective = NOISY.apply(NOISY.init(variables), key)
-    assert_identical(effective["cache"], variables["cache"])
+    chex.assert_trees_all_equal(effective["cache"], variables["cache"])
 
 
 def test_batch_statistics_are_touched_when_named(key: Array) -> None:

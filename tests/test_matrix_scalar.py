@@ -1,5 +1,6 @@
 """Low rank, positive, frozen and cast weights against numpy and scipy in double precision."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,7 +274,7 @@ def test_a_part_is_frozen_and_unfrozen_while_training_with_the_weights_kept():
     frozen = q.init(p.fold(raw))
     thawed = p.init(q.fold(frozen))
     for chain, tree in ((q, frozen), (p, thawed)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), chain.fold(tree), p.fold(raw))
+        chex.assert_trees_all_close(chain.fold(tree), p.fold(raw), rtol=1e-6)
     free, fixed = rpx.partition(frozen)
     assert (len(jax.tree.leaves(free["encoder"])), len(jax.tree.leaves(fixed["head"]))) == (0, 0)
     assert jax.tree.structure(thawed) == jax.tree.structure(raw)

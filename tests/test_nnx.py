@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import mlp
@@ -105,9 +106,9 @@ def test_nnx_optimizer_leaves_fixed_values_alone_and_update_advances_them() -> N
     free, fixed = jax.tree.map(jnp.copy, parts(raw))
     slope, _ = parts(step(raw, optimizer))
     moved, held = parts(raw)
-    jax.tree.map(np.testing.assert_array_equal, held, fixed)
+    chex.assert_trees_all_equal(held, fixed)
     want = jax.tree.map(lambda w, g: w - mlp.RATE * g, free, slope)
-    jax.tree.map(lambda got, w: np.testing.assert_allclose(got, w, rtol=1e-6), moved, want)
+    chex.assert_trees_all_close(moved, want, rtol=1e-6)
     assert len(jax.tree.leaves(fixed)) == 4
     assert not np.array_equal(moved["l1"]["bias"], free["l1"]["bias"])
     nnx.update(raw, nnx.state(p.update(raw)))

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,8 +171,7 @@ def test_multi_steps_of_two_equals_one_step_with_the_mean_gradient() -> None:
     updates, _ = tx.update(second, state, raw)
     got = optax.apply_updates(raw, updates)
     want = jax.tree.map(lambda w, g: w - 0.1 * 2 * g, raw, first)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights(key: Array) -> None:
@@ -198,8 +198,8 @@ def test_the_ema_of_optax_averages_free_values_without_bias() -> None:
         _, state = tx.update(free, tx.init(free))
         average, _ = tx.update(jax.tree.map(lambda x: 3 * x, free), state)
     # After two steps the weights of the two trees are 0.9 * 0.1 and 0.1, over their sum of 1 - 0.9 ** 2.
-    for x, y in zip(jax.tree.leaves(average), jax.tree.leaves(free), strict=True):
-        np.testing.assert_allclose(x, (0.09 + 3 * 0.1) / 0.19 * np.asarray(y), rtol=1e-5)
+    want = jax.tree.map(lambda x: (0.09 + 3 * 0.1) / 0.19 * x, free)
+    chex.assert_trees_all_close(average, want, rtol=1e-5)
     rpx.SpectralNorm().check(rpx.combine(average, fixed), like=_params())
 
 
@@ -339,8 +339,7 @@ def test_a_std_of_zero_continues_a_quiet_run(key: Array) -> None:
     raw = rpx.WeightNorm().init(_params())
     quiet = _trained(rpx.WeightNorm(), tx, raw, tx.init(raw), key, 3)
     silent = _trained(rpx.WeightNorm() >> rpx.VarNoise(0.0), tx, raw, tx.init(raw), key, 3)
-    for x, y in zip(jax.tree.leaves(silent), jax.tree.leaves(quiet), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(silent, quiet, rtol=1e-5, atol=1e-6)
 
 
 def test_another_std_invalidates_neither_raw_tree_nor_optimizer_state(key: Array) -> None:
@@ -484,8 +483,7 @@ def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> N
     raw = NOISY.init(_params())
     plain = jax.jit(step)(raw, tx.init(raw), key)
     donated = jax.jit(step, donate_argnums=(0, 1))(raw, tx.init(raw), key)
-    for x, y in zip(jax.tree.leaves(donated), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(donated, plain, rtol=1e-5, atol=1e-7)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(raw))
 
 

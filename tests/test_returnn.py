@@ -4,6 +4,9 @@ They are in test_TFNetworkLayer.py, test_rf_base.py and test_torch_util.py of ht
 Reuse of a slice of another parameter is in test_tie, dropout of hidden-to-hidden weights in test_blocks.
 """
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +30,7 @@ def cross_entropy(layer):
     return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(5), jnp.arange(5)])
 
 
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 # ---- test_TFNetworkLayer.py: every use of a parameter is a use of the noisy one, however memory is saved.

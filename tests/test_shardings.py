@@ -1,10 +1,8 @@
 """Shardings of raw trees and of optimizer states, against specs written by hand and those that JAX itself finds."""
 
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from cases import CASES
@@ -252,7 +250,7 @@ def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_comput
     sharded = jax.jit(step, out_shardings=(raws, states), donate_argnums=(0, 1))(*placed, key)
     got = jax.tree.map(lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim), sharded, (raws, states))
     assert all(jax.tree.leaves(got))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sharded, expected)
+    chex.assert_trees_all_close(sharded, expected, rtol=1e-5, atol=1e-6)
 
 
 # Errors. ----------------------------------------------------------------------------------------------------------

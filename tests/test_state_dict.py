@@ -2,6 +2,7 @@
 `test_peers_state_dict.py`.
 """
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,9 @@ def numbers(*shape, dtype=np.float32, start=1):
 
 
 def identical(got, want):
-    """Same structure, and bit for bit the same arrays."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        np.testing.assert_array_equal(x, y)
+    """The same arrays; chex widens bfloat16 before it compares, so dtypes are compared for themselves."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_equal(got, want)
 
 
 # ---- names

@@ -1,0 +1,58 @@
+"""What the tests rely on to be quick on any machine: kept programs are bounded, and XLA is asked before it is told."""
+
+from types import SimpleNamespace
+
+import conftest
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+class Kept(dict):
+    """The part of pytest's cache that answers are kept in."""
+
+    set = dict.__setitem__
+
+
+@pytest.mark.parametrize(("most", "left"), [(3, 3), (2, 0)])
+def test_kept_programs_are_deleted_when_they_are_too_many(tmp_path, monkeypatch, most, left):
+    monkeypatch.setattr(conftest, "MOST_PROGRAMS", most)
+    for name in "abc":
+        (tmp_path / name).touch()
+    conftest.empty_when_full(tmp_path)
+    assert len(list(tmp_path.iterdir())) == left
+
+
+def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many(monkeypatch):
+    compiled = conftest.Compiled()
+    monkeypatch.setattr(conftest, "MOST_PROGRAMS_IN_MEMORY", 1)
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(x)
+        return x + 1
+
+    f(jnp.ones(2))
+    before = compiled.number
+    assert before > 0
+    f(jnp.ones(3))
+    assert compiled.number > before
+    compiled.clear_when_many()
+    assert compiled.number == 0
+    f(jnp.ones(3))
+    assert len(traces) == 3
+
+
+def test_xla_is_asked_for_a_flag_once_and_not_at_all_where_pytest_keeps_no_answers(monkeypatch):
+    kept, flag = Kept(), "--xla_there_is_no_such_flag=1"
+    assert not conftest.xla_knows(flag, SimpleNamespace(cache=kept))
+    assert list(kept.values()) == [False]
+    monkeypatch.setattr(conftest.subprocess, "run", pytest.fail)
+    assert not conftest.xla_knows(flag, SimpleNamespace(cache=kept))
+    assert not conftest.xla_knows(flag, SimpleNamespace())
+
+
+def test_xla_knows_an_old_flag():
+    assert conftest.xla_knows("--xla_backend_optimization_level=0", SimpleNamespace(cache=Kept()))
