@@ -94,8 +94,13 @@ def poincare_ball(v):
     near = n < eps**0.25
     far = jnp.where(near, 1, n)
     image = jnp.tanh(far)
+<<<<<<< HEAD
     inside = image - jnp.maximum(image - (1 - 4 * eps), 0)
     return v * jnp.where(near, 1 - jnp.square(n) / 3, inside / far)
+=======
+    image = image - jax.lax.stop_gradient(jnp.maximum(image - (1 - 4 * eps), 0))
+    return v * jnp.where(near, 1 - jnp.square(n) / 3, image / far)
+>>>>>>> batches
 
 
 def standardization(v):
@@ -241,7 +246,7 @@ STAGES = {
     "exponential": (rpx.Orthogonal("expm"), TALL, exponential),
     "householder": (rpx.Orthogonal("householder"), TALL, householder),
     "special orthogonal": (rpx.SpecialOrthogonal("expm"), SQUARE, turned),
-    "stiefel": (rpx.Stiefel(), BATCH, cayley),
+    "stiefel, stacked": (rpx.Stiefel(stacked=0), BATCH, jax.vmap(cayley)),
     "grassmann": (rpx.Grassmann(), TALL, grassmann),
     "fixed rank": (rpx.FixedRank(1), TALL, singular(lambda s: jax.nn.softplus(s) + 1e-6)),
     "invertible": (rpx.Invertible(), SQUARE, singular(lambda s: jax.nn.softplus(s) + 1e-6)),
@@ -261,7 +266,11 @@ STAGES = {
     "block diagonal": (rpx.BlockDiagonal(2), WIDE, block_diagonal),
     "kronecker": (rpx.Kronecker((2, 1)), TALL, jnp.kron),
     "definite by cholesky": (rpx.PositiveDefinite(), definite()["square"], cholesky),
+<<<<<<< HEAD
     "definite by expm": (rpx.PositiveDefinite("expm"), SQUARE, exponential_of_symmetric),
+=======
+    "definite by expm": (rpx.PositiveDefinite("expm"), definite()["square"], exponential_of_symmetric),
+>>>>>>> batches
     "semidefinite": (rpx.PositiveSemidefinite(), SQUARE, lambda x: x @ x.T),
     "hurwitz": (rpx.Hurwitz(0.1), definite()["also square"], hurwitz),
     "cast": (rpx.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),
@@ -278,9 +287,9 @@ def test_a_stage_compiles_to_its_formula(stage, w, formula):
 # ---- stages that see a tree, and chains: formulas of the raw tree and a key
 
 
-def keys(key, kinds, kind, names):
-    """The key of each array in the stage ``kind`` of a chain."""
-    return _keys.per_leaf(_keys.per_stage(key, kinds)[kinds.index(kind)], names)
+def keys(key, kind, names):
+    """The key of each array in the only stage ``kind`` of a chain."""
+    return _keys.Keys(key).of_arrays(kind, 1, names)
 
 
 def noisy(w, key):
@@ -292,13 +301,13 @@ def dropped(w, key):
 
 
 def noise(raw, key):
-    a, b = keys(key, ["var_noise"], "var_noise", ["a", "b"])
-    return {"a": noisy(raw["a"], a), "b": noisy(raw["b"], b)}
+    a, c = keys(key, "var_noise", ["a", "c"])
+    return {"a": noisy(raw["a"], a), "c": noisy(raw["c"], c)}
 
 
 def dropout(raw, key):
-    a, b = keys(key, ["weight_dropout"], "weight_dropout", ["a", "b"])
-    return {"a": dropped(raw["a"], a), "b": dropped(raw["b"], b)}
+    a, c = keys(key, "weight_dropout", ["a", "c"])
+    return {"a": dropped(raw["a"], a), "c": dropped(raw["c"], c)}
 
 
 def tie(raw, key):
@@ -324,21 +333,20 @@ def joint_norm(raw, key):
 
 
 def norm_noise(raw, key):
-    (a,) = keys(key, ["weight_norm", "var_noise"], "var_noise", ["a"])
+    (a,) = keys(key, "var_noise", ["a"])
     return {"a": noisy(weight_norm(*jax.tree.leaves(raw)), a)}
 
 
 def norm_noise_dropout_cast(raw, key):
-    kinds = ["weight_norm", "var_noise", "weight_dropout", "cast"]
-    (noise_a, noise_b), (mask_a, mask_b) = (keys(key, kinds, kind, ["a", "b"]) for kind in kinds[1:3])
-    a, b = (weight_norm(*jax.tree.leaves(raw[name])) for name in ("a", "b"))
-    w = {"a": dropped(noisy(a, noise_a), mask_a), "b": dropped(noisy(b, noise_b), mask_b)}
+    (noise_a, noise_c), (mask_a, mask_c) = (keys(key, kind, ["a", "c"]) for kind in ("var_noise", "weight_dropout"))
+    a, c = (weight_norm(*jax.tree.leaves(raw[name])) for name in ("a", "c"))
+    w = {"a": dropped(noisy(a, noise_a), mask_a), "c": dropped(noisy(c, noise_c), mask_c)}
     return jax.tree.map(lambda w: w.astype(jnp.bfloat16), w)
 
 
 def noise_of_factors(raw, key):
-    (u, v), kinds = jax.tree.leaves(raw), ["var_noise", "low_rank"]
-    noise_u, noise_v = keys(key, kinds, "var_noise", ["a/u", "a/v"])
+    u, v = jax.tree.leaves(raw)
+    noise_u, noise_v = keys(key, "var_noise", ["a/u", "a/v"])
     return {"a": noisy(u, noise_u) @ noisy(v, noise_v)}
 
 
@@ -358,7 +366,7 @@ def positive_length_tied(raw, key):
     return {"a": w, "b": w.T}
 
 
-ONE, TWO, TIED, VECTOR = {"a": TALL}, {"a": TALL, "b": WIDE}, {"a": TALL, "b": TALL.T}, {"w": TALL, "b": TALL[0]}
+ONE, TWO, TIED, VECTOR = {"a": TALL}, {"a": TALL, "c": WIDE}, {"a": TALL, "b": TALL.T}, {"w": TALL, "b": TALL[0]}
 TIE = rpx.Tie({"b": ("a", jnp.transpose)}, unequal="overwrite")
 CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
 

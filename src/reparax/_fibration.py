@@ -25,7 +25,7 @@ class Fibration(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Positive() >> rpx.Fibration(jnp.diagonal, jnp.diag)
+      >>> p = rpx.Positive(outside="project") >> rpx.Fibration(jnp.diagonal, jnp.diag)  # zeros off the diagonal
       >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
       >>> jax.tree.map(jnp.shape, raw)
       {'w': {'@fibration': {'x': {'@positive': {'x': (2, 2)}}}}}
