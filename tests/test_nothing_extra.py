@@ -94,13 +94,8 @@ def poincare_ball(v):
     near = n < eps**0.25
     far = jnp.where(near, 1, n)
     image = jnp.tanh(far)
-<<<<<<< HEAD
     inside = image - jnp.maximum(image - (1 - 4 * eps), 0)
     return v * jnp.where(near, 1 - jnp.square(n) / 3, inside / far)
-=======
-    image = image - jax.lax.stop_gradient(jnp.maximum(image - (1 - 4 * eps), 0))
-    return v * jnp.where(near, 1 - jnp.square(n) / 3, image / far)
->>>>>>> batches
 
 
 def standardization(v):
@@ -266,11 +261,7 @@ STAGES = {
     "block diagonal": (rpx.BlockDiagonal(2), WIDE, block_diagonal),
     "kronecker": (rpx.Kronecker((2, 1)), TALL, jnp.kron),
     "definite by cholesky": (rpx.PositiveDefinite(), definite()["square"], cholesky),
-<<<<<<< HEAD
     "definite by expm": (rpx.PositiveDefinite("expm"), SQUARE, exponential_of_symmetric),
-=======
-    "definite by expm": (rpx.PositiveDefinite("expm"), definite()["square"], exponential_of_symmetric),
->>>>>>> batches
     "semidefinite": (rpx.PositiveSemidefinite(), SQUARE, lambda x: x @ x.T),
     "hurwitz": (rpx.Hurwitz(0.1), definite()["also square"], hurwitz),
     "cast": (rpx.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),

@@ -149,7 +149,8 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
-        return _manifest.dumps(_stages(self) if compose((self,)) == self else (self,))
+        of_one = isinstance(self, Chain) and len(self) == 1  # which is not the stage itself
+        return _manifest.dumps((self,) if of_one else _stages(self))
 
     def check(self, raw: PyTree, like: PyTree) -> None:
         """Compares a raw tree, such as a restored checkpoint, with what ``init`` would make of ``like``.
