@@ -314,7 +314,7 @@ def test_batches_of_matrices_are_those_of_torch(map):
         np.stack([rotation(4, 4), -rotation(4, 4)]),
         np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]),
     )
-    p, state = rpx.Orthogonal(map.__name__), {f"{PATH}original": originals, f"{PATH}0.base": bases}
+    p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
     with jax.enable_x64():
         tree = rpx.from_torch(state, p, {"weight": w})
@@ -400,6 +400,7 @@ NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3
 STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
+CUBE = {"w": jnp.ones((3, 3, 2))}
 ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no parameter."
 PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
 
@@ -500,10 +501,32 @@ REFUSED = {
         f"{PLAIN}",
     ),
     "orthogonal kernels of convolutions": (
-        lambda: rpx.to_torch(rpx.Orthogonal().init(CONV), rpx.Orthogonal()),
+        lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)).init(CONV), rpx.Orthogonal(stacked=(0, 1))),
         ValueError,
-        "to_torch: 'conv/kernel': the matrices of Orthogonal() and those of torch are in the last two axes, which are "
+        "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and those of torch are in the last two "
+        f"axes, which are others here and there. {PLAIN}",
+    ),
+    "orthogonal matrices that are stacked along another axis": (
+        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1).init(CUBE), rpx.Orthogonal(stacked=1)),
+        ValueError,
+        "to_torch: 'w': the matrices of Orthogonal(stacked=1) and those of torch are in the last two axes, which are "
         f"others here and there. {PLAIN}",
+    ),
+    "orthogonal matrices of several columns": (
+        lambda: rpx.to_torch(rpx.Orthogonal(rows=0).init(CUBE), rpx.Orthogonal(rows=0)),
+        ValueError,
+        "to_torch: 'w': the matrices of Orthogonal(rows=0) and those of torch are in the last two axes, which are "
+        f"others here and there. {PLAIN}",
+    ),
+    "lengths of stacked arrays": (
+        lambda: rpx.to_torch(rpx.WeightNorm(stacked=0).init(CUBE), rpx.WeightNorm(stacked=0)),
+        ValueError,
+        f"to_torch: 'w': torch has no stacked arrays, and nothing like WeightNorm(stacked=0). {PLAIN}",
+    ),
+    "singular values of stacked arrays": (
+        lambda: rpx.from_torch({}, rpx.SpectralNorm(stacked=0), CUBE),
+        ValueError,
+        f"from_torch: 'w': torch has no stacked arrays, and nothing like SpectralNorm(stacked=0). {PLAIN}",
     ),
     "a stage on coordinates": (
         lambda: rpx.to_torch((rpx.Freeze() >> rpx.Orthogonal()).init(DENSE), rpx.Freeze() >> rpx.Orthogonal()),

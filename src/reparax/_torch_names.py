@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reparax import _raw
-from reparax._core import Chain, Parametrization
+from reparax import _raw, _transfer
+from reparax._core import Parametrization
 from reparax._freeze import Freeze
 from reparax._global_prune import GlobalPrune
 from reparax._mask import Mask, NofM
@@ -74,11 +74,11 @@ class Naming:
     """The names that a chain's values have in torch.
 
     Attributes:
-      p: The chain.
+      makers: The stage that made each marker dict, by its plain path.
       by_hook: Whether the stage on a tensor is a hook there, of the stages that may be both.
     """
 
-    p: Parametrization
+    makers: Mapping[Names, Parametrization]
     by_hook: Callable[[str, Twin], bool]
 
     def held(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[Held]:
@@ -87,10 +87,10 @@ class Naming:
             yield Held(None, _raw.parameter(keys), {"": keys}, {"": tensor})
             return
         ((mark, content),) = node.items()
-        stage, twin = self._known(mark, keys)
+        stage, twin = self._known(keys)
         listed = self._is_listed(twin, tensor, within)
         base = (within or _list_of(tensor)) if listed else tensor
-        names = self._names(twin, base, node) if listed else {x: base + end for x, end in twin.hooked.items()}
+        names = self._names(twin, base, node, keys) if listed else {x: base + end for x, end in twin.hooked.items()}
         places = {x: (*keys, mark, x) for x in content if x != FIXED}
         places |= {x: (*keys, mark, FIXED, x) for x in content.get(FIXED, {})}
         values = {**content, **content.get(FIXED, {})}
@@ -101,11 +101,9 @@ class Naming:
         own = {x: place for x, place in places.items() if x not in inner}
         yield Held(stage, _raw.parameter(keys), own, {x: names[x] for x in own})
 
-    def _known(self, mark: str, keys: Names) -> tuple[Parametrization, Twin]:
-        """The stage that left a marker, the n-th of its kind counted from the effective tree, and its names."""
-        kind, _, number = mark.removeprefix("@").partition("@")
-        of_kind = [stage for stage in reversed(Chain((self.p,)).stages) if stage.kind == kind]
-        stage = of_kind[int(number or 1) - 1]
+    def _known(self, keys: Names) -> tuple[Parametrization, Twin]:
+        """The stage that made the marker dict at ``keys``, and its names."""
+        stage = self.makers[_transfer.plain(keys)]
         if type(stage) not in TWINS:
             raise ValueError(f"{_raw.parameter(keys)!r}: torch has nothing like {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
@@ -113,22 +111,20 @@ class Naming:
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
         return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
 
-    def _names(self, twin: Twin, base: str, node: Any) -> dict[str, str]:
+    def _names(self, twin: Twin, base: str, node: Any, keys: Names) -> dict[str, str]:
         """The names in a list of parametrizations, of which the one nearest to the raw tree has the number 0."""
-        number = self._inside(node)
+        number = self._inside(node, keys)
         return {
             value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
             for value, name in twin.listed.items()
         }
 
-    def _inside(self, node: Any) -> int:
+    def _inside(self, node: Any, keys: Names) -> int:
         """How many parametrizations of the same list lie inside of a marker."""
         ((mark, content),) = node.items()
-        listed = self._known(mark, ())[1].listed
-        original = next((value for value, name in listed.items() if name == "original"), None)
-        inner = content.get(original)
-        deeper = is_marked(inner) and self._known(next(iter(inner)), ())[1].listed
-        return 1 + self._inside(inner) if deeper else 0
+        original = next((value for value, name in self._known(keys)[1].listed.items() if name == "original"), "")
+        inner, place = content.get(original), (*keys, mark, original)
+        return 1 + self._inside(inner, place) if is_marked(inner) and self._known(place)[1].listed else 0
 
 
 def _list_of(tensor: str) -> str:

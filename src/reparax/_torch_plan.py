@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax import _torch_layouts, _torch_values
+from reparax import _torch_layouts, _torch_values, _transfer
 from reparax._core import Chain, Parametrization
 from reparax._differences import abstract
 from reparax._leafwise import Perturbation
@@ -77,7 +77,7 @@ def planned(
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     effective = {path: x for path, x in _by_path(abstract(weights.fold, raw)).items() if is_array(x)}
     tensors, chosen = _tensors(list(effective), names or {}), _chosen(list(effective), layouts or {})
-    naming, held, tied = Naming(weights, by_hook), list[Held](), dict[str, str]()
+    naming, held, tied = Naming(_transfer.makers(weights, raw), by_hook), list[Held](), dict[str, str]()
     for keys, node in zip(*named(raw, is_marked)[:2], strict=True):
         path = text(keys)
         if path in effective and jax.tree.leaves(node):

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax import _torch_layouts, _torch_orthogonal
+from reparax import _axes, _torch_layouts, _torch_orthogonal
 from reparax._core import Parametrization
 from reparax._norm import SpectralNorm, WeightNorm
 from reparax._orthogonal import Orthogonal
@@ -29,6 +29,8 @@ def written(stage: Parametrization | None, values: Values, form: Form) -> Values
     """What torch keeps, in the dtype of the weight, as it does."""
     if stage is None:
         return {name: _torch_layouts.written(x, form.layout) for name, x in values.items()}
+    if isinstance(stage, WeightNorm | SpectralNorm):
+        _require_alone(stage)
     if isinstance(stage, Orthogonal):
         found = _orthogonal_written(stage, values, form)
     else:
@@ -89,6 +91,11 @@ def _require_one_axis(stage: Parametrization, axis: Any) -> None:
         raise ValueError(f"torch has lengths along one axis, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
 
 
+def _require_alone(stage: WeightNorm | SpectralNorm) -> None:
+    if stage.stacked != ():
+        raise ValueError(f"torch has no stacked arrays, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+
+
 def _binary(mask: Array) -> Array:
     """The mask, where it is one of zeros and ones: ours select, and gradients of others would not be torch's."""
     if not jnp.all((mask == 0) | (mask == 1)):
@@ -127,7 +134,9 @@ def _is_turned(stage: Orthogonal, values: Values, form: Form) -> bool:
     """Whether torch has the transposed matrix; refuses what has no place there."""
     if "x" not in values:
         raise ValueError(f"torch has nothing like {stage!r} of what another stage makes. {EXCHANGE_PLAIN}")
-    if form.layout != "same" and len(form.shape) > 2:
+    leading = tuple(range(len(form.shape) - 2))
+    of_leading = stage.rows is None and stage.columns is None and tuple(sorted(_axes.listed(stage.stacked))) == leading
+    if not of_leading or (form.layout != "same" and leading):
         raise ValueError(
             f"the matrices of {stage!r} and those of torch are in the last two axes, which are others here and there. "
             f"{EXCHANGE_PLAIN}"

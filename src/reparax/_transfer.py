@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from reparax import _boxes, _raw
 from reparax._core import Chain, Parametrization
+from reparax._differences import abstract
 from reparax._keys import Keys
 from reparax._paths import Names, PyTree, is_array, named, text
 from reparax._raw import FIXED
@@ -58,7 +59,7 @@ class _Carried:
     def keeps(self, path: Names) -> bool:
         """Whether all that leads to an array of the new tree is as it was."""
         marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
-        return all(_plain(path[:i]) in self.nodes for i in marks)
+        return all(plain(path[:i]) in self.nodes for i in marks)
 
 
 def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
@@ -67,6 +68,19 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
 
 
 Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
+
+
+def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
+    """The stage that made each marker dict of a raw tree, by the :func:`plain` path of that dict."""
+    found: Nodes = {}
+
+    def read(raw: PyTree) -> PyTree:
+        effective, nodes = _Reading((p,)).nodes(_boxes.gathered(raw))
+        found.update(nodes)
+        return effective
+
+    abstract(read, raw)
+    return {path: stage for path, (stage, _) in found.items()}
 
 
 class _Reading(Chain):
@@ -100,7 +114,7 @@ class _Writing(Chain):
         return _Carried(_boxes.spread(functools.partial(self._init, keys=Keys(None)), params, tree), frozenset(kept))
 
 
-def _plain(path: Names) -> Names:
+def plain(path: Names) -> Names:
     """A path without the numbers of markers, which follow from how they are nested."""
     return tuple(f"@{_raw.kind_of(name)}" if name.startswith("@") else name for name in path)
 
@@ -109,7 +123,7 @@ def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
     """What stands under the innermost markers of a kind, by the path of each."""
     is_node = _raw.is_node(kind)
     pairs = zip(*named(tree, is_node)[:2], strict=True)
-    return {_plain(path): x[_raw.own_mark(x, kind)] for path, x in pairs if is_node(x)}
+    return {plain(path): x[_raw.own_mark(x, kind)] for path, x in pairs if is_node(x)}
 
 
 def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]]) -> PyTree:
@@ -117,7 +131,7 @@ def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]])
     paths, leaves, treedef = named(tree, is_node)
     return treedef.unflatten(
         [
-            {_raw.own_mark(x, kind): nodes[_plain(path)]} if is_node(x) and _plain(path) in nodes else x
+            {_raw.own_mark(x, kind): nodes[plain(path)]} if is_node(x) and plain(path) in nodes else x
             for path, x in zip(paths, leaves, strict=True)
         ]
     )
@@ -158,13 +172,13 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         return kept[-1].tree
 
     types = jax.eval_shape(of_types, raw)
-    held = {_plain(path): leaf for path, leaf in zip(*named(x)[:2], strict=True)}
+    held = {plain(path): leaf for path, leaf in zip(*named(x)[:2], strict=True)}
     has_fixed = any(FIXED in path for path in held)
     dtype = next(iter(held.values())).dtype
 
     def moment(path: Names, like: Any) -> Any:
-        if _plain(path) in held and kept[-1].keeps(path):
-            return held[_plain(path)]
+        if plain(path) in held and kept[-1].keeps(path):
+            return held[plain(path)]
         if FIXED in path and not has_fixed:
             return None
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
