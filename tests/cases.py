@@ -198,5 +198,5 @@ CASES = {
     "pack": (PACK, cell),
     "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
     "cudnn lstm": (rpx.CudnnLSTM(3, 2, biases=1), vector),
-    "low rank twice": (rpx.LowRank(1, where=".*/[uv]") >> LOW_RANK, model),
+    "low rank twice": (rpx.LowRank(1, where=".*(dense|out)/kernel") >> LOW_RANK, model),
 }

@@ -66,6 +66,10 @@ CASES = [(w, map) for w in REAL for map in MAPS] + [(w, map) for w in COMPLEX fo
 GRID = pytest.mark.parametrize(("w", "map"), CASES, ids=[f"{w.dtype}{w.shape}, {map}" for w, map in CASES])
 
 
+def stage(w, map):
+    return rpx.Orthogonal(map, stacked=tuple(range(w.ndim - 2)))
+
+
 def moved(w, map):
     """Torch's module away from its base, that base, and the same place as our raw tree.
 
@@ -93,7 +97,7 @@ def below(x, map):
 def test_init_starts_at_the_base_of_torch(w, map):
     _, held = peer(w, map)
     with jax.enable_x64():
-        node = rpx.Orthogonal(map).init({"w": jnp.asarray(w)})["w"]["@orthogonal"]
+        node = stage(w, map).init({"w": jnp.asarray(w)})["w"]["@orthogonal"]
     expected = like(w, seen(held[0].base)[..., : min(w.shape[-2:])])
     np.testing.assert_allclose(node["@fixed"]["base"], expected, rtol=0, atol=1e-14)
 
@@ -102,7 +106,7 @@ def test_init_starts_at_the_base_of_torch(w, map):
 def test_each_map_leads_where_that_of_torch_does(w, map):
     holder, _, _, raw = moved(w, map)
     with jax.enable_x64():
-        got = read(rpx.Orthogonal(map), raw)
+        got = read(stage(w, map), raw)
     np.testing.assert_allclose(got, seen(holder.weight), rtol=0, atol=1e-13)
 
 
@@ -113,7 +117,7 @@ def test_each_map_has_the_gradient_of_torch(w, map):
     dw = normal(*w.shape, seed=7)
     holder.weight.backward(torch.tensor(dw))
     with jax.enable_x64():
-        got = pulled(rpx.Orthogonal(map), raw, jnp.asarray(dw))["@orthogonal"]["x"]
+        got = pulled(stage(w, map), raw, jnp.asarray(dw))["@orthogonal"]["x"]
     in_basis = square.swapaxes(-1, -2) @ tall(np.asarray(got))
     np.testing.assert_allclose(below(in_basis, map), tall(seen(held.original.grad)), rtol=0, atol=1e-12)
 
@@ -125,7 +129,7 @@ def test_without_trivialization_the_base_is_the_identity(w, map):
     x = below(tall(seen(held.original)), map)
     base = np.broadcast_to(np.eye(*x.shape[-2:]), x.shape)
     with jax.enable_x64():
-        got = read(rpx.Orthogonal(map), marked(w, base, x))
+        got = read(stage(w, map), marked(w, base, x))
     np.testing.assert_allclose(got, seen(holder.weight), rtol=0, atol=1e-13)
 
 
