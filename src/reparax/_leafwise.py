@@ -68,10 +68,11 @@ class _Leafwise(Stage):
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
 
-    def _by_default(self, w: Any, slot: Slot, names: AxisNames | None) -> bool:
+    def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
         if self.min_ndim >= 2 and _where.is_bias_or_scale(slot):
             return False
-        stacked = self._places(names)
+        with located(f"{who} at {slot.path!r}"):
+            stacked = self._places(names)
         return _stacked.lacks_axes(w, stacked) is None and self.default(_stacked.one(w, stacked))
 
     def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, Slot, Self | None]], Any]:
@@ -86,7 +87,7 @@ class _Leafwise(Stage):
                 slots[i],
                 is_array(arrays[i]),
                 lambda: arrays[i],
-                lambda: self._by_default(arrays[i], slots[i], names[i]),
+                lambda: self._by_default(who, arrays[i], slots[i], names[i]),
             )
 
         chosen = _where.choose(who, self.where, list(map(place, range(len(leaves)))), _where.is_state(tree))
@@ -401,7 +402,7 @@ class Reparametrization(_Leafwise):
         def place(i: int) -> _where.Place:
             array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
             present = is_array(leaves[i]) or i in (fitting or nodes)
-            return _where.Place(slots[i], present, array, lambda: self._by_default(array(), slots[i], names[i]))
+            return _where.Place(slots[i], present, array, lambda: self._by_default(who, array(), slots[i], names[i]))
 
         places = list(map(place, range(len(leaves))))
         chosen = _where.choose(who, self.where, places, _where.is_state(tree, is_node))

@@ -81,7 +81,9 @@ class Tie(Stage):
         is_node = _raw.is_node(self.kind)
         leaves, slots, treedef = _raw.flatten(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        places = self._places("init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])])
+        places = self._places(
+            "init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
+        )
         for target, (source, transform) in places.items():
             for path in filter(lambda path: is_node(values[path]), (target, source)):
                 raise ValueError(
