@@ -249,3 +249,126 @@ def test_a_traced_factor_reads_the_raw_tree_of_a_known_one():
     raw = (rpx.Scale(2.0) >> rpx.Scale(3.0)).init({"w": jnp.ones((2, 2))})
     got = jax.jit(lambda factor: (rpx.Scale(2.0) >> rpx.Scale(factor)).apply(raw))(3.0)
     np.testing.assert_allclose(got["w"], np.ones((2, 2)), rtol=1e-6)
+
+
+# ---- two stages of one kind, told apart by the types of arrays, which each must find without failing on the other's
+
+KERNELS = {
+    "attention": jax.random.normal(jax.random.key(1), (6, 2, 3)),
+    "dense": jax.random.normal(jax.random.key(2), (5, 4)),
+    "scan": jax.random.normal(jax.random.key(3), (3, 5, 4)),
+}
+SQUARES = {"dense": 2 * jnp.eye(4), "scan": jnp.stack([2 * jnp.eye(3)] * 3), "small": 3 * jnp.eye(2)}
+FRAMES = {"dense": jnp.eye(4), "scan": jnp.stack([jnp.eye(4, 3)] * 3), "tall": jnp.eye(5, 2)}
+
+
+def of(size):
+    return lambda path, w: w.size == size and w.ndim == len(w.shape)
+
+
+@pytest.mark.parametrize(
+    ("p", "params"),
+    [
+        pytest.param(
+            rpx.LowRank(4, where=of(20))
+            >> rpx.LowRank(6, where=lambda path, w: w.shape == (6, 2, 3), rows=0, columns=(1, 2))
+            >> rpx.LowRank(4, where=of(60), stacked=0),
+            KERNELS,
+            id="rows, columns and stacked",
+        ),
+        pytest.param(
+            rpx.LowRank(4, where=of(60), stacked=0) >> rpx.LowRank(4, where=of(20)) >> rpx.VarNoise(0.1),
+            KERNELS,
+            id="stacked first",
+        ),
+        pytest.param(
+            rpx.PositiveDefinite(where=of(16))
+            >> rpx.PositiveDefinite(where=of(27), stacked=0)
+            >> rpx.PositiveDefinite("expm", where=of(4)),
+            SQUARES,
+            id="triangles",
+        ),
+        pytest.param(
+            rpx.Orthogonal(where=of(16)) >> rpx.Orthogonal(where=of(36), stacked=0) >> rpx.Orthogonal(where=of(10)),
+            FRAMES,
+            id="frames",
+        ),
+    ],
+)
+def test_stages_of_one_kind_are_told_apart_by_the_types_of_arrays(p, params):
+    raw = p.init(params)
+    p.check(raw, like=params)
+    for got in (p.fold(raw), p.fold(p.update(p.rebase(raw))), p.fold(rpx.transfer(raw, p, p))):
+        for name, w in params.items():
+            np.testing.assert_allclose(got[name], w, atol=1e-5)
+
+
+def test_a_node_that_no_stage_could_have_made_is_named():
+    p = rpx.Mask()
+    raw = p.init({"v": jnp.ones((3, 2)), "w": jnp.ones((3, 2))})
+    raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
+    with raises(ValueError, f"Mask().apply does not know '@mask' at 'w': {OTHER}"):
+        p.apply(raw)
+
+
+def test_a_start_that_needs_numbers_is_not_asked_for_when_it_is_applied():
+    class Positives(rpx.Reparametrization):
+        def init_leaf(self, w):
+            return {"x": w - w[w > 0].mean(), "mean": w[w > 0].mean()}
+
+        def apply_leaf(self, values):
+            return values["x"] + values["mean"]
+
+    raw = Positives().init({"w": jnp.arange(4.0)})
+    np.testing.assert_allclose(Positives().apply(raw)["w"], np.arange(4.0))
+
+
+# ---- noise that waits for its neighbour is drawn by the stages of its own array alone
+
+
+class Copied(rpx.Joint):
+    main = ("v",)
+
+    def init_leaves(self, arrays):
+        return {name: {"v": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["v"] for name, held in values.items()}
+
+
+class Raised(rpx.Perturbation):
+    def apply_leaf(self, w, key):
+        return w + 2 * jax.random.bernoulli(key, 0.5, w.shape).astype(w.dtype)
+
+    def mean_leaf(self, w):
+        return w + 1.0
+
+
+HALVES = rpx.Concat(("x: 1 2", "y: 1 2"))
+WHOLE_TREE = [
+    rpx.Tie({"b": "a"}),
+    rpx.Pack({"a": HALVES}),
+    rpx.Split({"whole": rpx.Concat(("a: 2 2", "b: 2 2"))}),
+    Copied({"w": "a", "u": "b"}),
+    rpx.GlobalPrune(0.5, where="a|b"),
+    Raised(where="a"),
+    Raised(where="a").deterministic,
+]
+
+
+@pytest.mark.parametrize("other", WHOLE_TREE, ids=repr)
+def test_stages_of_several_arrays_change_no_draw_of_another(other, key):
+    params = dict.fromkeys("abc", jnp.ones((2, 2)))
+    alone = rpx.VarNoise(0.1) >> rpx.VarNoise(0.2)
+    between = rpx.VarNoise(0.1) >> other >> rpx.VarNoise(0.2)
+    got, want = between.apply(between.init(params), key), alone.apply(params, key)
+    np.testing.assert_allclose(got["c"], want["c"], rtol=1e-6)
+    assert abs(got["a"] - want["a"]).max() > 1e-3  # on its own arrays the two noises stay apart
+
+
+def test_a_tie_between_two_noises_shares_the_first_and_not_the_second(key):
+    params = dict.fromkeys("ab", jnp.zeros((50, 50)))
+    p = rpx.VarNoise(3.0) >> rpx.Tie({"b": "a"}) >> rpx.VarNoise(1.0)
+    got = p.apply(p.init(params), key)
+    np.testing.assert_allclose(np.std(got["a"] - got["b"]), 2**0.5, rtol=0.05)
+    np.testing.assert_allclose(np.std(got["a"] + got["b"]), 38**0.5, rtol=0.05)

@@ -128,3 +128,11 @@ def test_inside_shard_map_arrays_of_one_type_draw_in_a_loop(key):
     want = p.apply({name: jnp.ones((4, 8)) for name in tree}, key)
     for name, w in local(tree, key).items():
         np.testing.assert_allclose(w, np.tile(want[name], (4, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("std", [0.1, 0.3])
+def test_company_changes_no_more_than_the_last_bits(std):
+    draw = jax.jit(rpx.VarNoise(std).apply)
+    alone, together = (draw({name: jnp.full((64, 64), 0.7) for name in names}, KEYS[0])["a"] for names in ("a", "ab"))
+    largest = jnp.maximum(0.7, abs(alone - 0.7))
+    assert jnp.max(abs(alone - together) / largest) <= 2 * jnp.finfo(jnp.float32).eps

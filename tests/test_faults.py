@@ -1153,6 +1153,20 @@ TIES = {
         "Tie({'b': 'a'}).init: 'b' and 'a' hold different values, 'b/u' has no counterpart 'a/u'. "
         "Put the tie last in the chain, to share the effective arrays.",
     ),
+    "tied_by_a_later_one": Fault(
+        (rpx.Tie({"[bc]": "a"}) >> rpx.Tie({"c": "a"})).init,
+        lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
+        ValueError,
+        "Tie({'[bc]': 'a'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
+        "target once, and as a source the array that owns it.",
+    ),
+    "source_tied_by_a_later_one": Fault(
+        (rpx.Tie({"b": "c"}) >> rpx.Tie({"c": "a"})).init,
+        lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
+        ValueError,
+        "Tie({'b': 'c'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
+        "target once, and as a source the array that owns it.",
+    ),
     "half_restored": Fault(
         rpx.Tie({"b": "a", "c": "a"}).apply,
         lambda: ({"a": KERNEL, "b": {"@tie": {}}, "c": KERNEL},),

@@ -261,6 +261,17 @@ def test_columns_before_rows():
             "of shape (6, 2, 3). Leave the array out with `where`, or reshape it.",
         ),
         (
+            rpx.LowRank(2, rows=(), columns=(0, 1, 2)),
+            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected rows and columns that share the axes of "
+            "shape (6, 2, 3) among them, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do not "
+            "count.",
+        ),
+        (
+            rpx.WeightNorm(stacked="layers"),
+            "WeightNorm(stacked='layers').init at 'w': expected one axis named 'layers', got no axis names. Give the "
+            "axis by number, or leave the array out with `where`.",
+        ),
+        (
             rpx.WeightNorm(stacked=5, where="w"),
             "WeightNorm(where='w', stacked=5).init at 'w': stacked=(5,) is out of bounds for an array of shape "
             "(6, 2, 3). Leave it out with `where`, or give it a stage of its own.",

@@ -166,9 +166,9 @@ def test_the_state_of_our_optimizer(like):
     state = trained(tx, raw)
     if like == "none":
         text = (
-            "transfer found nothing like a raw tree of Freeze(where='b/kernel') >> WeightNorm(where='a/kernel') in the "
-            "state. Pass the raw tree that the state belongs to as `like`; a state of `rpx.optimizer` has nothing for "
-            "fixed values, which `like` tells the shapes of."
+            "transfer found no raw tree of Freeze(where='b/kernel') >> WeightNorm(where='a/kernel') in some part of "
+            "the state. Pass the raw tree that the state belongs to as `like`; a state of `rpx.optimizer` has nothing "
+            "for fixed values, which `like` tells the shapes of."
         )
         with raises(ValueError, text):
             rpx.transfer(state, old, new)
@@ -181,3 +181,86 @@ def test_the_state_of_our_optimizer(like):
 def test_a_tree_of_another_chain_is_refused():
     with pytest.raises(ValueError, match="never went through init"):
         rpx.transfer(PARAMS, rpx.WeightNorm(), rpx.Chain())
+
+
+# ---- states that have moments for some values alone
+
+FROZEN = rpx.Freeze(where="b/kernel")
+
+
+def by_role(raw):
+    return rpx.labels(raw, main="main", aux="aux")
+
+
+PARTIAL = {
+    "partition": optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels),
+    "ours around partition": rpx.optimizer(
+        optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+    ),
+    "ours in multi steps": optax.MultiSteps(rpx.optimizer(optax.adam(1e-3)), 2).gradient_transformation(),
+    "without moments": optax.sgd(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_what_has_no_moment_stays_so(name):
+    tx, old, new = PARTIAL[name], FROZEN >> OLD, FROZEN >> NEW
+    raw = old.init(PARAMS)
+    got = rpx.transfer(trained(tx, raw), old, new, like=raw)
+    want = tx.init(new.init(PARAMS))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
+    trained(tx, rpx.transfer(raw, old, new))
+
+
+@pytest.mark.parametrize(("old", "new"), [(rpx.Chain(), NEW), (rpx.VarNoise(0.1), rpx.Scale(2.0))], ids=repr)
+def test_hyperparameters_in_a_state_are_no_moments(old, new):
+    tx, raw = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), old.init(PARAMS)
+    state = trained(tx, raw)
+    got = rpx.transfer(state, old, new, like=raw)
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(PARAMS)))
+    with pytest.raises(ValueError, match="found no raw tree of"):  # nothing but `like` tells moments from these
+        rpx.transfer(state, old, new)
+
+
+def test_no_part_of_a_state_is_left_behind():
+    old, tx = FROZEN >> OLD, PARTIAL["ours in multi steps"]  # gradients of the whole tree beside moments of a part
+    with pytest.raises(ValueError, match="in some part of the state"):
+        rpx.transfer(trained(tx, old.init(PARAMS)), old, FROZEN >> NEW)
+
+
+SOME = {
+    "by role": optax.partition(
+        {"main": optax.adam(1e-3), "aux": optax.sgd(1e-3, momentum=0.9), "fixed": optax.set_to_zero()}, by_role
+    ),
+    "masked": optax.masked(optax.adam(1e-3), lambda raw: rpx.labels(raw, main=True, aux=False, fixed=False)),
+    "of other shapes": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
+    tx, raw = SOME[name], OLD.init(PARAMS)
+    state = trained(tx, raw)
+    assert_equal(rpx.transfer(state, OLD, OLD, like=raw), state)
+    text = (
+        "transfer cannot start a moment for 'b/kernel/@weight_norm/g': the state has none for some values that train, "
+        "or of other shapes than theirs, so it tells not what this one is to have. Make the state anew by `tx.init`."
+    )
+    with raises(ValueError, text):
+        rpx.transfer(state, OLD, NEW, like=raw)
+
+
+def test_unfrozen_values_start_without_momentum():
+    tx, old, new = rpx.optimizer(optax.adam(1e-3)), rpx.Freeze(where=".*"), rpx.Chain()
+    raw = old.init(PARAMS)
+    got = rpx.transfer(tx.init(raw), old, new, like=raw)
+    assert_equal(got, tx.init(PARAMS))
+
+
+def test_states_of_trees_with_functions():
+    old, new = rpx.WeightNorm(where="a"), rpx.WeightNorm()
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2)), "f": jnp.tanh}
+    tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(params)
+    got = rpx.transfer(tx.init(raw), old, new, like=raw)
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(params)))

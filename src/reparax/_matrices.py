@@ -82,7 +82,7 @@ class Matrices(Constraint):
         given = [listed(axes) for axes in (self.rows, self.columns) if axes is not None]
         named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
         once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
-        return not given or (once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
+        return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
 
     def _groups(self, ndim: int) -> tuple[Places, Places]:
         """The axes of an array that are rows, and those that are columns."""

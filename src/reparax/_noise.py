@@ -20,6 +20,9 @@ class VarNoise(Drawn):
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`.
     Half-precision arrays are added to in float32.
 
+    What an array draws depends neither on other arrays nor on ``jax.jit``, but for the last bits: to two units in the
+    last place of the larger one of weight and noise, as compilers round by what stands beside.
+
     Args:
       std: Standard deviation, a number or a traced scalar, not negative (of a traced one, nobody checks it).
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from reparax import _boxes, _raw
+from reparax import _boxes, _differences, _raw
 from reparax._core import Chain, Parametrization
-from reparax._differences import abstract
 from reparax._keys import Keys
+from reparax._partition import are_free
 from reparax._paths import Names, PyTree, is_array, named, text
 from reparax._raw import FIXED
 
@@ -24,6 +24,9 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
     the same; all others start by the right inverse, from the weights as they are now. In an optimizer's state, moments
     of values that stay are kept, and others start at zero; counters stay.
 
+    A state that has moments for some of the values that train alone, as under ``optax.masked``, keeps those of values
+    that stay; where new values would need some, it is refused, for nothing tells which of them are to have any.
+
     It reads raw trees of older versions, too, in which markers were numbered over the whole tree:
     ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
 
@@ -32,10 +35,11 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
       old: The chain that made it.
       new: The chain to carry it to.
       like: The raw tree of ``old`` itself, where ``raw`` is a state that has nothing for fixed values, as that of
-        :func:`optimizer`, or that is no tuple.
+        :func:`optimizer`, or that is no tuple, or where ``old`` leaves no marker by which moments are found.
 
     Raises:
-      ValueError: If ``old`` did not make ``raw``, or no part of a state is like its raw tree.
+      ValueError: If ``old`` did not make ``raw``, some part of a state is not like its raw tree, or a state
+        tells not which moments to start.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -79,7 +83,7 @@ def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
         found.update(nodes)
         return effective
 
-    abstract(read, raw)
+    _differences.abstract(read, raw)
     return {path: stage for path, (stage, _) in found.items()}
 
 
@@ -153,12 +157,15 @@ def _alike(a: Mapping[str, Any], b: Mapping[str, Any] | None) -> bool:
 
 
 def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
+    if not jax.tree.leaves(state):
+        return state
     part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old, new=new)
     leaves, treedef = jax.tree.flatten(state, is_leaf=part)
-    if not any(map(part, leaves)):
+    if not any(map(part, leaves)) or _raw.markers(treedef.unflatten([None if part(x) else x for x in leaves])):
         raise ValueError(
-            f"transfer found nothing like a raw tree of {old!r} in the state. Pass the raw tree that the state belongs "
-            f"to as `like`; a state of `rpx.optimizer` has nothing for fixed values, which `like` tells the shapes of."
+            f"transfer found no raw tree of {old!r} in some part of the state. Pass the raw tree that the state "
+            f"belongs to as `like`; a state of `rpx.optimizer` has nothing for fixed values, which `like` tells the "
+            f"shapes of."
         )
     return treedef.unflatten([_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves])
 
@@ -171,34 +178,65 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         kept.append(_carried(raw, old, new))
         return kept[-1].tree
 
-    types = jax.eval_shape(of_types, raw)
-    held = {plain(path): leaf for path, leaf in zip(*named(x)[:2], strict=True)}
-    has_fixed = any(FIXED in path for path in held)
-    dtype = next(iter(held.values())).dtype
+    types = _differences.abstract(of_types, raw)
+    known = _arrays(raw)
+    held = _arrays(x)
+    free = _free_paths(raw)
+    has_all = free <= held.keys() and all(held[path].shape == known[path].shape for path in free)
+    nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
+
+    trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
 
     def moment(path: Names, like: Any) -> Any:
-        if plain(path) in held and kept[-1].keeps(path):
-            return held[plain(path)]
-        if FIXED in path and not has_fixed:
-            return None
+        if path in known and kept[-1].keeps(path):
+            return held.get(path, nothing)
+        if not is_array(like) or (path not in trains and not holds_fixed):
+            return nothing
+        if not has_all:
+            raise ValueError(
+                f"transfer cannot start a moment for {text(path)!r}: the state has none for some values that train, or "
+                f"of other shapes than theirs, so it tells not what this one is to have. Make the state anew by "
+                f"`tx.init`."
+            )
+        dtype = next(iter(held.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
     paths, leaves, treedef = named(types)
-    return treedef.unflatten([moment(path, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+    return treedef.unflatten([moment(plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def _arrays(tree: PyTree) -> dict[Names, Any]:
+    """The arrays of a tree by their paths."""
+    return {plain(path): x for path, x in zip(*named(tree)[:2], strict=True) if is_array(x)}
+
+
+def _free_paths(tree: PyTree) -> set[Names]:
+    """The paths of the values that train."""
+    return {plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
+
+
+def _is_nothing(x: object) -> bool:
+    """Whether ``x`` stands in a state for what has no moment: None, or the empty named tuple of optax."""
+    return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
 
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
-    """Whether ``x`` holds arrays at paths of ``like`` alone."""
-    inside = {text(path) for path in named(x)[0]} if type(x) is type(like) else set[str]()
+    """Whether ``x`` holds moments, or what stands for none, at paths of ``like`` alone."""
+    inside = {text(path) for path in named(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
     return bool(inside) and inside <= {text(path) for path in named(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
-    """Whether ``x`` is a raw tree of ``old``, none of those that hold one."""
-    if isinstance(x, tuple) or jax.tree_util.all_leaves([x]) or not jax.tree.leaves(x):
+    """Whether ``x`` is a raw tree of ``old``, which its markers tell, and none of those that hold one."""
+    if any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state))) or not _raw.markers(x):
         return False
     try:
-        jax.eval_shape(lambda raw: _carried(raw, old, new).tree, x)
+        _differences.abstract(lambda raw: _carried(raw, old, new).tree, x)
     except ValueError:
         return False
     return True
+
+
+def _is_state(x: object) -> bool:
+    """Whether ``x`` is a part of a state that holds other parts."""
+    return isinstance(x, tuple) and bool(x)
