@@ -103,8 +103,8 @@ SPHERES_AND_BALLS = (
     >> rpx.PoincareBall(0.01, where="conv/kernel")
 )
 MAPS = (
-    rpx.Bounded(-1, 3, where="dense/bias")
-    >> rpx.Simplex(axis=0, where="dense/kernel")
+    rpx.Bounded(-1, 3, outside="project", where="dense/bias")
+    >> rpx.Simplex(axis=0, outside="project", where="dense/kernel")
     >> rpx.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
     >> rpx.Scale(0.5, where="conv/kernel")
 )

@@ -11,6 +11,7 @@ from dataclasses import field, replace
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from reparax import _raw
@@ -50,6 +51,8 @@ class Matrices(Constraint):
         return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
 
     def refuse(self, w: Array) -> str | None:
+        if not jnp.issubdtype(w.dtype, self.dtypes):
+            return super().refuse(w)
         return self._no_matrix(w) or super(Matrices, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
