@@ -32,8 +32,8 @@ class GlobalPrune(Reparametrization):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.GlobalPrune(0.5)
-      >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "b": jnp.array([[4.0, 5.0, 6.0]])}))
-      {'a': Array([[0., 0., 0.]], dtype=float32), 'b': Array([[4., 5., 6.]], dtype=float32)}
+      >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "c": jnp.array([[4.0, 5.0, 6.0]])}))
+      {'a': Array([[0., 0., 0.]], dtype=float32), 'c': Array([[4., 5., 6.]], dtype=float32)}
 
     References:
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
