@@ -25,12 +25,12 @@ class Fibration(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Positive(outside="project") >> rpx.Fibration(jnp.diagonal, jnp.diag)  # zeros off the diagonal
+      >>> p = rpx.PositiveDefinite() >> rpx.Fibration(jnp.diagonal, jnp.diag)
       >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
       >>> jax.tree.map(jnp.shape, raw)
-      {'w': {'@fibration': {'x': {'@positive': {'x': (2, 2)}}}}}
-      >>> p.apply(raw)
-      {'w': Array([1., 2.], dtype=float32)}
+      {'w': {'@fibration': {'x': {'@positive_definite': {'x': (3,)}}}}}
+      >>> p.apply(raw)["w"].round(5)
+      Array([1., 2.], dtype=float32)
 
     References:
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
