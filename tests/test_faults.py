@@ -794,10 +794,10 @@ CONSTRUCTORS = {
         "Narrow the stage with `where`, or change `rank`.",
     ),
     "rank_too_big_for_a_stack": Fault(
-        rpx.LowRank(3).init,
+        rpx.LowRank(3, stacked=0).init,
         lambda: ({"w": jnp.ones((5, 3, 2))},),
         ValueError,
-        "LowRank(3).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
+        "LowRank(3, stacked=0).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
         "Narrow the stage with `where`, or change `rank`.",
     ),
     "shift_by_a_number": Fault(
