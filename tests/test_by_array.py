@@ -165,10 +165,18 @@ def test_a_value_of_another_shape_is_refused():
         rpx.Mask().apply(raw)
 
 
-@pytest.mark.parametrize("read", [rpx.labels, (rpx.VarNoise(0.1) >> rpx.WeightNorm()).fold], ids=["labels", "chain"])
-def test_an_array_under_a_marker_is_refused(read):
-    with pytest.raises(ValueError, match="holds no values"):
-        read({"w": {"@weight_norm": jnp.ones((3, 2))}})
+def test_an_array_under_a_marker_is_refused(key):
+    bad = {"w": {"@weight_norm": jnp.ones((3, 2))}}
+    p, text = (
+        rpx.VarNoise(0.1) >> rpx.WeightNorm(),
+        f"The raw tree holds no values under '@weight_norm' at 'w': {OTHER}",
+    )
+    with raises(ValueError, text):
+        rpx.labels(bad)
+    with raises(ValueError, text):
+        p.apply(bad, key)
+    with raises(ValueError, f"WeightNorm().apply at 'w': '@weight_norm' holds no values but float32[3, 2]: {OTHER}"):
+        p.fold(bad)
 
 
 # ---- chains are what was written
@@ -372,3 +380,39 @@ def test_a_tie_between_two_noises_shares_the_first_and_not_the_second(key):
     got = p.apply(p.init(params), key)
     np.testing.assert_allclose(np.std(got["a"] - got["b"]), 2**0.5, rtol=0.05)
     np.testing.assert_allclose(np.std(got["a"] + got["b"]), 38**0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "text"),
+    [
+        ((), TypeError, "all_but takes at least one regular expression for whole paths, but got none."),
+        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Write text."),
+        (
+            ("(",),
+            ValueError,
+            "all_but got where='(', which is not a regular expression: missing ), unterminated subpattern at position "
+            "0.",
+        ),
+    ],
+)
+def test_what_leaves_nothing_out_is_refused(patterns, error, text):
+    with raises(error, text):
+        rpx.all_but(*patterns)
+
+
+def test_leaving_out_everything_is_refused():
+    text = (
+        "WeightNorm(where=all_but('.*')).init selects nothing: all_but('.*') takes none of the 3 arrays "
+        "('a/kernel', 'b/bias', 'b/kernel'). Correct its expressions."
+    )
+    with raises(ValueError, text):
+        rpx.WeightNorm(where=rpx.all_but(".*")).init(PARAMS)
+
+
+def test_a_value_of_fewer_axes_than_are_stacked_is_refused():
+    p = rpx.LowRank(2, where="w", stacked=(0, 1))
+    raw = p.init({"w": jnp.ones((2, 3, 4, 5))})
+    raw["w"]["@low_rank"]["u"] = jnp.ones(2)
+    text = f"{p!r}.apply at 'w': expected a value with 2 stacked axes, got one of 1 axes."
+    with raises(ValueError, text):
+        p.apply(raw)

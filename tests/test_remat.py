@@ -367,6 +367,15 @@ def test_errors_name_a_function_without_the_arrays_that_it_holds():
 # ---- Derivatives of every kind
 
 
+def test_what_is_no_array_in_aux_stays_as_it_is():
+    def with_aux(raw):
+        return raw.sum(), {"n": 3, "name": "x"}
+
+    _, aux = jax.value_and_grad(rpx.remat(with_aux), has_aux=True)(jnp.ones(2))[0]
+    assert aux == {"n": 3, "name": "x"}
+    assert type(aux["n"]) is int
+
+
 def test_values_and_gradients_with_aux():
     def with_aux(raw, key, x):
         effective = P.apply(raw, key)

@@ -63,8 +63,12 @@ class _Leafwise(Stage):
 
     def refuse(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, or None where it can."""
+        return self._wrong_dtype(w) or self.refuse_leaf(w)
+
+    def _wrong_dtype(self, w: Array) -> str | None:
+        """What is wrong with the dtype of ``w``, or None."""
         if jnp.issubdtype(w.dtype, self.dtypes):
-            return self.refuse_leaf(w)
+            return None
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
 
@@ -103,7 +107,7 @@ class _Leafwise(Stage):
             if stage is not self and names is not None:
                 _axis_names.require_fit(names, w)
             places = stage._places(names)
-            reason = _stacked.lacks_axes(w, places)
+            reason = stage._wrong_dtype(w) or _stacked.lacks_axes(w, places)
             for one in _stacked.each(w, places) if reason is None else ():
                 reason = reason or stage._unstacked.refuse(one)
         if reason is not None:
