@@ -8,6 +8,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -321,8 +322,10 @@ def update(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = moved(compiled_init(p, params, key), key)
     first, again = p.update(raw, key), p.update(raw, key)
     require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
-    once = compiled_update(p, raw, key)
-    for who, got in {"it": first, "under jit it": once, "a second one": compiled_update(p, once, key)}.items():
+    compiled = partial(compiled_update, p, key=key)
+    ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
+    for who, updated in ways.items():  # one after the other, as a stage cannot read what a wrong update gave
+        got = updated()
         require_same_types(p, "update", got, raw, who)
         for (path, w), (_, before) in zip(arrays(partition(got)[0]), arrays(partition(raw)[0]), strict=True):
             require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")
