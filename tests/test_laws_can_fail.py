@@ -354,11 +354,6 @@ BROKEN = {  # in the texts, # is a number
         gradients,
         "gradients: that of 'a/@dead_value/unused' is zero, so no optimizer moves it.",
     ),
-    "shorter update": (
-        ShorterUpdate(),
-        update,
-        "update: it makes 'a/@shorter_update/@fixed/count' float32[1], but it was float32[2].",
-    ),
     "cast update": (
         CastUpdate(),
         update,
@@ -403,6 +398,17 @@ def test_a_stage_breaks_just_that_law(p, broken, text, key):
     with pytest.raises(AssertionError, match=f"^{whole}$"):
         broken(p, params(), key)
     check_laws(p, params(), key, laws=others)
+
+
+def test_an_update_of_another_shape_breaks_its_law_and_cannot_be_applied(key):
+    p = ShorterUpdate()
+    text = (
+        f"{p!r} breaks the law of update: it makes 'a/@shorter_update/@fixed/count' float32[1], but it was float32[2]."
+    )
+    with pytest.raises(AssertionError, match=f"^{re.escape(text)}$"):
+        update(p, params(), key)
+    with pytest.raises(ValueError, match="expected count of shape"):
+        p.apply(p.update(p.init(params())))
 
 
 def test_every_law_is_broken_by_one():
