@@ -316,8 +316,8 @@ def test_a_node_that_no_stage_could_have_made_is_named():
     raw = p.init({"v": jnp.ones((3, 2)), "w": jnp.ones((3, 2))})
     raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
     text = (
-        "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain made it, or one whose default "
-        "took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+        "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain made it, or one whose "
+        "default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
     )
     with raises(ValueError, text):
         p.apply(raw)
