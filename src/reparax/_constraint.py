@@ -61,9 +61,10 @@ def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
 def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        one, like = self._alone, jnp.zeros(shape, dtype)
+        one = self._alone
         if one is self:
             return method(self, key, shape, dtype)
+        like = jnp.zeros(shape, dtype)  # of which the shape alone is read
         return self._over(lambda w, key: one.sample(key, w.shape, w.dtype))(like, self._each_key(key, like))
 
     return sample

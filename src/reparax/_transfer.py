@@ -93,7 +93,7 @@ class _Reading(Chain):
     def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
         """The effective tree, and each marker dict that was taken away, with its stage."""
         found: Nodes = {}
-        for stage in self.deterministic if isinstance(self.deterministic, Chain) else (self.deterministic,):
+        for stage in Chain((self.deterministic,)):
             before, tree = _marked(tree, stage.kind), stage._apply(tree, Keys(None))
             after = _marked(tree, stage.kind)
             found |= {path: (stage, node) for path, node in before.items() if path not in after}
@@ -108,10 +108,11 @@ class _Writing(Chain):
         tree, kept = params, set[Names]()
         for stage in reversed(self.stages):
             before, tree = _marked(tree, stage.kind), stage._init(tree, Keys(None))
+            made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
             again = {
                 path: node
                 for path, (other, node) in nodes.items()
-                if path not in before and _same(stage, other) and _alike(node, _marked(tree, stage.kind).get(path))
+                if path in made and _same(stage, other) and _alike(node, made[path])
             }
             kept |= again.keys()
             tree = _replaced(tree, stage.kind, again)
@@ -151,9 +152,9 @@ def _equal(x: Any, y: Any) -> bool:
     return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
 
 
-def _alike(a: Mapping[str, Any], b: Mapping[str, Any] | None) -> bool:
-    shapes = [jax.tree.map(jnp.shape, x) for x in (a, b)]
-    return shapes[0] == shapes[1]
+def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two nodes hold values of the same names and shapes."""
+    return jax.tree.map(jnp.shape, a) == jax.tree.map(jnp.shape, b)
 
 
 def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
