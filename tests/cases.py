@@ -74,6 +74,18 @@ def definite() -> dict[str, jax.Array]:
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 
+class SignFlip(rpx.Perturbation):
+    """Noise of a third party, whose mean is not the array."""
+
+    rate: float
+
+    def apply_leaf(self, w, key):
+        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+
+    def mean_leaf(self, w):
+        return (1 - 2 * self.rate) * w
+
+
 class JointNorm(rpx.Joint):
     """Weight norm of the weights of each output together with its bias."""
 
@@ -95,6 +107,9 @@ def lengths(w, b):
 
 LOW_RANK = rpx.LowRank(2, where=".*(dense|out)/kernel")
 CONVOLUTION = rpx.LowRank(2, rows=(0, 1, 2), columns=3, where="conv/kernel")
+
+# Matrices of which each number stands at places of its own.
+PATTERNS = [rpx.Symmetric(), rpx.Skew(), rpx.Triangular(), rpx.Diagonal(), rpx.Circulant(), rpx.Toeplitz()]
 
 # Stages on an array each: one program runs them all.
 SPHERES_AND_BALLS = (

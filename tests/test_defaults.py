@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import PATTERNS
 from errors import raises
 from flax import nnx
 from jax import Array
@@ -63,12 +64,7 @@ OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
 OF_ONE_ROW_AND_COLUMN = [
     rpx.Kronecker((2, 2)),
     rpx.BlockDiagonal(2),
-    rpx.Symmetric(),
-    rpx.Skew(),
-    rpx.Triangular(),
-    rpx.Diagonal(),
-    rpx.Circulant(),
-    rpx.Toeplitz(),
+    *PATTERNS,
     rpx.PositiveDefinite(),
     rpx.Hurwitz(),
 ]
@@ -107,11 +103,11 @@ class Block(nn.Module):
 
 
 def linen_attention() -> Any:
-    return nn.MultiHeadDotProductAttention(2).init(jax.random.key(0), X)["params"]
+    return nn.MultiHeadDotProductAttention(2, normalize_qk=True).init(jax.random.key(0), X)["params"]
 
 
 def nnx_attention() -> Any:
-    return nnx.state(nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
+    return nnx.state(nnx.MultiHeadAttention(2, 6, normalize_qk=True, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
 
 
 def equinox_attention() -> Any:
@@ -139,10 +135,12 @@ def haiku_layers() -> Any:
 FLAX_ATTENTION = {
     "key/bias": (2, 3),
     "key/kernel": (6, 2, 3),
+    "key_ln/scale": (3,),
     "out/bias": (6,),
     "out/kernel": (2, 3, 6),
     "query/bias": (2, 3),
     "query/kernel": (6, 2, 3),
+    "query_ln/scale": (3,),
     "value/bias": (2, 3),
     "value/kernel": (6, 2, 3),
 }

@@ -5,6 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import SignFlip
 
 import reparax as rpx
 from reparax.testing import check_laws, gradients, mean, rebase, right_inverse, update
@@ -70,16 +71,6 @@ class RoundedStorage(rpx.Reparametrization):
 
     def apply_leaf(self, values):
         return values["x"] + jax.lax.stop_gradient(jnp.round(4 * values["x"]) / 4 - values["x"])
-
-
-class SignFlip(rpx.Perturbation):
-    rate: float
-
-    def apply_leaf(self, w, key):
-        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
-
-    def mean_leaf(self, w):
-        return (1 - 2 * self.rate) * w
 
 
 class StochasticRounding(rpx.Perturbation):

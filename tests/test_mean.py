@@ -7,20 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import SignFlip
 from errors import raises
 
 import reparax as rpx
 from reparax.testing import check_laws
-
-
-class SignFlip(rpx.Perturbation):
-    rate: float
-
-    def apply_leaf(self, w, key):
-        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
-
-    def mean_leaf(self, w):
-        return (1 - 2 * self.rate) * w
 
 
 class Quantized(rpx.Perturbation):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import PATTERNS
 from errors import raises
 
 import reparax as rpx
@@ -40,12 +41,7 @@ STAGES = [
     rpx.Orthogonal(),
     rpx.Orthogonal("householder"),
     rpx.SpecialOrthogonal(),
-    rpx.Symmetric(),
-    rpx.Skew(),
-    rpx.Triangular(),
-    rpx.Diagonal(),
-    rpx.Circulant(),
-    rpx.Toeplitz(),
+    *PATTERNS,
     rpx.PositiveDefinite(),
     rpx.PositiveSemidefinite(2),
     rpx.Hurwitz(),
