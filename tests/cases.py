@@ -74,7 +74,7 @@ def definite() -> dict[str, jax.Array]:
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 
-class SignFlip(rpx.Perturbation):
+class FlippedSigns(rpx.Perturbation):
     """Noise of a third party, whose mean is not the array."""
 
     rate: float

@@ -204,12 +204,12 @@ class SlightDrift(rpx.Perturbation):
         return w + 0.1 + jax.random.normal(key, w.shape, w.dtype)
 
 
-class SignFlip(rpx.Perturbation):
+class RareFlips(rpx.Perturbation):
     def apply_leaf(self, w, key):
         return jnp.where(jax.random.bernoulli(key, 0.02, w.shape), -w, w)
 
 
-class WrongMean(SignFlip):
+class WrongMean(RareFlips):
     def mean_leaf(self, w):
         return 0.98 * w
 
@@ -336,7 +336,7 @@ BROKEN = {  # in the texts, # is a number
     "drift": (Drift(), mean, MEAN),
     "slight drift": (SlightDrift(), mean, MEAN),
     "drift of one entry": (DriftAlone(), mean, MEAN),
-    "sign flip": (SignFlip(), mean, MEAN),
+    "rare flips": (RareFlips(), mean, MEAN),
     "wrong mean": (WrongMean(), mean, MEAN),
     "in place": (InPlace(), purity, "purity: it changes its input."),
     "naive norm": (NaiveNorm(), gradients, "gradients: that of 'a/@naive_norm/g' is not finite at zero."),

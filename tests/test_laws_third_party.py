@@ -5,7 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import SignFlip
+from cases import FlippedSigns
 
 import reparax as rpx
 from reparax.testing import check_laws, gradients, mean, rebase, right_inverse, update
@@ -134,8 +134,8 @@ RIGHT = [
     Rounding(0.25),
     RoundedStorage(),
     rpx.WeightNorm() >> Rounding(0.25),
-    SignFlip(0.3),
-    SignFlip(0.3, where=".") >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    FlippedSigns(0.3),
+    FlippedSigns(0.3, where=".") >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
     StochasticRounding(),
     Delta(),
     RunningScale(),
@@ -163,7 +163,7 @@ def test_every_law_takes_a_counter_beside_the_parameters(key):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
-@pytest.mark.parametrize("p", [rpx.VarNoise(1e-3), rpx.WeightDropout(0.01), SignFlip(0.01), Delta()], ids=repr)
+@pytest.mark.parametrize("p", [rpx.VarNoise(1e-3), rpx.WeightDropout(0.01), FlippedSigns(0.01), Delta()], ids=repr)
 def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
     wide = {**params(), "none": jnp.zeros((0, 4))}
     laws = [right_inverse, mean, gradients, update, rebase]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SignFlip
+from cases import FlippedSigns
 from errors import raises
 
 import reparax as rpx
@@ -33,25 +33,25 @@ def params():
 
 
 def test_fold_takes_the_mean_where_the_stage_acts():
-    p = SignFlip(0.25, where="w")
+    p = FlippedSigns(0.25, where="w")
     np.testing.assert_array_equal(p.fold(params())["w"], [[0.5, 1.0], [1.5, 2.0]])
     np.testing.assert_array_equal(p.fold(params())["b"], [5.0])
 
 
 def test_the_mean_stands_in_its_place_in_a_chain():
-    p = rpx.WeightNorm() >> SignFlip(0.25) >> rpx.VarNoise(0.1) >> rpx.Scale(2.0)
+    p = rpx.WeightNorm() >> FlippedSigns(0.25) >> rpx.VarNoise(0.1) >> rpx.Scale(2.0)
     mean = p.deterministic
-    assert repr(mean) == "WeightNorm() >> Mean(SignFlip(0.25)) >> Scale(2.0)"
+    assert repr(mean) == "WeightNorm() >> Mean(FlippedSigns(0.25)) >> Scale(2.0)"
     assert not mean.stochastic
     assert mean.deterministic == mean
     np.testing.assert_allclose(p.fold(p.init(params()))["w"], params()["w"] / 2, rtol=1e-6)
 
 
 def test_the_mean_is_a_value_like_any_stage():
-    mean = SignFlip(0.25, where="w").deterministic
-    assert mean == rpx.Mean(SignFlip(0.25, where="w")) != rpx.Mean(SignFlip(0.5, where="w"))
-    assert hash(mean) == hash(rpx.Mean(SignFlip(0.25, where="w")))
-    assert repr(mean) == "Mean(SignFlip(0.25, where='w'))"
+    mean = FlippedSigns(0.25, where="w").deterministic
+    assert mean == rpx.Mean(FlippedSigns(0.25, where="w")) != rpx.Mean(FlippedSigns(0.5, where="w"))
+    assert hash(mean) == hash(rpx.Mean(FlippedSigns(0.25, where="w")))
+    assert repr(mean) == "Mean(FlippedSigns(0.25, where='w'))"
     assert mean == copy.deepcopy(mean) == pickle.loads(pickle.dumps(mean)) == rpx.from_json(mean.to_json())
     assert jax.tree.leaves(mean) == []
 
@@ -69,7 +69,7 @@ def test_a_mean_may_change_types_and_know_axes_by_name():
 
 
 def test_a_mean_may_read_a_traced_hyperparameter():
-    folded = jax.jit(lambda rate: SignFlip(rate).fold(params()))(0.25)
+    folded = jax.jit(lambda rate: FlippedSigns(rate).fold(params()))(0.25)
     np.testing.assert_allclose(folded["b"], [2.5])
 
 
@@ -78,11 +78,11 @@ def test_noise_whose_mean_is_the_array_itself_leaves_no_trace():
 
 
 def test_a_mean_keeps_every_law(key):
-    check_laws(SignFlip(0.25).deterministic, params(), key)
+    check_laws(FlippedSigns(0.25).deterministic, params(), key)
 
 
 def test_a_mean_of_another_shape_is_refused():
-    class Short(SignFlip):
+    class Short(FlippedSigns):
         def mean_leaf(self, w):
             return w[:1]
 

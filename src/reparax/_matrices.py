@@ -8,10 +8,10 @@ and so are those of its raw values, whose rows and columns have the sizes of the
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from reparax import _raw
@@ -51,8 +51,6 @@ class Matrices(Constraint):
         return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
 
     def refuse(self, w: Array) -> str | None:
-        if not jnp.issubdtype(w.dtype, self.dtypes):
-            return super().refuse(w)
         return self._no_matrix(w) or super(Matrices, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
@@ -103,7 +101,7 @@ class Matrices(Constraint):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
                 made = formula({name: self._merged_value(name, value, counts) for name, value in x.items()}, *others)
-                groups, sizes = self._groups(sum(counts)), self._sizes(x, counts)
+                groups, sizes = self._groups(sum(counts.values())), self._sizes(x, counts)
             else:
                 groups = self._groups(x.ndim)
                 made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
@@ -117,52 +115,42 @@ class Matrices(Constraint):
 
         return super()._over(each)
 
-    def _counts(self, values: Mapping[str, Array]) -> tuple[int, int]:
+    def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """How many axes of the array are rows, and how many are columns, as its raw values tell."""
-        given = [None if axes is None else len(listed(axes)) for axes in (self.rows, self.columns)]
-        if given[0] is None and given[1] is None:
-            return 1, 1
-        known = {"rows": given[0], "columns": given[1]}
+        given = {"rows": self.rows, "columns": self.columns}
+        known = {group: len(listed(axes)) for group, axes in given.items() if axes is not None}
         for name, axes in self.value_axes.items():
-            groups = [axis for axis in axes if axis in known]
-            missing = [axis for axis in groups if known[axis] is None]
-            if name in values and len(missing) == 1:
-                held = values[name].ndim - (len(axes) - len(groups))
-                known[missing[0]] = held - sum(known[axis] or 0 for axis in groups)
-        rows, columns = known["rows"], known["columns"]
-        return rows or columns or 1, columns or rows or 1
+            missing = [axis for axis in axes if axis in given and axis not in known]
+            if known and name in values and len(missing) == 1:
+                known[missing[0]] = values[name].ndim - sum(known.get(axis, 1) for axis in axes if axis not in missing)
+        other = next(iter(known.values()), 1)  # as a square matrix has as many of both
+        return {group: known.get(group, other) for group in given}
 
-    def _require_axes(self, values: Mapping[str, Array], counts: tuple[int, int]) -> None:
+    def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
         """Refuses raw values of more or fewer axes than those of such a matrix have."""
-        numbers = {"rows": counts[0], "columns": counts[1]}
         for name, axes in self.value_axes.items():
-            wanted = sum(numbers.get(axis, 1) for axis in axes)
+            wanted = sum(counts.get(axis, 1) for axis in axes)
             if name in values and values[name].ndim != wanted:
                 got = values[name].shape
                 raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {_raw.OTHER_CHAIN}")
 
-    def _sizes(self, values: Mapping[str, Array], counts: tuple[int, int]) -> tuple[Sizes, Sizes] | None:
+    def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
+        """The sizes of each axis of a raw value, of which rows and columns may be several."""
+        axes = self.value_axes.get(name, ())
+        ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
+        return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
+
+    def _sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> tuple[Sizes, Sizes] | None:
         """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""
-        if counts == (1, 1):
+        if set(counts.values()) == {1}:
             return None
-        found: dict[str, Sizes] = {}
-        for name, axes in self.value_axes.items():
-            shape = values[name].shape if name in values else ()
-            for axis in axes if shape else ():
-                count = counts[("rows", "columns").index(axis)] if axis in ("rows", "columns") else 1
-                found.setdefault(axis, shape[:count])
-                shape = shape[count:]
+        found = {axis: size for name, x in values.items() for axis, size in self._parts(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
-    def _merged_value(self, name: str, value: Array, counts: tuple[int, int]) -> Array:
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int]) -> Array:
         """A raw value as its formula takes it."""
-        shape: list[int] = []
-        rest = value.shape
-        for axis in self.value_axes.get(name, ()):
-            count = counts[("rows", "columns").index(axis)] if axis in ("rows", "columns") else 1
-            shape.append(math.prod(rest[:count]))
-            rest = rest[count:]
-        return value.reshape(*shape, *rest)
+        parts = self._parts(name, value, counts)
+        return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
     def _parted_value(self, name: str, value: Array, sizes: tuple[Sizes, Sizes] | None) -> Array:
         """A raw value as it stands in the raw tree."""
