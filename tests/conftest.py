@@ -22,9 +22,12 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 
 PROGRAMS = Path(sys.prefix) / "jax_cache"
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
-MOST_PROGRAMS_IN_MEMORY = 1000  # 1.4 MB each, in ten areas of memory, of which Linux gives a process 65530
-# Halves the time of compiling. XLA of 2026 has no such flag any more.
-FASTER = "--xla_cpu_use_fusion_emitters=false"
+SIZE_OF_A_PROGRAM = 1_500_000
+MOST_AREAS = 4000  # a program has ten areas of memory, of which Linux gives a process 65530
+FASTER = (
+    "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
+    "--xla_cpu_parallel_codegen_split_count=1",  # as the other cores have workers of their own
+)
 
 if sys.prefix != sys.base_prefix:
     jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
@@ -35,8 +38,8 @@ if sys.prefix != sys.base_prefix:
 def pytest_configure(config: pytest.Config) -> None:
     """Once for all workers, which have the environment of this process."""
     if not hasattr(config, "workerinput"):
-        if xla_knows(FASTER, config):
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER}"
+        known = [flag for flag in FASTER if xla_knows(flag, config)]
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known])
         empty_when_full(PROGRAMS)
 
 
@@ -61,6 +64,19 @@ def empty_when_full(programs: Path) -> None:
             program.unlink(missing_ok=True)
 
 
+def most_programs_in_memory(memory: int, workers: int) -> int:
+    """As many as half of the memory takes. To clear them costs time: what is needed again is compiled again."""
+    return min(MOST_AREAS, memory // 2 // workers // SIZE_OF_A_PROGRAM)
+
+
+def memory_of_machine() -> int:
+    """In bytes; that of the container, where it says how much it may have."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    said = limit.read_text().strip() if limit.exists() else "max"
+    return min(machine, int(said)) if said.isdecimal() else machine
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file share programs, so they belong to one worker, where they say nothing else."""
@@ -78,18 +94,20 @@ def pytest_collection_finish() -> None:
 class Compiled:
     """Counts the programs that stand in memory."""
 
-    number = 0
+    def __init__(self, most: int) -> None:
+        self.most, self.number = most, 0
 
     def __call__(self, event: str, _: float, **kwargs: str | int) -> None:
         self.number += event.endswith("/backend_compile_duration")
 
     def clear_when_many(self) -> None:
-        if self.number > MOST_PROGRAMS_IN_MEMORY:
+        if self.number > self.most:
             jax.clear_caches()
             self.number = 0
 
 
-COMPILED = Compiled()
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+COMPILED = Compiled(most_programs_in_memory(memory_of_machine(), WORKERS))
 jax.monitoring.register_event_duration_secs_listener(COMPILED)
 
 

@@ -23,9 +23,8 @@ def test_kept_programs_are_deleted_when_they_are_too_many(tmp_path, monkeypatch,
     assert len(list(tmp_path.iterdir())) == left
 
 
-def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many(monkeypatch):
-    compiled = conftest.Compiled()
-    monkeypatch.setattr(conftest, "MOST_PROGRAMS_IN_MEMORY", 1)
+def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many():
+    compiled = conftest.Compiled(1)
     jax.monitoring.register_event_duration_secs_listener(compiled)
     traces = []
 
@@ -43,6 +42,15 @@ def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many(monke
     assert compiled.number == 0
     f(jnp.ones(3))
     assert len(traces) == 3
+
+
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 4000), (6, 2, 1000), (60, 20, 1000)])
+def test_programs_take_half_of_the_memory_at_most(gigabytes, workers, most):
+    assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
+
+
+def test_the_memory_of_the_machine_is_known():
+    assert 10**8 < conftest.memory_of_machine() < 10**15
 
 
 def test_xla_is_asked_for_a_flag_once_and_not_at_all_where_pytest_keeps_no_answers(monkeypatch):

@@ -475,13 +475,13 @@ def test_values_of_a_class_called_fixed_train():
 
 
 def test_the_name_of_another_package_is_kept_apart_by_the_package():
-    assert define("Reversed", "kinds_e.x").kind == "reversed"
-    assert define("Reversed", "kinds_f.y").kind == "kinds_f_reversed"
+    assert define("TurnedAround", "kinds_e.x").kind == "turned_around"
+    assert define("TurnedAround", "kinds_f.y").kind == "kinds_f_turned_around"
     assert define("WeightNorm", "kinds_f").kind == "kinds_f_weight_norm"
     assert rpx.WeightNorm.kind == "weight_norm"
-    define("Other", "kinds_g", kind="kinds_h_reversed")
-    with no_kind("kinds_h.Reversed", "kinds_h_reversed", "is the kind of kinds_g.Other"):
-        define("Reversed", "kinds_h")
+    define("Other", "kinds_g", kind="kinds_h_turned_around")
+    with no_kind("kinds_h.TurnedAround", "kinds_h_turned_around", "is the kind of kinds_g.Other"):
+        define("TurnedAround", "kinds_h")
 
 
 def test_a_kind_must_be_text():

@@ -32,9 +32,14 @@ def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree
     return p.apply(raw, key)
 
 
-@partial(jax.jit, static_argnums=0)
+def compiled_effective(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    """The effective tree, with the key where it is needed: a chain that needs none is one program with its mean."""
+    return compiled_apply(p, raw, key if p.stochastic else None)
+
+
 def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
-    return p.fold(raw)
+    """``p.fold(raw)``, in the program that applies the deterministic chain."""
+    return compiled_apply(p.deterministic, raw, None)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -236,6 +241,11 @@ def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
 def twice(tree: PyTree) -> PyTree:
     """A batch of two, both the same."""
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
+
+
+def last(batch: Array) -> Array:
+    """The last array of a batch."""
+    return jnp.asarray(np.asarray(batch)[-1])
 
 
 def zeros(params: PyTree) -> PyTree:

@@ -23,6 +23,7 @@ from reparax._evidence import (
     along,
     arrays,
     compiled_apply,
+    compiled_effective,
     compiled_fold,
     compiled_init,
     compiled_rebase,
@@ -33,6 +34,7 @@ from reparax._evidence import (
     equal,
     has_functions,
     keeps,
+    last,
     moved,
     normal,
     paths,
@@ -105,7 +107,7 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
 def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage exists to change them."""
     raw = compiled_init(p, params, key)
-    for effective in (compiled_fold(p, raw), compiled_apply(p, raw, key)):
+    for effective in (compiled_fold(p, raw), compiled_effective(p, raw, key)):
         require(p, "types", paths(effective) == paths(params), "the effective tree has other paths")
         for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
@@ -126,7 +128,7 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = compiled_init(p, sharded, key)
     leaves, slots, _ = _raw.flatten(raw)
     kept = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for (path, got), (_, want) in zip(arrays(compiled_apply(p, raw, key)), arrays(sharded), strict=True):
+    for (path, got), (_, want) in zip(arrays(compiled_effective(p, raw, key)), arrays(sharded), strict=True):
         source = kept.get((path, want.shape))
         follows = source is None or source != want.sharding or got.sharding.is_equivalent_to(want.sharding, got.ndim)
         require(p, "types", follows, f"{path!r} has the sharding {got.sharding}, but its raw value {want.sharding}")
@@ -145,47 +147,40 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
-    """``jit``, ``vmap``, ``jax.checkpoint``, ``scan`` and ``shard_map`` agree with eager evaluation."""
-    raw = p.init(params, key)
-    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
+    """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
+    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
-    everywhere = PartitionSpec()
-    apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
 
-    def ways(raw: PyTree, batches: tuple[PyTree, PyTree], key: Array) -> dict[str, PyTree]:
-        return {
-            "checkpoint": jax.checkpoint(p.apply)(raw, key),
-            "shard_map": apply_shard(raw, key),
-            "vmap": jax.vmap(p.apply)(batches[1], keys),
-            "vmap of init": jax.vmap(p.fold)(jax.vmap(p.init, in_axes=(0, None))(batches[0], key)),
-            "scan": jax.lax.scan(lambda carry, k: (carry, p.apply(raw, k)), 0, keys)[1],
-        }
+    # All in one program, as most of the time goes to compiling.
+    @jax.jit
+    def ways(params: PyTree, raw: PyTree, raws: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+        nested = jax.lax.scan(lambda carry, k: (carry, apply_all(raws, jnp.stack([k, keys[1]]))), 0, keys)[1]
+        return init_all(params, key), {"scan of vmap of checkpoint": nested, "shard_map": apply_shard(raw, key)}
 
+    raws, applied = ways(twice(params), raw, twice(raw))
     compiled = {
         "jit": compiled_apply(p, raw, key),
         "jit of init": compiled_fold(p, compiled_init(p, params, key)),
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
-        **jax.jit(ways)(raw, (twice(params), twice(raw)), key),
+        "vmap of init": compiled_fold(p, jax.tree.map(last, raws)),
+        **applied,
     }
     first, folded = p.apply(raw, key), p.fold(raw)
-    both = jax.tree.map(lambda a, b: np.stack([a, b]), first, compiled_apply(p, raw, keys[1]))
+    second = compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": folded,
         "jit of update": p.fold(p.update(raw, key)),
-        "vmap": both,
-        "scan": both,
-        "vmap of init": twice(folded),
+        "vmap of init": folded,
+        "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first, second),
     }
     for way, got in compiled.items():
         want = eager.get(way, first)
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
-    require(
-        p,
-        "transformations",
-        types(abstract) == types(raw),
-        "eval_shape of init gives other shapes or dtypes",
-    )
+    same = types(abstract) == types(raw)
+    require(p, "transformations", same, "eval_shape of init gives other shapes or dtypes")
 
 
 def keys(p: Parametrization, params: PyTree, key: Array) -> None:
