@@ -18,7 +18,7 @@ test: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup
 
 test-peers: $(VENV)/peers.stamp
-	$(RUN) -m pytest -q -n auto --dist loadgroup tests/test_peers*.py
+	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers
 
 # The oldest and the newest JAX, on the Pythons that are found.
 test-versions:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax import _threefry
+from reparax.noise import _threefry
 
 SHAPE = (6, 1024, 1024)
 STD, KEEP = 0.075, 0.9

@@ -1,0 +1,128 @@
+"""Boxes of flax in raw trees: each raw value in a box of its own, with the names of the axes that this value has.
+
+Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
+Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
+users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
+follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each. Where a
+place holds no array, such as a tied one, the variable stands inside of the marker too, around ``()``: of a dict in a
+variable, nnx would make a state of its own when it updates.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from reparax._axes.names import keyword, stated
+from reparax._axes.origin import Init, inherited
+from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, named, path_text
+
+
+class PartNames(tuple[Any, ...]):
+    """The names of the axes of a raw value, which know those of the parameter."""
+
+    whole: Any
+
+    def __eq__(self, other: object) -> bool:
+        same_whole = not isinstance(other, PartNames) or self.whole == other.whole
+        return tuple.__eq__(self, other) and same_whole
+
+    __hash__ = tuple.__hash__
+
+
+def spread_boxes(init: Init, params: PyTree, raw: PyTree) -> PyTree:
+    """``raw``, which ``init`` made of ``params``, with the box around each marker dict put around each value in it."""
+    paths, nodes, treedef = named(raw, _holds_values)
+    if not any(map(_holds_values, nodes)):
+        return raw
+    boxes = {path_text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
+    entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
+    taken = inherited(init, params, entries) if entries else {}
+
+    def around_each(path: Names, box: Any) -> PyTree:
+        if not jax.tree.leaves(box):
+            return jax.tree.map(lambda _: box.replace(()), _held(box), is_leaf=is_empty)
+        ends, values, inside = named(_held(box))
+        if _names(box) is None:
+            return inside.unflatten([box.replace(value) for value in values])
+        names = [PartNames(taken[*path, *end]) for end in ends]
+        for part in names:
+            part.whole = _names(box)
+        return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
+
+    return treedef.unflatten(
+        [around_each(path, node) if _holds_values(node) else node for path, node in zip(paths, nodes, strict=True)]
+    )
+
+
+def gather_boxes(raw: PyTree) -> PyTree:
+    """``raw`` with one box around each marker dict again, the parameter's own, as stages leave and expect it."""
+    nodes, treedef = jax.tree.flatten(raw, is_leaf=_is_marked)
+    return treedef.unflatten([_around_all(node) if _is_marked(node) else node for node in nodes])
+
+
+def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
+    """The values of ``tree``, which :func:`gather_boxes` made of ``raw``, in the boxes of ``raw``."""
+    return jax.tree.structure(raw).unflatten(jax.tree.leaves(tree))
+
+
+def _around_all(node: Mapping[str, Any]) -> Any:
+    """The marker dict in the parameter's box; in none where someone made the boxes of its values anew."""
+    parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
+    values = treedef.unflatten([_content(part) if _is_part(part) else part for part in parts])
+    for box in filter(_is_part, parts):
+        if _is_unnamed_variable(box) or _is_hollow(box):
+            return box.replace(values)
+        if isinstance(names := _names(box), PartNames):
+            return _renamed(box, values, names.whole)
+    return values
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
+
+
+def _is_part(x: Any) -> bool:
+    return is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
+
+
+def _is_unnamed_variable(box: Any) -> bool:
+    return has_ancestor(box, "Variable") and stated(box) is None
+
+
+def _holds_values(x: Any) -> bool:
+    return _is_part(x) and _is_marked(_held(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
+
+
+def _content(part: Any) -> Any:
+    """What the box holds, the empty node where it holds no array."""
+    return {} if _is_hollow(part) else _held(part)
+
+
+def _is_hollow(box: Any) -> bool:
+    return isinstance(_held(box), tuple)
+
+
+def _held(box: Any) -> Any:
+    (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
+    return value
+
+
+def _names(box: Any) -> Any:
+    """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
+    names = stated(box)
+    return names if isinstance(names, tuple | PartitionSpec) else None
+
+
+def _padded(box: Any) -> tuple[Any, ...]:
+    """A name for each axis. Trailing ones may be left out; under ``jax.vmap`` there are more, nobody knows of what."""
+    names, axes = tuple(_names(box)), _held(box).ndim
+    return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
+
+
+def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
+    """The same box with another value and other names."""
+    if has_ancestor(box, "Variable"):
+        return box.replace(value, **{keyword(box): names})
+    return box.replace(value=value, names=names)

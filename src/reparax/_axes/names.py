@@ -1,0 +1,52 @@
+"""Names of axes, where a library keeps them beside an array."""
+
+from typing import Any
+
+import jax
+
+from reparax._tree.paths import IsLeaf, PyTree, has_ancestor, is_box, named
+from reparax._tree.raw import aligned
+
+AxisNames = tuple[str | None, ...]
+
+
+def stated(box: Any) -> Any:
+    """What a box of flax, linen's or nnx's, says of the axes of its array, in its own form; None if nothing."""
+    if not has_ancestor(box, "Variable"):
+        return getattr(box, "names", None)
+    return box.get_metadata().get(keyword(box))
+
+
+def keyword(variable: Any) -> str:
+    """What flax calls the names of the axes of an nnx variable; older versions had another word."""
+    return "sharding_names" if "sharding_names" in variable.get_metadata() else "out_sharding"
+
+
+def axis_names(box: Any) -> AxisNames | None:
+    """The names that a box gives to the axes of its array; None where it gives none.
+
+    An axis without a name, or that lies across several axes of a mesh, is None.
+    """
+    names = getattr(stated(box), "spec", stated(box))  # of a NamedSharding
+    return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
+
+
+def names_of_leaves(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[AxisNames | None]:
+    """For each leaf, the axis names of the box that holds it, where its axes are those of the box's array."""
+
+    def stops(x: object) -> bool:
+        return is_box(x) or (is_leaf is not None and is_leaf(x))
+
+    found: list[AxisNames | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=stops):
+        names = axis_names(node) if is_box(node) else None
+        found += [names if aligned(path) else None for path in named(node, is_leaf)[0]]
+    return found
+
+
+def require_names_fit(names: AxisNames, w: Any) -> None:
+    """Refuses names that are not one for each axis, as under ``jax.vmap``, where an axis is gone."""
+    if len(names) != w.ndim:
+        raise ValueError(
+            f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
+        )

@@ -1,0 +1,144 @@
+"""Axes and sizes as users write them: one number, or several."""
+
+from typing import Any
+
+from jax import Array
+
+from reparax._axes.names import AxisNames
+from reparax._numerics.arguments import is_whole
+
+Axis = int | str
+Axes = Axis | tuple[Axis, ...]
+
+
+def check_axes(axes: Any, who: str, name: str) -> Axes:
+    """``axes``, a tuple of one as its member and a list as a tuple, so that equal axes are equal fields."""
+    several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if not all(map(_is_axis, several)):
+        raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
+    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    return plain[0] if len(plain) == 1 else plain
+
+
+def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
+    """As :func:`check_axes`, where None says something too."""
+    return None if axes is None else check_axes(axes, who, name)
+
+
+def check_axis(axis: Any, who: str, name: str) -> Axis:
+    """``axis``, which must be one."""
+    if not _is_axis(axis):
+        raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axis!r}.")
+    return axis if isinstance(axis, str) else int(axis)
+
+
+def check_front_axes(axes: Any, who: str, name: str) -> Axes:
+    """``axes`` as :func:`check_axes`, of which numbers must count from the front: raw values may have fewer axes."""
+    found = check_axes(axes, who, name)
+    numbers = [axis for axis in _each(found) if isinstance(axis, int)]
+    if any(axis < 0 for axis in numbers) or len(set(_each(found))) < len(_each(found)):
+        raise ValueError(f"{who} got {name}={axes!r}, but counts each of these axes once, from the front. Write it so.")
+    return found
+
+
+def list_axes(axes: Axes) -> tuple[int, ...]:
+    """Axes that a formula on one array can count, in the order in which they are given."""
+    return _numbers(axes)
+
+
+def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
+    """The numbers of ``axes`` in an array of these axis names, of which those that it does not have are left out.
+
+    Raises:
+      ValueError: Where an axis is given by name and the array has no names at all, or several of that name.
+    """
+
+    def numbers(axis: Axis) -> list[int]:
+        if isinstance(axis, int):
+            return [axis]
+        if names is None or names.count(axis) > 1:
+            return [int(number) for number in _each(number_axes(axis, names))]
+        return [i for i, name in enumerate(names) if name == axis]
+
+    return tuple(sorted(number for axis in _each(axes) for number in numbers(axis)))
+
+
+def _is_axis(value: object) -> bool:
+    return isinstance(value, str) or is_whole(value)
+
+
+def _each(axes: Axes) -> tuple[Axis, ...]:
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def has_names(axes: Axes | None) -> bool:
+    """Whether an axis is given by name."""
+    return axes is not None and any(isinstance(axis, str) for axis in _each(axes))
+
+
+def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
+    """``axes`` with its number for each name, counted from the back: a mapped axis is usually the first.
+
+    Raises:
+      ValueError: Where not exactly one axis has a name.
+    """
+
+    def number(axis: Axis) -> int:
+        if isinstance(axis, int):
+            return axis
+        if names is None or names.count(axis) != 1:
+            got = "no axis names" if names is None else f"axes named {names}"
+            raise ValueError(
+                f"expected one axis named {axis!r}, got {got}. "
+                f"Give the axis by number, or leave the array out with `where`."
+            )
+        return names.index(axis) - len(names)
+
+    several = tuple(map(number, _each(axes)))
+    return several if isinstance(axes, tuple) else several[0]
+
+
+def _numbers(axes: Axes) -> tuple[int, ...]:
+    """Axes that a formula on one array can count."""
+    several = _each(axes)
+    for axis in several:
+        if isinstance(axis, str):
+            raise ValueError(f"the axis {axis!r} is a name, but an array by itself has no names. Give the number.")
+    return tuple(int(axis) for axis in several)
+
+
+def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
+    """What is wrong with ``axes`` for ``w``, or None."""
+    if axes is None or all(-w.ndim <= axis < w.ndim for axis in _numbers(axes)):
+        return None
+    return (
+        f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
+        f"Leave it out with `where`, or give it a stage of its own."
+    )
+
+
+def count_from_front(axes: Axes, w: Array) -> tuple[int, ...]:
+    """``axes`` counted from the front."""
+    return tuple(sorted(axis % w.ndim for axis in _numbers(axes)))
+
+
+def position(axis: Axis, w: Array) -> int:
+    """One axis counted from the front."""
+    return count_from_front(axis, w)[0]
+
+
+def others(features: Axes | None, w: Array) -> tuple[int, ...]:
+    """The axes of ``w`` but its feature axes; all of them where it has none."""
+    kept = () if features is None else count_from_front(features, w)
+    return tuple(axis for axis in range(w.ndim) if axis not in kept)
+
+
+def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
+    """``axes`` counted from the front; all of them for None."""
+    return tuple(range(w.ndim)) if axes is None else count_from_front(axes, w)
+
+
+def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
+    """``axes``, which count the axes of ``w`` but those of ``stacked``, counted from the front of ``w``."""
+    own = [axis for axis in range(w.ndim) if axis not in _numbers(stacked)]
+    return tuple(sorted(own[axis] for axis in _numbers(axes)))

@@ -1,0 +1,108 @@
+"""Which axis of its parameter an axis of a raw array follows, found from shapes alone.
+
+``init`` is traced again and again, each time with one more length of the parameters doubled: a raw axis follows the
+axis of its parameter with which it grows, whatever the stages compute. The largest lengths are doubled first, so that
+no two of them change their order and the smaller of two stays the smaller. Equal lengths of different arrays are
+doubled together, as ties and joint formulas rely on them; so are those that a stage does not take apart, such as the
+two of a square matrix. An axis of a square one then follows that in its own place.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from reparax._tree.differences import abstract
+from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.raw import parameter
+
+Init = Callable[[PyTree], PyTree]
+Length = tuple[int, int]  # a number of entries, and how many axes before this one in the same array have as many
+Shapes = dict[Names, tuple[int, ...]]
+
+
+def inherited(init: Init, params: PyTree, entries: Mapping[str, Sequence[Any]]) -> dict[Names, tuple[Any, ...]]:
+    """For each array of ``init(params)``, what its axes have from the axes of its parameter that they follow.
+
+    Args:
+      init: What makes a raw tree of parameters.
+      params: The parameters, or their shapes and dtypes.
+      entries: For the path of a parameter, something for each of its axes.
+
+    Returns:
+      For the names that lead to each raw array, an entry for each axis; None where an axis follows none.
+    """
+    traces = list(_traces(init, params))
+    before, after = ([trace[i] for trace in traces] for i in range(2))
+    own = {path_text(path): _growths(before, path) for path in before[0]}
+
+    def of(path: Names) -> tuple[Any, ...]:
+        name, axes = parameter(path), _growths(after, path)
+        places = _places(own[name] if name in entries else [], axes)
+        return tuple(None if place is None else entries[name][place] for place in places)
+
+    return {path: of(path) for path in after[0]}
+
+
+def _growths(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
+    return [_growth(lengths) for lengths in zip(*(shapes[path] for shapes in traces), strict=True)]
+
+
+def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """How an axis grows from trace to trace; its length where it does not, as where a stage is told that."""
+    return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
+
+
+def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> list[int | None]:
+    """For each axis of a raw array, the axis of its parameter that it follows; none is followed twice."""
+    places: list[int | None] = []
+    for axis, growth in enumerate(axes):
+        found = [place for place, other in enumerate(own) if other == growth != (1,)]
+        if len(own) == len(axes) and axis in found:
+            found = [axis]
+        places.append(found[0] if len(found) == 1 and found[0] not in places else None)
+    return places
+
+
+def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
+    """The shapes of parameters and of raw arrays: as they are, and after each length that can be doubled."""
+    leaves, treedef = jax.tree.flatten(params)
+
+    def trace(doubled: Collection[Length]) -> tuple[Shapes, Shapes]:
+        grown = treedef.unflatten([_grown(x, doubled) if is_array(x) else x for x in leaves])
+        return _shapes(grown), _shapes(abstract(init, grown))
+
+    first = trace(())
+    yield first
+    doubled: list[Length] = []
+    waiting: list[Length] = []
+    for length in sorted({length for shape in first[0].values() for length in _lengths(shape)}, reverse=True):
+        for together in ([*waiting, length], [length]) if waiting else ([length],):
+            try:
+                traced = trace([*doubled, *together])
+            except Exception:  # a stage says in its own way that it cannot take such shapes
+                continue
+            if _ranks(traced) == _ranks(first):
+                yield traced
+                doubled += together
+                waiting = [other for other in waiting if other not in together]
+                break
+        else:
+            waiting.append(length)
+
+
+def _lengths(shape: Sequence[int]) -> list[Length]:
+    return [(n, shape[:axis].count(n)) for axis, n in enumerate(shape)]
+
+
+def _grown(x: Any, doubled: Collection[Length]) -> jax.ShapeDtypeStruct:
+    sizes = (2 * length[0] if length in doubled else length[0] for length in _lengths(x.shape))
+    return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+
+def _shapes(tree: PyTree) -> Shapes:
+    return {path: x.shape for path, x in zip(*named(tree)[:2], strict=True) if is_array(x)}
+
+
+def _ranks(traced: tuple[Shapes, Shapes]) -> dict[Names, int]:
+    return {path: len(shape) for path, shape in traced[1].items()}

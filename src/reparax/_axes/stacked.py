@@ -1,0 +1,86 @@
+"""Formulas over stacked arrays: each index of a stacked axis, such as a layer under a scan, is an array by itself.
+
+A value that a formula makes has the stacked axes where the array has them, or as near to it as it has axes: with
+``stacked=0`` a length of shape ``(1, out)`` becomes one of ``(layers, 1, out)``.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax._tree.raw import OTHER_CHAIN
+
+Places = tuple[int, ...]
+
+
+def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., Any]:
+    """``formula``, of arrays and dicts of arrays, for each index of the stacked axes by itself."""
+    if not stacked:
+        return formula
+    each = formula
+    for _ in stacked:
+        each = jax.vmap(each)
+
+    def mapped(*args: Any) -> Any:
+        fronts = jax.tree.map(partial(_to_front, stacked), args)
+        counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
+        if len(counts) > 1:
+            sizes = ", ".join(map(repr, sorted(counts)))
+            raise ValueError(f"expected values of equally many stacked arrays, got {sizes}: {OTHER_CHAIN}")
+        return jax.tree.map(partial(_to_place, stacked), each(*fronts))
+
+    return mapped
+
+
+def stacked_sizes(w: Any, stacked: Places) -> tuple[int, ...]:
+    """How many arrays are stacked along each axis."""
+    return tuple(w.shape[place] for place in stacked)
+
+
+def lacks_axes(w: Any, stacked: Places) -> str | None:
+    """What is wrong with the stacked axes for ``w``, or None."""
+    if all(place < w.ndim for place in stacked):
+        return None
+    return (
+        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or give it a "
+        f"stage of its own."
+    )
+
+
+def one_stacked(w: Any, stacked: Places) -> Any:
+    """The type of one of the stacked arrays; ``w`` itself where none are stacked."""
+    if not stacked:
+        return w
+    return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
+
+
+def each_stacked(w: Any, stacked: Places) -> Iterator[Any]:
+    """Each of the stacked arrays; the type of one where numbers are not known, or where there is none."""
+    if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
+        yield one_stacked(w, stacked)
+    else:
+        yield from _to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
+
+
+def _to_front(stacked: Places, x: Array) -> Array:
+    return jnp.moveaxis(x, _places(stacked, x.ndim), range(len(stacked)))
+
+
+def _to_place(stacked: Places, x: Array) -> Array:
+    return jnp.moveaxis(x, range(len(stacked)), _places(stacked, x.ndim))
+
+
+def _places(stacked: Places, ndim: int) -> Places:
+    """Where the stacked axes are in a value of ``ndim`` axes."""
+    if ndim < len(stacked):
+        raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
+    found: list[int] = []
+    for left, place in zip(range(ndim, 0, -1), reversed(stacked), strict=False):
+        found.insert(0, min(place, left - 1))
+    return tuple(found)

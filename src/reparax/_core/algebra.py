@@ -1,0 +1,338 @@
+"""The algebra: what a parametrization is, and how two of them compose."""
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, overload
+
+import jax
+
+from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
+from reparax._axes.shardings import AnyMesh, shardings_of_raw
+from reparax._core.config import dump_stages, expression
+from reparax._core.keys import Keys, check_key
+from reparax._core.pending import settle
+from reparax._core.recompute import recompute
+from reparax._core.value import Static
+from reparax._tree.differences import abstract, require_no_differences
+from reparax._tree.paths import PyTree
+from reparax._tree.raw import OTHER_CHAIN, flatten_slots, follow, graft, kind_of, outer_markers
+
+
+class Parametrization(Static, ABC):
+    """A pure map from a raw tree to an effective tree, with a right inverse.
+
+    ``init`` takes the model's parameters to the raw tree that an optimizer moves; ``apply`` takes the raw tree to
+    the effective tree that the model reads, with ``apply(init(params)) == params`` for every ``params`` on the
+    image; ``update`` advances the fixed values once a step. All three are pure, and work under ``jax.jit``,
+    ``jax.vmap`` and ``jax.eval_shape``.
+
+    Subclasses become frozen dataclasses on their own, without a decorator: hashable, comparable, picklable, static
+    to JAX, with a ``repr`` that builds them. Most stages are a :class:`Reparametrization` or a
+    :class:`Perturbation`; a stage that must see the whole tree derives from this class and writes ``init`` and
+    ``apply`` itself.
+    """
+
+    stochastic: ClassVar[bool] = False
+    """Whether ``apply`` draws random numbers, and so needs a key."""
+    changes_type: ClassVar[bool] = False
+    """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
+    straight_through: ClassVar[bool] = False
+    """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
+
+    _for_users: ClassVar[tuple[str, ...]] = (
+        *("init", "apply", "update", "rebase", "fold"),
+        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json"),
+    )
+    """The names that users call; all others are for authors of stages."""
+
+    def __dir__(self) -> list[str]:
+        """What you meet on a stage: what users call, its arguments, and what a third party's class adds to them."""
+        ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
+        known = {name for c, own in ours.items() if own for name in vars(c)}
+        added = {name for c, own in ours.items() if not own for name in vars(c)} - known
+        shown = {*self._for_users, *(each.name for each in dataclasses.fields(self)), *added}
+        return [name for name in super().__dir__() if name in shown or name.startswith("_")]
+
+    @abstractmethod
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The raw tree whose effective tree is ``params``.
+
+        Arrays that no stage replaces are those of ``params`` itself, so donating the raw tree would delete them. Who
+        needs them afterwards starts from a copy, ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+
+        Args:
+          params: The model's parameters.
+          key: For stages that draw their start; without one, ``jax.random.key(0)`` serves.
+        """
+
+    @abstractmethod
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The effective tree of ``raw``.
+
+        Args:
+          raw: What ``init`` made, or an optimizer made of it.
+          key: A typed or legacy PRNG key; needed exactly where ``stochastic`` is true.
+        """
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        """``raw`` with its fixed values advanced by one training step; free values are left alone."""
+        del key
+        return raw
+
+    def rebase(self, raw: PyTree) -> PyTree:
+        """``raw`` with each stage's base at the current point, and the values that lead there from it at zero.
+
+        The effective tree stays the same. Momentum that an optimizer holds for these values is that of the old base,
+        where the same numbers mean another direction: set it to zero, or rebase seldom.
+        """
+        return raw
+
+    @property
+    def advances(self) -> bool:
+        """Whether ``update`` does anything."""
+        return type(self).update is not Parametrization.update
+
+    # What a chain calls: as the public four, on a tree in which other stages have left their markers.
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.init(tree, keys.of_stage(self.kind))
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.apply(tree, keys.of_stage(self.kind))
+
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.update(tree, keys.of_stage(self.kind))
+
+    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
+        """``tree`` with all noise drawn that this stage must see."""
+        return settle(tree, keys)
+
+    def _rebase(self, tree: PyTree) -> PyTree:
+        return self.rebase(tree)
+
+    @property
+    def deterministic(self) -> "Parametrization":
+        """The same chain with each random stage replaced by its mean: to evaluate, fold and export with."""
+        if self.stochastic:
+            raise TypeError(
+                f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`."
+            )
+        return self
+
+    def owners(self, params: PyTree) -> dict[str, str]:
+        """Who owns what: for each array of ``params``, the path under which its value stands in the raw tree.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
+          {'in': 'in', 'out': 'in'}
+        """
+        tree = abstract(lambda x: x, params)
+        owners = {slot.path: slot.path for slot in flatten_slots(tree)[1]}
+        for stage in reversed(_stages(self)):
+            owners = follow(owners, stage._sources(tree))
+            tree = abstract(functools.partial(stage._init, keys=Keys(None)), tree)
+        return owners
+
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        """For each array that holds no value of its own, the path of the one that it takes it from."""
+        del tree
+        return {}
+
+    def fold(self, raw: PyTree) -> PyTree:
+        """Plain parameters for export: ``p.deterministic.apply(raw)``."""
+        return self.deterministic.apply(raw)
+
+    def __rshift__(self, later: object) -> "Parametrization":
+        if not isinstance(later, Parametrization):
+            return NotImplemented
+        return compose((self, later))
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+    def to_json(self) -> str:
+        """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
+        of_one = isinstance(self, Chain) and len(self) == 1  # which is not the stage itself
+        return dump_stages((self,) if of_one else _stages(self))
+
+    def check(self, raw: PyTree, like: PyTree) -> None:
+        """Compares a raw tree, such as a restored checkpoint, with what ``init`` would make of ``like``.
+
+        Args:
+          raw: The raw tree to check.
+          like: The model's parameters, or their shapes and dtypes.
+
+        Raises:
+          ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
+        """
+        require_no_differences(call(self, "check"), raw, like, self.init)
+
+    def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
+        """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
+
+        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: ``init`` is
+        traced once for each length of an axis in ``like``.
+
+        Args:
+          specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays that lie on a mesh.
+          mesh: The mesh.
+          like: The model's parameters, or their shapes and dtypes; not needed where ``specs`` are arrays.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> from jax.sharding import AbstractMesh, PartitionSpec
+          >>> mesh, specs = AbstractMesh((2, 4), ("data", "model")), {"w": PartitionSpec("data", "model")}
+          >>> shardings = rpx.WeightNorm().shardings(specs, mesh, like={"w": jnp.ones((8, 16))})
+          >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
+          {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
+        """
+        traced = functools.partial(self._init, keys=Keys(None))
+        return shardings_of_raw(call(self, "shardings"), self.init, traced, specs, mesh, like)
+
+
+class Chain(Parametrization):
+    """Stages in a row, the first acts on the raw values first; what ``>>`` builds. ``Chain()`` is the identity.
+
+    A chain holds the stages as you wrote them, one after the other: ``len(p)``, ``p[0]``, ``p[1:]`` and loops see them.
+
+    Args:
+      stages: The stages. The stages of chains among them stand in their place.
+
+    Example:
+      >>> import reparax as rpx
+      >>> p = (rpx.WeightNorm() >> rpx.VarNoise(3.0)) >> rpx.VarNoise(4.0)
+      >>> p
+      WeightNorm() >> VarNoise(3.0) >> VarNoise(4.0)
+      >>> len(p), p[0], p.deterministic
+      (3, WeightNorm(), WeightNorm())
+    """
+
+    stages: tuple[Parametrization, ...] = ()
+
+    def __post_init__(self) -> None:
+        got: Any = self.stages
+        if not isinstance(got, tuple):
+            raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
+        object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in _stages(part)))
+        object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
+        object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
+        object.__setattr__(self, "straight_through", any(stage.straight_through for stage in self.stages))
+
+    def __repr__(self) -> str:
+        if len(self.stages) > 1:
+            return " >> ".join(map(repr, self.stages))
+        return f"Chain({self.stages!r})" if self.stages else "Chain()"
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __bool__(self) -> bool:
+        return True  # the identity is a parametrization too, though it has no stages
+
+    def __iter__(self) -> Iterator[Parametrization]:
+        return iter(self.stages)
+
+    @overload
+    def __getitem__(self, i: int) -> Parametrization: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Chain": ...
+    def __getitem__(self, i: int | slice) -> Parametrization:
+        return Chain(self.stages[i]) if isinstance(i, slice) else self.stages[i]
+
+    @property
+    def advances(self) -> bool:
+        return any(stage.advances for stage in self.stages)
+
+    @property
+    def deterministic(self) -> Parametrization:
+        return compose(tuple(stage.deterministic for stage in self.stages))
+
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        for path, mark in outer_markers(params).items():
+            raise ValueError(
+                f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
+                f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
+            )
+        raw = self._init(params, Keys(_checked_key(self, "init", key)))
+        return spread_boxes(functools.partial(self._init, keys=Keys(None)), params, raw)
+
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        effective = recompute(self._run, gather_boxes(raw), self._checked(key))
+        for path, mark in outer_markers(effective).items():
+            if kind_of(mark) in [stage.kind for stage in self.stages]:
+                raise ValueError(
+                    f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                    f"made it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+                )
+            raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        return effective
+
+    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
+        for i, stage in enumerate(self.stages):
+            if stage.advances:
+                seen = self._before(i, tree)
+                tree = graft("update", tree, seen, stage._update(seen, keys), free=False)
+        return spread_like(raw, tree)
+
+    def rebase(self, raw: PyTree) -> PyTree:
+        tree = gather_boxes(raw)
+        for i, stage in enumerate(self.stages):
+            seen = self._before(i, tree)
+            tree = graft("rebase", tree, seen, stage._rebase(seen), free=True)
+        return spread_like(raw, tree)
+
+    def _checked(self, key: jax.Array | None) -> jax.Array | None:
+        if not self.stochastic:
+            return None
+        if key is None:
+            raise ValueError(
+                f"{call(self, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+                f"Pass a key, or evaluate with `p.deterministic`."
+            )
+        return _checked_key(self, "apply", key)
+
+    def _before(self, i: int, tree: PyTree) -> PyTree:
+        """What the stage number ``i`` sees of a raw tree, without noise."""
+        return self[:i].deterministic._apply(tree, Keys(None))
+
+    def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        keys = Keys(key)
+        return settle(self._apply(tree, keys), keys)
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        for stage in reversed(self.stages):
+            tree = stage._init(tree, keys)
+        return tree
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        for stage in self.stages:
+            tree = stage._apply(stage._ready(tree, keys), keys)
+        return tree
+
+
+def _stages(part: object) -> tuple[Parametrization, ...]:
+    if not isinstance(part, Parametrization):
+        raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")
+    return part.stages if isinstance(part, Chain) else (part,)
+
+
+def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+    """The chain of ``stages``; the stage itself where there is only one."""
+    chain = Chain(stages)
+    return chain.stages[0] if len(chain) == 1 else chain
+
+
+def call(p: Parametrization, method: str) -> str:
+    """How an error names the call it speaks of: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
+    text = " >> ".join(map(repr, _stages(p))) or repr(p)
+    return f"({text}).{method}" if len(_stages(p)) > 1 else f"{text}.{method}"
+
+
+def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.Array | None:
+    """``key`` as a typed scalar key, None as None."""
+    tree = "params" if method == "init" else "raw"
+    in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
+    return None if key is None else check_key(key, call(p, method), in_batches)

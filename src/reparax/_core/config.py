@@ -1,0 +1,243 @@
+"""The configuration of a chain as JSON, to lie beside a checkpoint."""
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax._core.known import everywhere, holds_array, plain
+from reparax._tree.paths import describe
+
+FORMAT = 1
+# Only functions of these modules, and of those below them, have a name in JSON.
+_PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
+_NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
+
+_classes: dict[str, type] = {}
+
+
+def register_class(cls: type) -> None:
+    """Lets a manifest name ``cls``: a stage, or a dataclass that stands in a field of stages."""
+    _classes[class_name(cls)] = cls
+
+
+def class_name(cls: type) -> str:
+    """The name of a class in a manifest, ``reparax.WeightNorm``; of a third party's, with its whole module.
+
+    An author who may move the class to another module later sets ``__module__`` in it to the public one.
+    """
+    package = cls.__module__.partition(".")[0]
+    return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
+
+
+def arguments(stage: Any) -> dict[str, Any]:
+    """The constructor arguments of ``stage`` that are not at their default, keyword-only ones last."""
+    values = {field: getattr(stage, field.name) for field in _declared(stage)}
+    return {field.name: value for field, value in values.items() if not _same(value, field.default)}
+
+
+def _declared(stage: Any) -> list[dataclasses.Field[Any]]:
+    return sorted((f for f in dataclasses.fields(stage) if f.repr), key=lambda field: bool(field.kw_only))
+
+
+def required(stage: Any) -> set[str]:
+    """The names of the constructor arguments that have no default."""
+    return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (not holds_array(value) and value == plain(default))
+
+
+def _is_public(module: str) -> bool:
+    return _package(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
+
+
+def _package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def _public(module: str, name: str) -> Any:
+    """The public function on arrays of that name in a module, or the scalar type; None where there is none."""
+    found = vars(sys.modules[module]).get(name)
+    is_other_class = isinstance(found, type) and not isinstance(found, type(jnp.float32))
+    hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
+    return found if callable(found) and not hidden else None
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """The public name of a function of JAX on arrays, ``jax.numpy.transpose``; None for any other."""
+    name = str(getattr(function, "__name__", ""))
+    modules = [module for module in list(sys.modules) if _is_public(module)]
+    for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package(module)), module)):
+        if _public(module, name) is function:
+            return f"{module}.{name}"
+    return None
+
+
+def code(value: Any) -> str:
+    """Code for a constructor argument; for an array and a nameless function, which have none, what they are."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
+    if type(value) is float and not math.isfinite(value):
+        return f"float('{value}')"
+    if type(value) is tuple:
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+    if type(value) is list:
+        return f"[{', '.join(map(code, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
+    public = function_name(value) if callable(value) else None
+    name = public or getattr(value, "__qualname__", None)
+    return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
+
+
+def expression(stage: object) -> str:
+    """Code that builds ``stage``."""
+
+    def text(name: str, value: object) -> str:
+        return code(value) if name in named else f"{name}={code(value)}"
+
+    named = required(stage)
+    return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in arguments(stage).items())})"
+
+
+def _encode(stage: object, name: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_encode(stage, name, item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"class": class_name(type(value)), **_fields(value)}
+    if callable(value) and (public := function_name(value)) is not None:
+        return {"function": public}
+    raise ValueError(
+        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, text, stages and functions of jax have a "
+        f"form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+    )
+
+
+def _fields(stage: Any) -> dict[str, Any]:
+    return {name: _encode(stage, name, value) for name, value in arguments(stage).items()}
+
+
+def dump_stages(stages: Sequence[Any]) -> str:
+    """JSON for a sequence of stages."""
+    entries = [{"class": class_name(type(stage)), **_fields(stage)} for stage in stages]
+    return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case list():
+            return tuple(_decode(item) for item in value)
+        case {"class": str()}:
+            return _build(value)
+        case {"function": str() as name}:
+            return find_function(name)
+        case {"float": "inf" | "-inf" | "nan" as text}:
+            return float(text)
+        case _:
+            return value
+
+
+def find_function(name: str) -> Any:
+    """The function whose :func:`function_name` is ``name``."""
+    module, _, attribute = name.rpartition(".")
+    if not _is_public(module):
+        raise ValueError(
+            f"from_json takes public functions of {', '.join(_PACKAGES[:-1])} and {_PACKAGES[-1]} only, but got "
+            f"{name!r}."
+        )
+    try:
+        importlib.import_module(module)
+        found = _public(module, attribute)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    """What stands for a function of JAX in a pickle."""
+
+    name: str
+
+
+def name_functions(value: Any) -> Any:
+    """``value`` with names for all functions of JAX in it."""
+
+    def named(item: Any) -> Any:
+        name = function_name(item) if callable(item) else None
+        return item if name is None else _Name(name)
+
+    return everywhere(named, value)
+
+
+def find_functions(value: Any) -> Any:
+    """The inverse of :func:`name_functions`."""
+    return everywhere(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
+
+
+def _build(entry: Mapping[str, Any]) -> Any:
+    name = entry["class"]
+    if name not in _classes:
+        raise ValueError(
+            f"from_json found the stage {name!r}, but no class of that name is defined. "
+            f"Import the module that defines it."
+        )
+    cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
+    if (wrong := _misfit(cls, arguments)) is not None:
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
+    try:
+        return cls(**arguments)
+    except ValueError:
+        raise
+    except Exception as error:  # of any type, as the text may hold anything
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
+
+
+def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the names of arguments; None where they fit."""
+    taken = [field.name for field in _declared(cls)]
+    if unknown := [name for name in arguments if name not in taken]:
+        return f"it takes {', '.join(taken)}, but not {unknown[0]}"
+    missing = [name for name in taken if name in required(cls) and name not in arguments]
+    return f"it needs {missing[0]} too" if missing else None
+
+
+def load_stages(text: str) -> list[Any]:
+    """What the entries describe that :func:`dump_stages` wrote."""
+    try:
+        match _parsed(text):
+            case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
+                return [_build(entry) for entry in entries]
+            case _:
+                raise ValueError(
+                    f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
+                )
+    except RecursionError as error:
+        raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,85 @@
+"""Keys: one for each random stage, one for each array; the only file that splits them.
+
+A draw depends on the key, the array's path, the stage's kind and its number among the stages of that kind that act on
+the array, and on nothing else: not on how many arrays there are, nor on what the other stages do to these.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Keys:
+    """The keys of one call of a chain, which counts what has acted so far."""
+
+    def __init__(self, key: jax.Array | None) -> None:
+        self._key = key
+        self._stages: Counter[str] = Counter()
+        self._arrays: Counter[tuple[str, str]] = Counter()
+
+    def of_stage(self, kind: str) -> jax.Array | None:
+        """The key of a stage that takes a whole tree: by its kind and its number among those of that kind."""
+        self._stages[kind] += 1
+        return None if self._key is None else _fold(self._key, [f"{kind}@{self._stages[kind]}"])[0]
+
+    def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
+        """The number, on each array, of a stage of ``kind`` that acts on these now."""
+        self._arrays.update((kind, path) for path in paths)
+        return [self._arrays[kind, path] for path in paths]
+
+    def of_arrays(self, kind: str, number: int, paths: Sequence[str]) -> jax.Array | None:
+        """A batch of keys, one for each array on which the stage of ``kind`` has this number; None without a key."""
+        if self._key is None or not paths:
+            return None
+        return _fold(_fold(self._key, [f"{kind}@{number}"])[0], paths)
+
+
+def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
+    """``key`` as a typed scalar key, or an error that says what was passed instead, and how to map over several."""
+    typed = key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
+        size = jax.random.key_data(jax.random.key(0)).shape[-1]
+        typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
+    if not isinstance(typed, jax.Array) or not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{who} needs a PRNG key, but got {_shown(key)}. Make one with `jax.random.key(seed)`.")
+    if typed.ndim > 0:
+        raise ValueError(
+            f"{who} takes one key, but got a batch of keys of shape {typed.shape}. Map over them: `{in_batches}`."
+        )
+    return typed
+
+
+def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of keys of this shape, whose draws are independent."""
+    return jax.random.split(key, shape)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    number = isinstance(value, int | float | str | np.generic)
+    return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
+
+
+def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """A batch of keys, one a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
+
+    def one(high: Any, low: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        # Under vmap, unsafe_rbg would let a key depend on its neighbours.
+        return jnp.stack([one(*pair) for pair in words])
+    return jax.vmap(one)(*[_literal(column) for column in words.T])
+
+
+def _literal(words: np.ndarray) -> jax.Array:
+    """``words`` written into the program: a constant array would be one of its inputs, and be kept for gradients."""
+    return jax.lax.concatenate([jax.lax.full((1,), int(word), jnp.uint32) for word in words], 0)

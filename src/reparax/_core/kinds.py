@@ -1,0 +1,76 @@
+"""Kinds: the names of stages in the markers of raw trees."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from reparax._core.config import class_name
+from reparax._tree.raw import marker, registered_kind
+
+_MIXED = re.compile(r"[A-Z]+[a-z][A-Z]{1,2}(?=[A-Z][a-z]|[^a-zA-Z]|$)")
+"""Acronyms with one small letter inside: LoRA, QLoRA, ReLU, MoE."""
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word of a class name begins: My|LSTM|Norm."""
+
+
+def words(name: str) -> str:
+    """A class name in the style of names: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
+    return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
+
+
+def kind_of_class(cls: type) -> str:
+    """The kind that ``cls`` gives itself, or that of its name; a class that never stands in a raw tree needs none."""
+    if "kind" in cls.__dict__:
+        return check_kind(cls, cls.__dict__["kind"])
+    kind = derive_kind(cls)
+    return kind if inspect.isabstract(cls) else _told_apart(cls, kind)
+
+
+def derive_kind(cls: type) -> str:
+    """The class name in the style of names; with the package in front where a class of another one has that."""
+    kind = words(cls.__name__.strip("_"))
+    other, package = _taken(cls, kind), cls.__module__.partition(".")[0]
+    elsewhere = other is not None and other.__module__.partition(".")[0] != package
+    return f"{package.strip('_')}_{kind}" if elsewhere else kind
+
+
+def check_kind(cls: type, kind: object) -> str:
+    """``kind``, where it can be told apart in a raw tree; the same class may be defined anew."""
+    if not isinstance(kind, str) or not _is_name(kind):
+        raise ValueError(
+            f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
+        )
+    if (other := _taken(cls, kind)) is not None:
+        raise ValueError(
+            f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(other)}. Give it another `kind`."
+        )
+    return kind
+
+
+def _told_apart(cls: type, kind: str) -> str:
+    """``kind``, which the name of ``cls`` gives, where no other class and nothing else has it."""
+    other = _taken(cls, kind)
+    if other is None and _is_name(kind):
+        return kind
+    why = "is no name of a stage" if other is None else f"is the kind of {class_name(other)}"
+    raise ValueError(
+        f"{class_name(cls)} would stand in raw trees as {marker(kind, 1)!r}, but {kind!r} {why}. Write "
+        f'another one into the class, `kind = "..."`.'
+    )
+
+
+def _is_name(kind: str) -> bool:
+    return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
+
+
+def _taken(cls: type, kind: str) -> type | None:
+    """Another class of that kind, which is not an earlier definition of ``cls``."""
+    other = registered_kind(kind)
+    return None if other is None or _place(other) == _place(cls) else other
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Where ``cls`` is defined: its file, as a script may be imported as a module too, and its name there."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

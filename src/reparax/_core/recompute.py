@@ -1,0 +1,43 @@
+"""What ``apply`` makes on the way is made again in the backward pass; here is the mark by which this is known."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from reparax._tree.paths import PyTree, is_traceable
+
+
+def mark(*_: Any, **__: Any) -> bool:
+    """A policy for ``jax.checkpoint`` that keeps nothing, and tells ours from the user's own."""
+    return False
+
+
+def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
+    """``fun(tree, key)``, of which the backward pass keeps nothing but ``tree``, ``key`` and the result.
+
+    Leaves that are no arrays, and those that ``fun`` passes on, come out as they went in: JAX traces ``of_arrays``
+    exactly once, in this call, so that it can leave word of them.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    found: list[Any] = []
+    failed: list[Exception] = []
+
+    def of_arrays(arrays: list[Any], key: Array | None) -> list[Any]:
+        inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
+        origins = {id(x): i for i, x in inputs.items()}
+        try:
+            outs, outdef = jax.tree.flatten(fun(treedef.unflatten(inputs.values()), key))
+        except Exception as error:  # raised below, where JAX does not add to its text
+            failed.append(error)
+            return []
+        found[:] = [outdef, [origins.get(id(out)) for out in outs]]
+        return [out for out in outs if id(out) not in origins]
+
+    made = iter(jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key))
+    for error in failed:
+        raise error
+    outdef, origins = found
+    return outdef.unflatten([next(made) if i is None else leaves[i] for i in origins])

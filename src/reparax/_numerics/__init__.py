@@ -1,0 +1,1 @@
+"""Formulas that several families share: lengths, linear algebra, and arithmetic that half precision survives."""

@@ -1,0 +1,87 @@
+"""Numbers that stages are built with. Of those that may change while training, traced ones stay as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax._tree.paths import is_array
+
+
+def check_number(value: Any, who: str, name: str) -> Any:
+    """A float where the value is known, else the traced scalar."""
+    if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
+        return float(value)
+    if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
+        if callable(value):
+            raise TypeError(
+                f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
+                f"`{who}(schedule(step))`."
+            )
+        got = f"an array of dtype {value.dtype} and shape {value.shape}" if is_array(value) else repr(value)
+        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
+    return value if isinstance(value, Tracer) else float(value)
+
+
+def check_known_number(value: Any, who: str, name: str) -> float:
+    """As :func:`check_number`, for a number that must be known when the stage is built."""
+    checked = check_number(value, who, name)
+    if isinstance(checked, Tracer):
+        raise TypeError(
+            f"{who} takes a known number as {name}, but got a traced one of dtype {checked.dtype}. Build the stage "
+            f"outside of the jitted function."
+        )
+    return checked
+
+
+def check_positive_number(value: Any, who: str, name: str) -> Any:
+    """As :func:`check_number`, for a number that must be finite and greater than zero where it is known."""
+    checked = check_number(value, who, name)
+    if isinstance(checked, float) and not 0 < checked < float("inf"):
+        raise ValueError(f"{who} got {name}={checked}, but takes a finite number greater than 0.")
+    return checked
+
+
+def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
+    """``value``, which must be a function."""
+    if not callable(value):
+        raise TypeError(f"{who} takes a function as {name}, but got {value!r}.")
+    return value
+
+
+def one_of(*words: str) -> Callable[[Any, str, str], str]:
+    """A check that takes one of these words."""
+    *most, last = map(repr, words)
+
+    def check(value: Any, who: str, name: str) -> str:
+        if value not in words:
+            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {value!r}.")
+        return value
+
+    return check
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` can count."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_whole(value: Any, who: str, name: str) -> int:
+    """``value``, which must be able to count."""
+    if not is_whole(value):
+        raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
+    return int(value)
+
+
+def check_optional_whole(value: Any, who: str, name: str) -> int | None:
+    """As :func:`check_whole`, where None says something too."""
+    return None if value is None else check_whole(value, who, name)
+
+
+def check_positive_whole(value: Any, who: str, name: str) -> int:
+    """As :func:`check_whole`, for a number of at least 1."""
+    if check_whole(value, who, name) < 1:
+        raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
+    return int(value)

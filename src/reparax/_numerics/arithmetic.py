@@ -1,0 +1,28 @@
+"""Arithmetic of low-precision arrays: computed in float32, cast back at the end."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+
+def widened(w: Array) -> Array:
+    """``w`` in the dtype to compute in: float32 for half precision, its own dtype for all others."""
+    return w.astype(jnp.float32) if jnp.finfo(w.dtype).bits < 32 else w
+
+
+def holds(wide: Any, narrow: Any) -> bool:
+    """Whether the floating dtype ``wide`` has every number of ``narrow``."""
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+
+
+def softplus_inverse(y: Array) -> Array:
+    """The number whose softplus is ``y``."""
+    return y + jnp.log(-jnp.expm1(-y))
+
+
+def scalar(value: ArrayLike, like: Array) -> Array:
+    """A hyperparameter, traced or not, in the dtype of the array that it meets."""
+    return jnp.asarray(value).astype(like.dtype)

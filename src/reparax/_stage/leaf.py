@@ -1,0 +1,506 @@
+"""From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.names import AxisNames, names_of_leaves, require_names_fit
+from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds
+from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
+from reparax._core.algebra import Chain, Parametrization, call
+from reparax._core.keys import Keys, split_key
+from reparax._core.pending import draw_all, settle, without_noise
+from reparax._core.value import argument
+from reparax._stage.mean import Mean
+from reparax._stage.stage import Stage
+from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
+from reparax._tree.markers import (
+    Types,
+    abstract,
+    has_symbols,
+    locate_errors,
+    no_own_node,
+    node_of,
+    require_fit,
+    require_named_arrays,
+    require_type,
+    require_values,
+    types_under,
+    values_under,
+)
+from reparax._tree.paths import IsLeaf, PyTree, is_array, named
+from reparax._tree.raw import FIXED, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
+
+
+class _Leafwise(Stage):
+    where: Where = argument(check_where, default=None, kw_only=True)
+    stacked: Axes = argument(check_front_axes, default=(), kw_only=True)
+
+    min_ndim: ClassVar[int] = 0
+    """The fewest dimensions of an array that the stage takes by default. With two or more, the stage leaves alone by
+    default what is called a bias or a scale, whatever its dimensions."""
+    dtypes: ClassVar[Any] = jnp.inexact
+    """The dtypes that the stage takes."""
+    axis_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers in its bounds."""
+
+    def default(self, w: Array) -> bool:
+        """Whether the stage acts on ``w``, by its type, where no ``where`` is given."""
+        return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        """Why the formula cannot take ``w`` (expected, got; what to do), or None where it can."""
+        del w
+        return None
+
+    def refuse(self, w: Array) -> str | None:
+        """Why the stage cannot act on ``w``, or None where it can."""
+        return self._wrong_dtype(w) or self._out_of_bounds(w) or self.refuse_leaf(w)
+
+    def _wrong_dtype(self, w: Array) -> str | None:
+        """What is wrong with the dtype of ``w``, or None."""
+        if jnp.issubdtype(w.dtype, self.dtypes):
+            return None
+        wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
+        return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
+
+    def _out_of_bounds(self, w: Array) -> str | None:
+        """What is wrong with the axes of the fields for ``w``, or None."""
+        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self.axis_fields)
+        return next(filter(None, reasons), None)
+
+    def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
+        if self.min_ndim >= 2 and is_bias_or_scale(slot):
+            return False
+        with locate_errors(f"{who} at {slot.path!r}"):
+            stacked = self._places(names)
+        return lacks_axes(w, stacked) is None and self.default(one_stacked(w, stacked))
+
+    def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, Slot, Self | None]], Any]:
+        """Each leaf with what is known of it and the stage that acts on it, if any, its axes by number."""
+        leaves, slots, treedef = flatten_slots(tree)
+        who = call(self, method)
+        names = self._axis_names(tree, len(leaves))
+        arrays = list(map(without_noise, leaves))
+
+        def place(i: int) -> Place:
+            return Place(
+                slots[i],
+                is_array(arrays[i]),
+                lambda: arrays[i],
+                lambda: self._by_default(who, arrays[i], slots[i], names[i]),
+            )
+
+        chosen = choose(who, self.where, list(map(place, range(len(leaves)))), is_state(tree))
+        return [
+            (w, slot, self._taking(f"{who} at {slot.path!r}", arrays[i], names[i]) if chosen[i] else None)
+            for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
+        ], treedef
+
+    def _taking(self, who: str, w: Any, names: AxisNames | None) -> Self:
+        """This stage for an array that it can take."""
+        with locate_errors(who):
+            stage = self._numbered(names)
+            if stage is not self and names is not None:
+                require_names_fit(names, w)
+            places = stage._places(names)
+            reason = stage._wrong_dtype(w) or lacks_axes(w, places)
+            for one in each_stacked(w, places) if reason is None else ():
+                reason = reason or stage._unstacked.refuse(one)
+        if reason is not None:
+            raise ValueError(f"{who}: {reason}")
+        return stage
+
+    def _axis_names(self, tree: PyTree, count: int, is_leaf: IsLeaf | None = None) -> list[AxisNames | None]:
+        """The axis names of each leaf, where this stage asks for any."""
+        asks = self._named_axes or has_names(self.stacked)
+        return names_of_leaves(tree, is_leaf) if asks else [None] * count
+
+    @property
+    def _named_axes(self) -> dict[str, Any]:
+        """The fields that give axes by name."""
+        axes = {name: getattr(self, name) for name in self.axis_fields}
+        return {name: given for name, given in axes.items() if has_names(given)}
+
+    def _numbered(self, names: AxisNames | None) -> Self:
+        """This stage for an array of these axis names."""
+        if not self._named_axes and not has_names(self.stacked):
+            return self
+        places = self._places(names)
+        rest = None if names is None else tuple(name for i, name in enumerate(names) if i not in places)
+        axes = {name: number_axes(given, rest) for name, given in self._named_axes.items()}
+        return replace(self, **axes, stacked=places)
+
+    def _each_key(self, key: Array, w: Array) -> Array:
+        """A key for each of the stacked arrays."""
+        places = self._places(None)
+        return split_key(key, stacked_sizes(w, places)) if places else key
+
+    @property
+    def _unstacked(self) -> Self:
+        """This stage for one of the stacked arrays."""
+        return self if self.stacked == () else replace(self, stacked=())
+
+    def _places(self, names: AxisNames | None) -> tuple[int, ...]:
+        """The stacked axes of an array of these axis names; a name that it does not have is none of them."""
+        return find_axes(self.stacked, names)
+
+
+class Perturbation(_Leafwise):
+    """A stage that changes arrays in place and leaves the raw tree alone.
+
+    A subclass writes ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` where the mean over all keys is not ``w``
+    itself; ``stochastic = False`` says that it needs no key, ``min_ndim = 2`` that it leaves vectors alone, and biases
+    and scales, where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the field ``axis``
+    by name, ``straight_through = True`` that its gradient is not that of its formula. A chain with perturbations and
+    the chain without share one raw structure, one optimizer state and one checkpoint.
+
+    Args:
+      where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
+        ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. Default: every
+        floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
+        stage says otherwise. With two or more, biases and scales are left alone, by what libraries call them:
+        ``bias``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
+      stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index of them as on
+        an array of its own, with draws of its own. By number, counted from the front, or by name; several as a tuple.
+        Nothing else counts them: of kernels of ``(layers, in, out)``, ``stacked=0`` leaves matrices, which have two
+        dimensions, and whose ``axis=0`` is ``in``. Default: none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class SignFlip(rpx.Perturbation):
+      ...     rate: float
+      ...     def apply_leaf(self, w, key):
+      ...         return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+      ...     def mean_leaf(self, w):
+      ...         return (1 - 2 * self.rate) * w
+      >>> SignFlip(0.5).apply({"w": jnp.ones(4)}, jax.random.key(0))["w"]
+      Array([ 1.,  1., -1.,  1.], dtype=float32)
+      >>> SignFlip(0.25).fold({"w": jnp.ones(4)})["w"]
+      Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
+    """
+
+    stochastic: ClassVar[bool] = True
+
+    @abstractmethod
+    def apply_leaf(self, w: Array, key: Array) -> Array:
+        """The effective array of ``w``, of the same shape and dtype."""
+
+    def mean_leaf(self, w: Array) -> Array:
+        """The mean of ``apply_leaf(w, key)`` over all keys: what ``p.deterministic`` has in its place."""
+        return w
+
+    @property
+    def deterministic(self) -> Parametrization:
+        if not self.stochastic:
+            return self
+        return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        self._selection("init", tree)
+        return tree
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        found, treedef = self._selection("apply", tree)
+        leaves = [w for w, _, _ in found]
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = draw_all([leaves[i] for i in acting], keys)
+        paths = [slot.draw for slot, _ in acting.values()]
+        numbers = keys.numbers(self.kind, paths)
+        own = _leaf_keys(keys, self.kind, numbers, paths) if self.stochastic else [None] * len(paths)
+        who = call(self, "apply")
+        for (i, (slot, stage)), w, key in zip(acting.items(), ready, own, strict=True):
+            leaves[i] = stage._changed(f"{who} at {slot.path!r}", jnp.asarray(w), key)
+        return treedef.unflatten(leaves)
+
+    def _averaged(self, tree: PyTree, keys: Keys) -> PyTree:
+        """The tree with the mean of each array that the stage acts on."""
+        found, treedef = self._selection("fold", tree)
+        leaves, who = [w for w, _, _ in found], call(self, "fold")
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = draw_all([leaves[i] for i in acting], keys)
+        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
+            leaves[i] = stage._mean(f"{who} at {slot.path!r}", jnp.asarray(w))
+        return treedef.unflatten(leaves)
+
+    def _mean(self, who: str, before: Array) -> Array:
+        with locate_errors(who):
+            after = map_stacked(self._places(None), self.mean_leaf)(before)
+            if not self.changes_type:
+                require_type("mean_leaf", after, before)
+        return after
+
+    def _changed(self, who: str, before: Array, key: Any) -> Array:
+        places = self._places(None)
+        with locate_errors(who):
+            after = map_stacked(places, self.apply_leaf)(before, None if key is None else self._each_key(key, before))
+            if not self.changes_type:
+                require_type("apply_leaf", after, before)
+        return after
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A marker dict of the kind of a stage.
+
+    Attributes:
+      who: How errors name it.
+      stage: The stage, its axes by number where it is known to act here.
+      mark: The marker.
+      held: What stands under it.
+    """
+
+    who: str
+    stage: Any
+    mark: str
+    held: Mapping[str, Any]
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """The values under the marker."""
+        return values_under(self.held)
+
+
+class Reparametrization(_Leafwise):
+    """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
+
+    A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
+    ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
+    under the parameter's own path (default: every free one), ``fixed``, the values that do not train,
+    ``parts = True``, that the main values are parts of the array, each seen under a path of its own,
+    ``aligned = True``, that their axes are those of the array, and ``axis_fields``, as for :class:`Perturbation`.
+
+    Args:
+      where: As for :class:`Perturbation`, with the same default.
+      stacked: As for :class:`Perturbation`. Each raw value has the stacked axes in the places that the array has them
+        in, or as near to these as it has axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class LogScale(rpx.Reparametrization):
+      ...     def init_leaf(self, w):
+      ...         return {"log": jnp.log(w)}
+      ...     def apply_leaf(self, values):
+      ...         return jnp.exp(values["log"])
+      >>> LogScale().init({"w": jnp.ones(2)})
+      {'w': {'@log_scale': {'log': Array([0., 0.], dtype=float32)}}}
+      >>> layers = {"kernel": jnp.ones((12, 8, 4)), "bias": jnp.zeros((12, 4))}
+      >>> jax.tree.map(jnp.shape, rpx.WeightNorm(stacked=0).init(layers))
+      {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
+    """
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        """The raw values whose effective array is ``w``, or the nearest one to it."""
+        raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        """``init_leaf`` for a stage whose start is drawn: such a stage defines this instead."""
+        del key
+        return self.init_leaf(w)
+
+    @abstractmethod
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        """The effective array of the raw values, fixed ones included."""
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        """The fixed values that one training step changes, from the values as the earlier stages give them now."""
+        del values
+        return {}
+
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        """All raw values of the same effective array, with the base at the current point, where there is a base."""
+        return values
+
+    @property
+    def advances(self) -> bool:
+        return type(self).update_leaf is not Reparametrization.update_leaf
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the start is drawn."""
+        return type(self).draw_leaf is not Reparametrization.draw_leaf
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        found, treedef = self._selection("init", tree)
+        names, leaves, _ = named(tree)
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        numbers = [next_number(names[i], self.kind) for i in acting]
+        paths = [slot.draw for slot, _ in acting.values()]
+        own = _leaf_keys(keys, self.kind, numbers, paths) if self._draws else [None] * len(paths)
+        who = call(self, "init")
+        for (i, (slot, stage)), number, key in zip(acting.items(), numbers, own, strict=True):
+            leaves[i] = {marker(self.kind, number): stage._opened(f"{who} at {slot.path!r}", leaves[i], key)}
+        return treedef.unflatten(leaves)
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))
+
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        def advanced(node: _Node) -> dict[str, Any]:
+            anew = node.stage._over(node.stage.update_leaf)(node.values)
+            return {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
+
+        return self._at_nodes("update", tree, keys, advanced)
+
+    def _rebase(self, tree: PyTree) -> PyTree:
+        if type(self).rebase_leaf is Reparametrization.rebase_leaf:
+            return tree
+
+        def rebased(node: _Node) -> dict[str, Any]:
+            return {node.mark: node_of(node.stage._over(node.stage.rebase_leaf)(node.values), self.fixed)}
+
+        return self._at_nodes("rebase", tree, Keys(None), rebased)
+
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """A formula on one array for each of the stacked ones."""
+        return map_stacked(self._places(None), formula)
+
+    def _values(self, w: Array, key: Array | None) -> dict[str, Array]:
+        """The raw values of an array."""
+        if not self._draws:
+            return self._over(self.init_leaf)(w)
+        return self._over(self.draw_leaf)(w, self._each_key(jax.random.key(0) if key is None else key, w))
+
+    def _closed(self, values: Mapping[str, Array]) -> Array:
+        """The effective array of raw values."""
+        return self._over(self.apply_leaf)(dict(values))
+
+    def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
+        array = jnp.asarray(w)
+        with locate_errors(who):
+            values = self._values(array, key)
+            require_named_arrays("init_leaf", values, self.main, self.fixed)
+            effective = self._abstract(values)
+            if not self.changes_type:
+                require_type("apply_leaf", effective, array)
+        return node_of(values, self.fixed)
+
+    def _abstract(self, values: Mapping[str, Array]) -> Any:
+        """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
+        try:
+            return jax.eval_shape(self._closed, dict(values))
+        except KeyError as error:
+            given = ", ".join(map(repr, values))
+            raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
+
+    def _at_nodes(self, method: str, tree: PyTree, keys: Keys, change: Callable[[_Node], Any]) -> PyTree:
+        """``tree`` with each marker dict of the stage changed."""
+        leaves, treedef, own = self._own_nodes(method, tree, keys)
+        for i, node in own.items():
+            with locate_errors(node.who):
+                leaves[i] = change(node)
+        return treedef.unflatten(leaves)
+
+    def _own_nodes(self, method: str, tree: PyTree, keys: Keys) -> tuple[list[Any], Any, dict[int, _Node]]:
+        """The leaves of ``tree``, where marker dicts of the kind are leaves too, and the stage's own among these.
+
+        Another stage of the kind may have made some of them, on arrays that this one does not select: where the type
+        of an array decides that, whatever this stage could not have made is none of its own.
+        """
+        is_node, who = node_predicate(self.kind), call(self, method)
+        leaves, slots, treedef = flatten_slots(tree, is_node)
+        names = self._axis_names(tree, len(leaves), is_node)
+        nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
+        if not nodes:
+            raise no_own_node(who, self.kind, tree)
+        fitting = {} if by_path(self.where) else self._all_fitting(nodes, names)
+
+        def place(i: int) -> Place:
+            array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
+            present = is_array(leaves[i]) or i in (fitting or nodes)
+            return Place(slots[i], present, array, lambda: self._by_default(who, array(), slots[i], names[i]))
+
+        places = list(map(place, range(len(leaves))))
+        chosen = choose(who, self.where, places, is_state(tree, is_node))
+        for slot in (slots[i] for i, flag in enumerate(chosen) if flag and i not in nodes):
+            raise ValueError(
+                f"{who} selects {slot.path!r}, which never went through init. Call `raw = p.init(params)` once, with "
+                f"the whole chain, and pass `raw`."
+            )
+        own = {i: fitting.get(i) or self._fitting(node, names[i]) for i, node in nodes.items() if chosen[i]}
+        ready = settle([node.held for node in own.values()], keys)
+        return leaves, treedef, {i: replace(own[i], held=held) for i, held in zip(own, ready, strict=True)}
+
+    def _node(self, who: str, x: Mapping[str, Any]) -> _Node:
+        mark = str(own_mark(x, self.kind))
+        with locate_errors(who):
+            require_values(x, mark)
+        return _Node(who, self, mark, x[mark])
+
+    def _all_fitting(self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None]) -> dict[int, _Node]:
+        """Those of the nodes that the stage could have made."""
+        found: dict[int, _Node] = {}
+        for i, node in nodes.items():
+            with suppress(Exception):  # a formula may fail in any way on the values of another stage
+                found[i] = self._fitting(node, names[i])
+        return found
+
+    def _fitting(self, node: _Node, names: AxisNames | None) -> _Node:
+        """``node``, once its values are known to be those of the stage."""
+        with locate_errors(node.who):
+            stage = self._numbered(names)
+            require_fit(node.held, _remembered(Reparametrization._expected, stage, types_under(node.held)))
+        return replace(node, stage=stage)
+
+    def _type(self, node: _Node, names: AxisNames | None) -> Any:
+        """Shape and dtype of the effective array of a node."""
+        types = types_under(node.held)
+        known = self._type_of_main(types)
+        if known is not None:
+            return known
+        with locate_errors(node.who):
+            return _remembered(Reparametrization._effective, self._numbered(names), types)
+
+    def _type_of_main(self, types: Types) -> Any:
+        """Shape and dtype of the main value, which are those of the effective array where it is aligned; else None."""
+        values = abstract(types)
+        return next((values[name] for name in self.main or () if self.aligned and name in values), None)
+
+    def _effective(self, types: Types) -> Any:
+        """Shape and dtype of the effective array of values of these types."""
+        known = self._type_of_main(types)
+        return jax.eval_shape(self._closed, abstract(types)) if known is None else known
+
+    def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of the raw values of what values of these types make; None where ``init`` needs numbers."""
+        if has_symbols(types):
+            return None
+        effective = self._effective(types)
+        try:
+            values = jax.eval_shape(lambda w: self._values(w, None), effective)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            return None
+        return {name: value.shape for name, value in values.items()}
+
+
+def _remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    """``method(stage, types)``, which is the same for equal stages."""
+    try:
+        hash(stage)
+    except TypeError:  # of a traced hyperparameter
+        return method(stage, types)
+    return _once(method, stage, types)
+
+
+@lru_cache(maxsize=4096)
+def _once(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    return method(stage, types)
+
+
+def _leaf_keys(keys: Keys, kind: str, numbers: Sequence[int], paths: Sequence[str]) -> list[Array | None]:
+    """A key for each path; None for each where there is no key."""
+    found: list[Array | None] = [None for _ in paths]
+    for number in set(numbers):
+        places = [i for i, own in enumerate(numbers) if own == number]
+        batch = keys.of_arrays(kind, number, [paths[i] for i in places])
+        for i, key in zip(places, [None] * len(places) if batch is None else batch, strict=True):
+            found[i] = key
+    return found

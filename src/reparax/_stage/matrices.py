@@ -1,0 +1,178 @@
+"""Arrays as matrices: which of their axes are rows, and which are columns.
+
+Formulas of matrices see two axes. An array may have several rows and columns, as an attention kernel of
+``(embed, heads, dim)`` has with ``rows=0, columns=(1, 2)``: they are merged before a formula runs and parted after it,
+and so are those of its raw values, whose rows and columns have the sizes of the array's. All have the rows first.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Self
+
+import jax
+from jax import Array
+
+from reparax._axes.numbers import Axes, check_optional_axes, list_axes
+from reparax._core.value import argument
+from reparax._stage.constraint import Constraint
+from reparax._tree.raw import OTHER_CHAIN
+
+Places = tuple[int, ...]
+Sizes = tuple[int, ...]
+
+
+class Matrices(Constraint):
+    """A stage of matrices.
+
+    A subclass writes its formulas for arrays of two axes. ``value_axes`` says for each raw value that has rows or
+    columns what its axes are: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``. Only a stage that has values of
+    both takes several axes as rows or as columns, as else nothing would tell their sizes.
+    """
+
+    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    square: ClassVar[bool] = False
+    """Whether rows and columns have the same sizes, so that values of the rows tell both."""
+
+    @property
+    def _alone(self) -> Self:
+        """This stage for one matrix of two axes."""
+        named = self.rows is not None or self.columns is not None
+        return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
+
+    def refuse(self, w: Array) -> str | None:
+        return self._no_matrix(w) or super(Matrices, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
+
+    def _no_matrix(self, w: Array) -> str | None:
+        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
+        if w.ndim < 2:
+            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+        if self.rows is None and self.columns is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}. Say which axes are rows and columns (rows=0, columns=(1, 2)) "
+                f"or which hold matrices of their own (stacked=0), or leave it out with `where`."
+            )
+        if not self._share(w.ndim):
+            return (
+                f"expected rows and columns that share the axes of shape {w.shape} among them, got rows={self.rows} "
+                f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
+            )
+        rows, columns = self._groups(w.ndim)
+        if len(rows) == len(columns) == 1:
+            return None
+        kinds = {axis for axes in self.value_axes.values() for axis in axes}
+        if "rows" in kinds and ("columns" in kinds or self.square):
+            return None
+        return (
+            f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
+            f"{w.shape}. Leave the array out with `where`, or reshape it."
+        )
+
+    def _share(self, ndim: int) -> bool:
+        """Whether the axes of an array are each a row or a column."""
+        given = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
+        named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
+        once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
+        return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
+
+    def _groups(self, ndim: int) -> tuple[Places, Places]:
+        """The axes of an array that are rows, and those that are columns."""
+        given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
+        if rows is None and columns is None:
+            return (0,), (1,)
+        taken = rows if rows is not None else columns
+        rest = tuple(axis for axis in range(ndim) if axis not in (taken or ()))
+        return (rest if rows is None else rows), (rest if columns is None else columns)
+
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        def each(x: Any, *others: Any) -> Any:
+            if isinstance(x, Mapping):
+                counts = self._counts(x)
+                self._require_axes(x, counts)
+                made = formula({name: self._merged_value(name, value, counts) for name, value in x.items()}, *others)
+                groups, sizes = self._groups(sum(counts.values())), self._sizes(x, counts)
+            else:
+                groups = self._groups(x.ndim)
+                made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
+            if isinstance(made, Mapping):
+                return {name: self._parted_value(name, value, sizes) for name, value in made.items()}
+            if isinstance(x, Mapping) and made.ndim != 2:
+                raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
+            return _parted(made, groups, sizes) if made.ndim == 2 else made
+
+        return super()._over(each)
+
+    def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
+        """How many axes of the array are rows, and how many are columns, as its raw values tell."""
+        given = {"rows": self.rows, "columns": self.columns}
+        known = {group: len(list_axes(axes)) for group, axes in given.items() if axes is not None}
+        for name, axes in self.value_axes.items():
+            missing = [axis for axis in axes if axis in given and axis not in known]
+            if known and name in values and len(missing) == 1:
+                known[missing[0]] = values[name].ndim - sum(known.get(axis, 1) for axis in axes if axis not in missing)
+        other = next(iter(known.values()), 1)  # as a square matrix has as many of both
+        return {group: known.get(group, other) for group in given}
+
+    def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
+        """Refuses raw values of more or fewer axes than those of such a matrix have."""
+        for name, axes in self.value_axes.items():
+            wanted = sum(counts.get(axis, 1) for axis in axes)
+            if name in values and values[name].ndim != wanted:
+                got = values[name].shape
+                raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {OTHER_CHAIN}")
+
+    def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
+        """The sizes of each axis of a raw value, of which rows and columns may be several."""
+        axes = self.value_axes.get(name, ())
+        ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
+        return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
+
+    def _sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> tuple[Sizes, Sizes] | None:
+        """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""
+        if set(counts.values()) == {1}:
+            return None
+        found = {axis: size for name, x in values.items() for axis, size in self._parts(name, x, counts).items()}
+        return found["rows"], found.get("columns", found["rows"])
+
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int]) -> Array:
+        """A raw value as its formula takes it."""
+        parts = self._parts(name, value, counts)
+        return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
+
+    def _parted_value(self, name: str, value: Array, sizes: tuple[Sizes, Sizes] | None) -> Array:
+        """A raw value as it stands in the raw tree."""
+        axes = self.value_axes.get(name, ())
+        if sizes is None or not axes:
+            return value
+        parts = {"rows": sizes[0], "columns": sizes[1]}
+        shape = [n for axis, size in zip(axes, value.shape, strict=True) for n in parts.get(axis, (size,))]
+        return value.reshape(shape)
+
+
+def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
+    rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
+    return rows, columns
+
+
+def _merged(w: Any, rows: Places, columns: Places) -> Any:
+    """An array, or the type of one, as a matrix."""
+    shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, w.dtype)
+    order = (*rows, *columns)
+    return w if order == (0, 1) else w.transpose(order).reshape(shape)
+
+
+def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
+    """The array of which a matrix is made."""
+    rows, columns = groups
+    whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
+    order = (*rows, *columns)
+    return whole if order == (0, 1) else whole.transpose([order.index(axis) for axis in range(len(order))])

@@ -1,0 +1,48 @@
+"""The mean of a random stage, in its place."""
+
+from typing import Any
+
+from reparax._core.keys import Keys
+from reparax._stage.stage import Stage
+from reparax._tree.paths import PyTree
+
+
+class Mean(Stage):
+    """The mean of a random stage: what stands in its place in ``p.deterministic`` where it is not the array itself.
+
+    A :class:`Perturbation` that defines ``mean_leaf`` gets it; nobody else needs to write it. It acts on the arrays
+    that the stage acts on, and the raw tree is the model's own.
+
+    Args:
+      stage: A perturbation that draws random numbers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Jump(rpx.Perturbation):
+      ...     rate: float
+      ...     def apply_leaf(self, w, key):
+      ...         return w + jax.random.bernoulli(key, self.rate, w.shape)
+      ...     def mean_leaf(self, w):
+      ...         return w + self.rate
+      >>> p = Jump(0.25) >> rpx.VarNoise(0.1)
+      >>> p.deterministic
+      Mean(Jump(0.25))
+      >>> p.fold({"w": jnp.ones(2)})["w"]
+      Array([1.25, 1.25], dtype=float32)
+    """
+
+    stage: Stage
+
+    def __post_init__(self) -> None:
+        got: Any = self.stage
+        known = isinstance(got, Stage) and got.stochastic and type(got)._averaged is not Stage._averaged
+        if not known:
+            raise TypeError(f"Mean takes a Perturbation that draws random numbers, but got {got!r}. Leave it out.")
+        for said in ("changes_type", "straight_through"):
+            object.__setattr__(self, said, getattr(got, said))
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage._init(tree, keys)
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage._averaged(tree, keys)

@@ -1,0 +1,231 @@
+"""Selection: which arrays of a tree a stage acts on."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import register_static
+
+from reparax._core.config import register_class
+from reparax._tree.paths import IsLeaf, PyTree, describe, has_ancestor, is_array, named, path_text
+from reparax._tree.raw import Slot, parameter
+
+BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
+"""What libraries call arrays of a number for each feature."""
+
+
+@register_static
+@dataclass(frozen=True, repr=False)
+class Selected:
+    """The predicate that :func:`selected` makes: true at, and everywhere below, the given paths."""
+
+    paths: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        paths: Any = self.paths
+        if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it by `rpx.selected`.")
+
+    def __repr__(self) -> str:
+        return f"selected({dict.fromkeys(self.paths, True)})"
+
+    def __call__(self, path: str, array: object) -> bool:
+        del array
+        return any(chosen in ("", path) or path.startswith(f"{chosen}/") for chosen in self.paths)
+
+
+register_class(Selected)
+
+
+@register_static
+@dataclass(frozen=True, repr=False)
+class AllBut:
+    """What :func:`all_but` makes: the default of a stage, without some paths."""
+
+    patterns: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"all_but({', '.join(map(repr, self.patterns))})"
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether one of the expressions matches the whole path."""
+        return any(re.fullmatch(pattern, path) for pattern in self.patterns)
+
+
+register_class(AllBut)
+
+
+def all_but(*patterns: Any) -> AllBut:
+    """For ``where``: what the stage takes by default, without the paths that one of the regular expressions matches.
+
+    Args:
+      patterns: Regular expressions, each for whole paths.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm(where=rpx.all_but("embed/.*"))
+      >>> jax.tree.map(jnp.shape, p.init({"embed": {"table": jnp.ones((3, 2))}, "out": {"kernel": jnp.ones((2, 3))}}))
+      {'embed': {'table': (3, 2)}, 'out': {'kernel': {'@weight_norm': {'g': (1, 3), 'v': (2, 3)}}}}
+    """
+    if not patterns:
+        raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"all_but takes regular expressions for whole paths, but got {pattern!r}. Write text.")
+        check_where(pattern, "all_but")
+    return AllBut(patterns)
+
+
+Where = str | Callable[[str, Any], bool] | AllBut | None
+
+
+def selected(mask: PyTree) -> Selected:
+    """A predicate for ``where`` from a tree of booleans, as optax's masks are.
+
+    Args:
+      mask: Booleans in the structure of the parameters, or of a part of it from the root (a prefix).
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
+      VarNoise(0.1, where=selected({'dense/kernel': True}))
+    """
+    paths, flags, _ = named(mask)
+    for path, flag in zip(paths, flags, strict=True):
+        if not isinstance(flag, bool):
+            got = describe(flag) if is_array(flag) else repr(flag)
+            raise TypeError(
+                f"selected takes a tree of booleans, but got {got} at {path_text(path)!r}. Write True or False."
+            )
+    return Selected(tuple(path_text(path) for path, flag in zip(paths, flags, strict=True) if flag))
+
+
+def nearest(path: str, paths: Iterable[str]) -> str:
+    """The paths that a misspelt one may have meant, for an error."""
+    return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
+
+
+def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
+    """The paths that a regular expression matches as a whole; a pattern that is a path itself means that one."""
+    known = list(dict.fromkeys(paths))
+    try:
+        found = [re.fullmatch(re.escape(pattern) if pattern in known else pattern, path) for path in known]
+    except re.error:
+        return []
+    return [match for match in found if match]
+
+
+def check_where(where: Any, owner: str, name: str = "where") -> Any:
+    """``where``, which must be able to select."""
+    if isinstance(where, str):
+        try:
+            re.compile(where)
+        except re.error as error:
+            raise ValueError(f"{owner} got {name}={where!r}, which is not a regular expression: {error}.") from error
+    elif where is not None and not callable(where) and not isinstance(where, AllBut):
+        got = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
+        raise TypeError(
+            f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
+            f"path or a predicate (path, array) -> bool. Wrap a tree of booleans in `rpx.selected`."
+        )
+    return where
+
+
+def by_path(where: Where) -> bool:
+    """Whether paths alone say what is selected, whatever the arrays there."""
+    return isinstance(where, str | Selected)
+
+
+def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
+    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``.
+
+    A collection holds arrays by name: an array beside ``params``, such as a temperature, is a parameter.
+    """
+
+    def stops(x: object) -> bool:
+        return has_ancestor(x, "Variable") or (is_leaf is not None and is_leaf(x))
+
+    paths, nodes, _ = named(tree, stops)
+    collections = {path[0] for path in paths if path}
+    flags: list[bool] = []
+    for path, node in zip(paths, nodes, strict=True):
+        other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
+        other_collection = "batch_stats" in path or beside_params
+        flags += [other_variable or other_collection] * len(jax.tree.leaves(node, is_leaf=is_leaf))
+    return flags
+
+
+def is_bias_or_scale(slot: Slot) -> bool:
+    """Whether an array is called as biases and scales are, which have no rows and columns whatever their shape."""
+    return not {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}.isdisjoint(BIASES_AND_SCALES)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a tree, and what a selection may ask of it.
+
+    Attributes:
+      slot: What stands there.
+      present: Whether that is an array.
+      array: Gives the array, or its type.
+      by_default: Whether the stage takes it where no ``where`` is given.
+    """
+
+    slot: Slot
+    present: bool
+    array: Callable[[], Any]
+    by_default: Callable[[], bool]
+
+
+def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool]) -> list[bool]:
+    """Whether each place is selected.
+
+    Raises:
+      ValueError: If nothing is selected.
+    """
+    visible = [place.slot.visible and place.present for place in places]
+    if where is None or isinstance(where, AllBut):
+        flags = [
+            seen and place.slot.main and not held and not _left_out(where, place) and place.by_default()
+            for seen, place, held in zip(visible, places, state, strict=True)
+        ]
+    else:
+        flags = [seen and _matches(where, place) for seen, place in zip(visible, places, strict=True)]
+    if not any(flags):
+        paths = [place.slot.path for place, seen in zip(places, visible, strict=True) if seen]
+        raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
+    return flags
+
+
+def _left_out(where: AllBut | None, place: Place) -> bool:
+    return where is not None and where.leaves_out(place.slot.path)
+
+
+def _matches(where: str | Callable[[str, Any], bool], place: Place) -> bool:
+    path = place.slot.path
+    if isinstance(where, str):
+        return re.fullmatch(where, path) is not None
+    if isinstance(where, Selected) and not place.slot.main:
+        return path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
+    return bool(where(path, None if isinstance(where, Selected) else place.array()))
+
+
+def nothing(where: Where, paths: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(paths))
+    if not unique:
+        return "the tree holds no array. Pass the model's parameters."
+    if isinstance(where, str):
+        return (
+            f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
+            f"{nearest(where, unique)}. Correct the expression; `.*` stands for any text."
+        )
+    shown = ", ".join(map(repr, unique[:3])) + (", ..." if len(unique) > 3 else "")
+    if isinstance(where, AllBut):
+        return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
+    if where is None:
+        return f"its default takes none of the {len(unique)} arrays ({shown}). Name some with `where`."
+    return f"the predicate is false for all {len(unique)} paths ({shown}). Print the paths it is called with."

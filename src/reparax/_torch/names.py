@@ -1,0 +1,133 @@
+"""What torch calls the raw values of stages in a state dict."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reparax._core.algebra import Parametrization
+from reparax._tree.paths import Names
+from reparax._tree.raw import FIXED, parameter
+from reparax.matrices._orthogonal import Orthogonal
+from reparax.norms._norm import SpectralNorm, WeightNorm
+from reparax.sparse._freeze import Freeze
+from reparax.sparse._global_prune import GlobalPrune
+from reparax.sparse._mask import Mask, NofM
+from reparax.sparse._prune import MagnitudePrune, RandomPrune
+from reparax.training import _transfer
+
+EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The names of a stage's values.
+
+    Attributes:
+      listed: Those of a parametrization, below ``parametrizations.weight``; what is no original stands there under the
+        number of the parametrization.
+      hooked: Those of a hook, behind ``weight``.
+    """
+
+    listed: Mapping[str, str]
+    hooked: Mapping[str, str]
+
+
+_PRUNED = Twin({}, {"w": "_orig", "mask": "_mask"})
+
+TWINS: dict[type[Parametrization], Twin] = {
+    WeightNorm: Twin({"g": "original0", "v": "original1"}, {"g": "_g", "v": "_v"}),
+    SpectralNorm: Twin({"w": "original", "u": "_u", "v": "_v"}, {"w": "_orig", "u": "_u", "v": "_v"}),
+    Orthogonal: Twin({"x": "original", "base": "base"}, {}),
+    Freeze: Twin({}, {"w": ""}),
+    Mask: _PRUNED,
+    NofM: _PRUNED,
+    MagnitudePrune: _PRUNED,
+    RandomPrune: _PRUNED,
+    GlobalPrune: _PRUNED,
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The arrays that one stage holds of a parameter.
+
+    Attributes:
+      stage: The stage; None for an array that no stage replaced.
+      parameter: The parameter's path.
+      keys: Where each value stands in the raw tree.
+      names: What torch calls it.
+    """
+
+    stage: Parametrization | None
+    parameter: str
+    keys: Mapping[str, Names]
+    names: Mapping[str, str]
+
+
+def is_marked(node: object) -> bool:
+    """Whether a place of a raw tree holds the marker of a stage."""
+    return isinstance(node, Mapping) and any(str(name).startswith("@") for name in node)
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names that a chain's values have in torch.
+
+    Attributes:
+      makers: The stage that made each marker dict, by its plain path.
+      by_hook: Whether the stage on a tensor is a hook there, of the stages that may be both.
+    """
+
+    makers: Mapping[Names, Parametrization]
+    by_hook: Callable[[str, Twin], bool]
+
+    def held(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[Held]:
+        """What stands in the place of ``tensor``, which may be the original of the parametrizations ``within``."""
+        if not is_marked(node):
+            yield Held(None, parameter(keys), {"": keys}, {"": tensor})
+            return
+        ((mark, content),) = node.items()
+        stage, twin = self._known(keys)
+        listed = self._is_listed(twin, tensor, within)
+        base = (within or _list_of(tensor)) if listed else tensor
+        names = self._names(twin, base, node, keys) if listed else {x: base + end for x, end in twin.hooked.items()}
+        places = {x: (*keys, mark, x) for x in content if x != FIXED}
+        places |= {x: (*keys, mark, FIXED, x) for x in content.get(FIXED, {})}
+        values = {**content, **content.get(FIXED, {})}
+        inner = {x: place for x, place in places.items() if is_marked(values[x])}
+        for x, place in inner.items():
+            alone = listed and twin.listed[x] == "original"
+            yield from self.held(values[x], place, names[x], base if alone else None)
+        own = {x: place for x, place in places.items() if x not in inner}
+        yield Held(stage, parameter(keys), own, {x: names[x] for x in own})
+
+    def _known(self, keys: Names) -> tuple[Parametrization, Twin]:
+        """The stage that made the marker dict at ``keys``, and its names."""
+        stage = self.makers[_transfer.plain(keys)]
+        if type(stage) not in TWINS:
+            raise ValueError(f"{parameter(keys)!r}: torch has nothing like {stage!r}. {EXCHANGE_PLAIN}")
+        return stage, TWINS[type(stage)]
+
+    def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
+        return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
+
+    def _names(self, twin: Twin, base: str, node: Any, keys: Names) -> dict[str, str]:
+        """The names in a list of parametrizations, of which the one nearest to the raw tree has the number 0."""
+        number = self._inside(node, keys)
+        return {
+            value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
+            for value, name in twin.listed.items()
+        }
+
+    def _inside(self, node: Any, keys: Names) -> int:
+        """How many parametrizations of the same list lie inside of a marker."""
+        ((mark, content),) = node.items()
+        original = next((value for value, name in self._known(keys)[1].listed.items() if name == "original"), "")
+        inner, place = content.get(original), (*keys, mark, original)
+        return 1 + self._inside(inner, place) if is_marked(inner) and self._known(place)[1].listed else 0
+
+
+def _list_of(tensor: str) -> str:
+    """Where torch keeps the parametrizations of a tensor."""
+    module, dot, name = tensor.rpartition(".")
+    return f"{module}{dot}parametrizations.{name}"

@@ -1,0 +1,169 @@
+"""State dicts of torch: raw trees from them, and from raw trees."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reparax._core.algebra import Parametrization
+from reparax._torch.names import Twin
+from reparax._torch.plan import Plan, Rules, make_plan
+from reparax._tree.differences import abstract, as_stored
+from reparax._tree.markers import locate_errors
+from reparax._tree.paths import PyTree, is_array
+from reparax.matrices._orthogonal import Orthogonal
+
+
+def from_torch(
+    state: Mapping[str, Any], p: Parametrization, like: PyTree, *, names: Rules = None, layouts: Rules = None
+) -> PyTree:
+    r"""The raw tree of ``p`` from the state dict of a torch module whose weights are parametrized in the same way.
+
+    Raw values are carried over themselves, so that training goes on where it stopped: the ``g`` and ``v`` of
+    :class:`WeightNorm`, the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, the masks of pruning,
+    whether torch has them as parametrizations or as hooks. Torch is not needed: tensors of torch are taken, and arrays
+    as well, such as those of a safetensors file.
+
+    Two stages have other conventions in torch: the weights are the same, but the steps that follow are not. Orthogonal
+    matrices have coordinates of their own, in which gradient descent takes the same steps by reflections alone, and a
+    square product of reflections of which torch has the transpose starts anew from its weight. The hook of spectral
+    norm iterates ``v`` before ``u``.
+
+    Args:
+      state: Names and tensors, or arrays.
+      p: The chain. For a plain state dict it is ``Chain()``, or one of perturbations.
+      like: The model's parameters, or their shapes and dtypes.
+      names: What torch calls a parameter, by regular expressions that must match the whole path:
+        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``; the first that matches counts, and each ``/``
+        becomes a ``.``. Default: the path, with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
+      layouts: The layout of a parameter, by regular expressions: ``"kernel"``, ``(*spatial, in, out)`` here for
+        ``(out, in, *spatial)`` there, the default for arrays that are called so; ``"conv_transpose"``, the same for
+        ``(in, out, *spatial)`` there, for transposed convolutions of flax unless they say ``transpose_kernel=True``;
+        ``"same"``, the default for all others. Recurrent cells go through :func:`convert`.
+
+    Returns:
+      A raw tree, with None where ``like`` holds no array.
+
+    Raises:
+      ValueError: Naming everything in the state dict that is missing, unexpected, or of another shape or dtype; or
+        where a mask holds other numbers than 0 and 1.
+
+    Example:
+      >>> import numpy as np, jax, reparax as rpx
+      >>> state = {
+      ...     "dense.parametrizations.weight.original0": np.array([[5.0], [1.0]], np.float32),
+      ...     "dense.parametrizations.weight.original1": np.array([[3.0, 4.0], [0.0, 1.0]], np.float32),
+      ...     "dense.bias": np.zeros(2, np.float32),
+      ... }
+      >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
+      >>> p = rpx.WeightNorm()
+      >>> raw = rpx.from_torch(state, p, like)
+      >>> p.fold(raw)["dense"]["kernel"]
+      Array([[3., 0.],
+             [4., 1.]], dtype=float32)
+    """
+    arrays = _arrays(state)
+    with locate_errors("from_torch"):
+        expected = abstract(p.init, like)
+        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin))
+        _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))
+        raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, expected)
+        _require_tied(plan, arrays, raw)
+    return raw
+
+
+def to_torch(
+    raw: PyTree,
+    p: Parametrization,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+    style: str = "parametrizations",
+) -> dict[str, np.ndarray]:
+    """The state dict of a torch module that is parametrized as ``p`` is, from a raw tree of ``p``.
+
+    The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}``, strictly, and
+    safetensors take the arrays as they are. Each has the dtype of its weight. Numpy has no bfloat16 that torch reads:
+    go through a file, or through float32, which ``load_state_dict`` casts back.
+
+    What is parametrized in any other way, or is to be plain in torch, is written by ``to_torch(p.fold(raw), Chain())``.
+
+    Args:
+      raw: A raw tree of ``p``.
+      p: The chain that made it.
+      names: As for :func:`from_torch`.
+      layouts: As for :func:`from_torch`.
+      style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``, or ``"hooks"``, those of
+        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
+
+    Raises:
+      ValueError: If torch has nothing like a stage of ``p``, or ``p`` did not make the raw tree.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm()
+      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
+      >>> {name: x.shape for name, x in rpx.to_torch(raw, p, style="hooks").items()}
+      {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
+    """
+    if style not in ("parametrizations", "hooks"):
+        raise ValueError(f"to_torch takes style='parametrizations' or 'hooks', but got {style!r}.")
+    with locate_errors("to_torch"):
+        plan = make_plan(p, raw, names, layouts, lambda tensor, twin: style == "hooks")
+        return {name: np.array(x) for name, x in sorted(plan.written(raw).items())}
+
+
+def _arrays(state: Any) -> dict[str, np.ndarray]:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"from_torch takes a state dict, but got {type(state).__name__}. Call `module.state_dict()`.")
+    return {name: _array(name, x) for name, x in state.items()}
+
+
+def _array(name: str, x: Any) -> np.ndarray:
+    """A tensor of torch, of which this module knows no more than its methods, or an array."""
+    if not is_array(x):
+        raise TypeError(
+            f"from_torch takes a state dict of names and tensors, but got {type(x).__name__} as {name!r}. Pass the "
+            f"state dict itself, such as `checkpoint['model']`."
+        )
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    if str(x.dtype) == "torch.bfloat16":  # which numpy does not have; every number of it is one of float32
+        return x.float().numpy(force=True).astype(jnp.bfloat16)
+    return x.numpy(force=True)
+
+
+def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
+    return any(tensor + end in state for end in twin.hooked.values())
+
+
+def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Refuses a state dict that is not what the chain asks for, with a line for each difference."""
+    owners = {name: held.parameter for held in plan.held for name in held.names.values()}
+    owners |= {name: path for path, name in plan.tied.items()}
+    bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
+    lines: list[str] = []
+    for name in sorted(got.keys() | want.keys()):
+        if name not in want:
+            lines.append(f"{name}: unexpected, holds {as_stored(got[name])}")
+        elif name not in got and name not in bases | set(plan.tied.values()):
+            lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name]}")
+        elif name in got and as_stored(got[name]) != as_stored(want[name]):
+            lines.append(f"{name}: expected {as_stored(want[name])} for {owners[name]}, got {as_stored(got[name])}")
+    if lines:
+        raise ValueError(
+            f"the state dict is not that of {p!r}:\n  "
+            + "\n  ".join(lines)
+            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no "
+            "parameter."
+        )
+
+
+def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
+    """Refuses values of tied parameters that are others than those they are tied to."""
+    found = plan.shared(raw)
+    for path, name in plan.tied.items():
+        if name in state and not np.array_equal(found[name], state[name]):
+            raise ValueError(f"{name!r} is not what {path!r} is tied to. Drop the tie, or leave the name out.")

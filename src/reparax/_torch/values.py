@@ -1,0 +1,146 @@
+"""The raw values of a stage as torch keeps them, and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import list_axes
+from reparax._core.algebra import Parametrization
+from reparax._torch.axis_order import permute, read_layout, write_layout
+from reparax._torch.names import EXCHANGE_PLAIN
+from reparax._torch.orthogonal import at_base, other_chart, read_orthogonal, write_orthogonal
+from reparax.matrices._orthogonal import Orthogonal
+from reparax.norms._norm import SpectralNorm, WeightNorm
+
+Values = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A parameter's layout, and the shape and dtype that it has with us."""
+
+    layout: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def write_values(stage: Parametrization | None, values: Values, form: Form) -> Values:
+    """What torch keeps, in the dtype of the weight, as it does."""
+    if stage is None:
+        return {name: write_layout(x, form.layout) for name, x in values.items()}
+    if isinstance(stage, WeightNorm | SpectralNorm):
+        _require_alone(stage)
+    if isinstance(stage, Orthogonal):
+        found = _orthogonal_written(stage, values, form)
+    else:
+        found = {name: _written(stage, name, x, form) for name, x in values.items()}
+    return {name: _cast(x, form.dtype) for name, x in found.items()}
+
+
+def read_values(stage: Parametrization | None, values: Values, form: Form, like: Mapping[str, Any]) -> Values:
+    """What we keep, in the shapes and dtypes of ``like``."""
+    if isinstance(stage, Orthogonal):
+        found = _orthogonal_read(stage, values, form)
+    else:
+        found = {name: _read(stage, name, x, form, like[name].shape) for name, x in values.items()}
+    return {name: x.astype(like[name].dtype) for name, x in found.items()}
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+    return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
+
+
+def _written(stage: Parametrization, name: str, x: Array, form: Form) -> Array:
+    match stage, name:
+        case WeightNorm(axis=axis), "g":
+            _require_one_axis(stage, axis)
+            return x.reshape(()) if axis is None else write_layout(x, form.layout)
+        case SpectralNorm(), "u":
+            return x
+        case SpectralNorm(axis=axis), "v":
+            return write_layout(x.reshape(_without(axis, form.shape)), form.layout).reshape(-1)
+        case _, "mask":
+            return write_layout(jnp.broadcast_to(x, form.shape), form.layout)
+        case _:
+            return write_layout(x, form.layout)
+
+
+def _read(stage: Parametrization | None, name: str, x: Array, form: Form, shape: tuple[int, ...]) -> Array:
+    match stage, name:
+        case WeightNorm(axis=None), "g":
+            return x.reshape(shape)
+        case SpectralNorm(), "u":
+            return x
+        case SpectralNorm(axis=axis), "v":
+            rest = permute(_without(axis, form.shape), form.layout)
+            return read_layout(x.reshape(rest), form.layout).reshape(-1)
+        case _, "mask":
+            return _of_slices(_binary(read_layout(x, form.layout)), shape)
+        case _:
+            return read_layout(x, form.layout)
+
+
+def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array of which the feature axis is taken away."""
+    return tuple(1 if i == axis % len(shape) else size for i, size in enumerate(shape))
+
+
+def _require_one_axis(stage: Parametrization, axis: Any) -> None:
+    if isinstance(axis, tuple):
+        raise ValueError(f"torch has lengths along one axis, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+
+
+def _require_alone(stage: WeightNorm | SpectralNorm) -> None:
+    if stage.stacked != ():
+        raise ValueError(f"torch has no stacked arrays, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+
+
+def _binary(mask: Array) -> Array:
+    """The mask, where it is one of zeros and ones: ours select, and gradients of others would not be torch's."""
+    if not jnp.all((mask == 0) | (mask == 1)):
+        raise ValueError(
+            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Multiply "
+            "it in torch by `prune.remove`, and start anew with `init`."
+        )
+    return mask
+
+
+def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
+    """A mask of whole weights as one of slices, where the stage keeps such a one."""
+    axes = tuple(i for i, (size, whole) in enumerate(zip(shape, mask.shape, strict=True)) if size < whole)
+    found = jnp.max(mask, axis=axes, keepdims=True)
+    if not jnp.all(found == mask):
+        raise ValueError("expected a mask of whole slices, got one of single weights. Take `axis=None`.")
+    return found
+
+
+def _orthogonal_written(stage: Orthogonal, values: Values, form: Form) -> Values:
+    turned = _is_turned(stage, values, form)
+    if other_chart(stage, form.shape, turned=turned):
+        return write_orthogonal(stage, at_base(stage, values))
+    return write_orthogonal(stage, {x: write_layout(values[x], form.layout) for x in values})
+
+
+def _orthogonal_read(stage: Orthogonal, values: Values, form: Form) -> Values:
+    turned = _is_turned(stage, values, form)
+    found = read_orthogonal(stage, values)
+    if other_chart(stage, form.shape, turned=turned):
+        return at_base(stage, found)
+    return {name: read_layout(x, form.layout) for name, x in found.items()}
+
+
+def _is_turned(stage: Orthogonal, values: Values, form: Form) -> bool:
+    """Whether torch has the transposed matrix; refuses what has no place there."""
+    if "x" not in values:
+        raise ValueError(f"torch has nothing like {stage!r} of what another stage makes. {EXCHANGE_PLAIN}")
+    leading = tuple(range(len(form.shape) - 2))
+    of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
+    if not of_leading or (form.layout != "same" and leading):
+        raise ValueError(
+            f"the matrices of {stage!r} and those of torch are in the last two axes, which are others here and there. "
+            f"{EXCHANGE_PLAIN}"
+        )
+    return form.layout != "same"

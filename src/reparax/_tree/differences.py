@@ -1,0 +1,96 @@
+"""How a raw tree differs from the one that was expected: what ``p.check`` says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, named, path_text
+from reparax._tree.raw import parameter
+
+
+def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
+    """Shapes and dtypes of ``init(like)``; leaves that are no arrays, such as functions, are left out.
+
+    What ``like`` says of a mesh does not matter here, and a mesh with explicit axes does not let every stage pass.
+    """
+    leaves, treedef = jax.tree.flatten(like)
+
+    def of_arrays(arrays: list[Any]) -> PyTree:
+        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
+
+    return jax.eval_shape(of_arrays, [_type(leaf) if is_array(leaf) else None for leaf in leaves])
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and the dtype that JAX reads it as."""
+    extended = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:
+    """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
+    found: dict[str, dict[str, str]] = {}
+    for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
+        if is_array(leaf) or (names and is_empty(leaf)):
+            base = parameter(names)
+            rest = path_text(names).removeprefix(base).removeprefix("/")
+            found.setdefault(base, {})[rest] = describe(leaf)
+    return found
+
+
+def _stage(content: dict[str, str]) -> str:
+    """The outermost marker of a parameter."""
+    rest = next(iter(content))
+    return rest.split("/")[0] if rest else "a plain array"
+
+
+def _whole(content: dict[str, str]) -> str:
+    """A parameter in one word: its outermost marker, or the type of the plain array."""
+    return content.get("") or _stage(content)
+
+
+def as_stored(x: Any) -> str:
+    """A description that tells float64 from float32 where JAX would read both as float32."""
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
+
+
+def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
+    """A line for each path at which ``raw`` is not what ``init`` makes of ``like``, none where they agree."""
+    plain = all(as_stored(x) == describe(x) for x in jax.tree.leaves(like))
+    got, want = _contents(raw, as_stored if plain else describe), _contents(abstract(init, like), describe)
+    lines: list[str] = []
+    for base in sorted(got.keys() | want.keys()):
+        if base not in got:
+            lines.append(f"{base}: missing, expected {_whole(want[base])}")
+        elif base not in want:
+            lines.append(f"{base}: unexpected, holds {_whole(got[base])}")
+        elif _stage(got[base]) != _stage(want[base]):
+            lines.append(f"{base}: expected {_stage(want[base])}, got {_stage(got[base])}")
+        else:
+            lines += _leaf_differences(base, got[base], want[base])
+    return lines
+
+
+def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
+    """Refuses a raw tree that is not what ``init`` makes of ``like``, naming every path at which it differs."""
+    lines = _differences(raw, like, init)
+    if lines:
+        raise ValueError(
+            f"{who} found a raw tree that is not what `init` makes of `like`:\n  "
+            + "\n  ".join(lines)
+            + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
+        )
+
+
+def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+    def line(rest: str) -> str:
+        path = f"{base}/{rest}" if rest else base
+        if rest not in got:
+            return f"{path}: missing, expected {want[rest]}"
+        if rest not in want:
+            return f"{path}: unexpected, holds {got[rest]}"
+        return f"{path}: expected {want[rest]}, got {got[rest]}"
+
+    return [line(rest) for rest in sorted(got.keys() | want.keys()) if got.get(rest) != want.get(rest)]

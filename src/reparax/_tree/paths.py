@@ -1,0 +1,147 @@
+"""Trees as named leaves: the same path for a parameter, whichever library made the tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    keystr,
+    register_pytree_with_keys_class,
+    tree_flatten_with_path,
+)
+
+PyTree = Any
+Names = tuple[str, ...]
+IsLeaf = Callable[[object], bool]
+
+_VALUE = GetAttrKey("value")
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_traceable(x: object) -> bool:
+    """Whether JAX takes ``x`` for an array, real or abstract."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_empty(x: object) -> bool:
+    """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
+    return (isinstance(x, Mapping) or type(x) is tuple) and not x
+
+
+def has_ancestor(x: object, *names: str) -> bool:
+    """Whether ``x`` is an instance of a class of flax of one of these names, told without importing flax."""
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
+
+
+def is_box(x: object) -> bool:
+    """Whether ``x`` is a node of flax that holds one array and what is said of it: an nnx variable or a linen box."""
+    return has_ancestor(x, "Variable", "AxisMetadata")
+
+
+@register_pytree_with_keys_class
+class _Named(dict[str, Any]):
+    """A mapping whose own registration with JAX gives no names of keys, with names; of it, JAX makes the former."""
+
+    made_by: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], opened: Callable[[Any], Any]) -> "_Named":
+        """The mapping with names, and so has each such one in it."""
+        new = cls({key: opened(mapping[key]) for key in sorted(mapping)})
+        new.made_by = type(mapping)
+        return new
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.made_by)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        keys, made_by = aux
+        return made_by(dict(zip(keys, children, strict=True)))
+
+
+def _is_unnamed(x: object) -> bool:
+    """Whether ``x`` is a mapping that JAX flattens without names of keys, as haiku's immutable dicts."""
+    if type(x) is dict or not isinstance(x, Mapping):
+        return False
+    parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
+    unnamed = any(isinstance(key, FlattenedIndexKey) for keypath, _ in parts for key in keypath)
+    return unnamed or (not parts and not is_empty(x))
+
+
+def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
+    """``tree`` with names in the mappings that have none, where ``is_leaf`` lets them be opened."""
+
+    def closed(x: object) -> bool:
+        return is_leaf is not None and is_leaf(x)
+
+    def opened(x: Any) -> Any:
+        return _Named.of(x, each_opened) if _is_unnamed(x) and not closed(x) else x
+
+    def each_opened(x: Any) -> Any:
+        nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: closed(x) or _is_unnamed(x))
+        return treedef.unflatten(map(opened, nodes)) if any(map(_is_unnamed, nodes)) else x
+
+    return each_opened(tree)
+
+
+def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
+    """The names that lead to each leaf, the leaves, and the structure to put leaves back.
+
+    The ``value`` of nnx variables and of flax boxes is no name; a field called ``value`` of any other node is one.
+    """
+    pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    if any(isinstance(key, FlattenedIndexKey) for keypath, _ in pairs for key in keypath):
+        tree = with_names(tree, is_leaf)
+        pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    boxes: set[Any] = set()
+    if any(_VALUE in keypath for keypath, _ in pairs):
+        nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]
+        _require_one_place(nodes)
+        boxes = {keypath for keypath, _ in nodes}
+
+    def names(keypath: tuple[Any, ...]) -> Names:
+        return tuple(
+            keystr((key,), simple=True) for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes)
+        )
+
+    return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
+    """Refuses an nnx variable that two modules share: a tree would hold it twice, and the two would part."""
+    places: dict[int, Any] = {}
+    for keypath, box in boxes:
+        first = places.setdefault(id(box), keypath)
+        if first != keypath and has_ancestor(box, "Variable"):
+            at, again = (keystr(place, simple=True, separator="/") for place in (first, keypath))
+            raise ValueError(
+                f"The tree holds one nnx variable at {at!r} and at {again!r}, which would part. Split the module "
+                f"first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+            )
+
+
+def path_text(names: Names) -> str:
+    """The path as users write it."""
+    return "/".join(names)
+
+
+def describe(x: Any) -> str:
+    """What an error says of a value: its dtype and shape or its type, never its numbers."""
+    if is_empty(x):
+        return "an empty node"
+    if not is_array(x):
+        return type(x).__name__
+    extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return f"{x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}"

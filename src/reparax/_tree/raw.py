@@ -1,0 +1,218 @@
+"""The raw tree: plain data whose key paths say everything.
+
+A parametrized array is a marker dict in the array's place, ``{"@weight_norm": {"g": ..., "v": ...}}``,
+nested for chains, with fixed values under ``"@fixed"``. What an array of the raw tree is (whose value,
+main or auxiliary, free or fixed, under which path a stage may select it) follows from its key path alone,
+so every question about a raw tree is a question about key paths, and no tree is ever walked by hand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from reparax._tree.paths import IsLeaf, Names, PyTree, is_empty, named, path_text
+
+FIXED = "@fixed"
+OTHER_CHAIN = (
+    "another chain made this raw tree. "
+    "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
+)
+
+
+class Kind(Protocol):
+    """What the raw tree must know of a stage: which of its values are main, which fixed, and under which paths."""
+
+    main: tuple[str, ...] | None
+    fixed: tuple[str, ...]
+    parts: bool
+    aligned: bool
+
+
+_kinds: dict[str, Kind] = {}
+
+
+def register_kind(kind: str, stage: Kind) -> None:
+    """Lets the values under the marker of ``kind`` be told apart; a later definition replaces an earlier one."""
+    _kinds[kind] = stage
+
+
+def registered_kind(kind: str) -> Any:
+    """The class that was registered last for ``kind``, None where there is none."""
+    return _kinds.get(kind)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of a raw tree.
+
+    Attributes:
+      path: The path under which stages select it: the parameter's own path for a main value,
+        the parameter's path and the value's name for an auxiliary one and for a part.
+      draw: A path that no other array of the tree shares, on which its random draws depend.
+      parameter: The path of the parameter that it belongs to.
+      main: Whether it is a main value all the way, or no stage has replaced it.
+      fixed: Whether no optimizer may move it.
+      visible: Whether a stage nearer to the raw tree may select it.
+    """
+
+    path: str
+    draw: str
+    parameter: str
+    main: bool
+    fixed: bool
+    visible: bool
+
+
+def own_mark(x: Any, kind: str) -> str | None:
+    """The marker of ``kind`` in a marker dict under which no other marker stands, None where there is none."""
+    marks = [name for name in x if _is_mark(name) and kind_of(name) == kind] if isinstance(x, Mapping) else []
+    return next((mark for mark in marks if not _holds_mark(x[mark])), None)
+
+
+def node_predicate(kind: str) -> Callable[[object], bool]:
+    """A test for the marker dicts that the next stage of ``kind`` takes away: the innermost ones of that kind."""
+    return lambda x: own_mark(x, kind) is not None
+
+
+def _is_mark(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("@") and name != FIXED
+
+
+def _holds_mark(x: object) -> bool:
+    return isinstance(x, Mapping) and any(_is_mark(name) or _holds_mark(held) for name, held in x.items())
+
+
+def kind_of(mark: str) -> str:
+    """The kind in a marker: ``kind`` of ``@kind`` and of ``@kind@2``."""
+    return mark.split("@")[1]
+
+
+def parameter(path: Names) -> str:
+    """The path of the parameter that the names lead into: all that stands before the first marker."""
+    for i, name in enumerate(path):
+        if name.startswith("@"):
+            return path_text(path[:i])
+    return path_text(path)
+
+
+def next_number(path: Names, kind: str) -> int:
+    """The number of the next stage of ``kind`` among those that act on the array at ``path``: the outermost is 1."""
+    return 1 + sum(_is_mark(name) and kind_of(name) == kind for name in path)
+
+
+def marker(kind: str, n: int) -> str:
+    """The marker of the stage of a kind that has the number ``n`` on its array: ``@kind``, ``@kind@2``."""
+    return f"@{kind}" if n == 1 else f"@{kind}@{n}"
+
+
+def _stage(path: Names, i: int) -> Kind:
+    kind = kind_of(path[i])
+    if kind not in _kinds:
+        raise ValueError(
+            f"The raw tree holds {path[i]!r} at {parameter(path)!r}, but no stage of that kind is defined. "
+            f"Import the module that defines it."
+        )
+    return _kinds[kind]
+
+
+def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
+    """For each marker along ``path``: the names up to it, the value taken there, whether main, fixed, in the path."""
+    for i, name in enumerate(path):
+        if _is_mark(name):
+            stage = _stage(path, i)
+            fixed = FIXED in path[i + 1 : i + 2]
+            if len(path) <= i + 1 + fixed:
+                raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
+            value = path[i + 2] if fixed else path[i + 1]
+            main = value not in stage.fixed if stage.main is None else value in stage.main
+            yield path[: i + 1], value, main, fixed, stage.parts or not main
+
+
+def aligned(path: Names) -> bool:
+    """Whether a value has the axes of the parameter that it belongs to: as the main value of aligned stages only."""
+    return all(main and _stage(node, -1).aligned for node, _, main, *_ in _values(path))
+
+
+def _slots(paths: list[Names]) -> list[Slot]:
+    mains: dict[Names, set[str]] = {}
+    for path in paths:
+        for node, value, main, *_ in _values(path):
+            mains.setdefault(node, set()).update([value] if main else [])
+
+    def slot(path: Names) -> Slot:
+        shown = draw = own = parameter(path)
+        all_main = visible = True
+        for node, value, main, fixed, in_path in _values(path):
+            if in_path:
+                shown, draw = f"{shown}/{value}", f"{draw}/{node[-1]}/{value}"
+            elif len(mains[node]) > 1:
+                draw = f"{draw}/{value}"
+            all_main = all_main and main
+            visible = visible and (main or not fixed)
+        return Slot(shown, draw, own, all_main, FIXED in path, visible)
+
+    return [slot(path) for path in paths]
+
+
+def flatten_slots(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], list[Slot], Any]:
+    """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back."""
+    paths, leaves, treedef = named(tree, is_leaf)
+    slots = _slots(paths)
+    seen: set[str] = set()
+    for slot in slots:
+        if slot.draw in seen:
+            raise ValueError(
+                f"Two leaves of the tree have the path {slot.draw!r}, so they cannot be told apart. "
+                f"Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
+            )
+        seen.add(slot.draw)
+    return leaves, slots, treedef
+
+
+def follow(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """``owners`` with each one that takes its value from a source replaced by where that ends."""
+    found = dict(owners)
+    for path in found:
+        while found[path] in sources:
+            found[path] = sources[found[path]]
+    return found
+
+
+def all_nodes(tree: PyTree) -> list[Names]:
+    """The names that lead to each array and to each empty node."""
+    return named(tree, is_empty)[0]
+
+
+def empty_nodes(tree: PyTree) -> list[Names]:
+    """The names that lead to each empty node: the places that hold no value of their own."""
+    paths, leaves, _ = named(tree, is_empty)
+    return [path for path, leaf in zip(paths, leaves, strict=True) if is_empty(leaf)]
+
+
+def outer_markers(tree: PyTree) -> dict[str, str]:
+    """Each parameter that holds markers, with the outermost one: what a plain tree has none of."""
+    found: dict[str, str] = {}
+    for path in all_nodes(tree):
+        first = next((name for name in path if name.startswith("@")), None)
+        if first is not None:
+            found.setdefault(parameter(path), first)
+    return found
+
+
+def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:
+    """``raw`` with each fixed value, and if ``free`` each free one, that ``after`` holds anew in place of ``before``.
+
+    A value is found in ``raw`` by its path; behind a stage that moves values about, by being the same object.
+    """
+    old = dict(zip(*named(before)[:2], strict=True))
+    new = dict(zip(*named(after)[:2], strict=True))
+    fresh = {path: leaf for path, leaf in new.items() if (free or FIXED in path) and leaf is not old.get(path)}
+    paths, leaves, treedef = named(raw)
+    moved = {id(old.get(path)): path for path in fresh.keys() - set(paths)}
+    places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
+    for path in fresh.keys() - set(places):
+        raise ValueError(
+            f"{method} changed {path_text(path)!r}, but found no place for it in the raw tree: an earlier stage makes "
+            f"that value anew. Let that stage pass the value through as it is."
+        )
+    return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])

@@ -1,0 +1,23 @@
+"""Matrices of a kind: orthogonal, of low rank, definite, stable, or of a pattern of equal and of zero entries."""
+
+from reparax.matrices._definite import PositiveDefinite as PositiveDefinite
+from reparax.matrices._definite import PositiveSemidefinite as PositiveSemidefinite
+from reparax.matrices._factors import Kronecker as Kronecker
+from reparax.matrices._factors import LowRank as LowRank
+from reparax.matrices._fibration import Fibration as Fibration
+from reparax.matrices._hurwitz import Hurwitz as Hurwitz
+from reparax.matrices._orthogonal import Grassmann as Grassmann
+from reparax.matrices._orthogonal import Orthogonal as Orthogonal
+from reparax.matrices._orthogonal import SpecialOrthogonal as SpecialOrthogonal
+from reparax.matrices._orthogonal import Stiefel as Stiefel
+from reparax.matrices._patterns import BlockDiagonal as BlockDiagonal
+from reparax.matrices._patterns import Circulant as Circulant
+from reparax.matrices._patterns import Diagonal as Diagonal
+from reparax.matrices._patterns import Skew as Skew
+from reparax.matrices._patterns import Symmetric as Symmetric
+from reparax.matrices._patterns import Toeplitz as Toeplitz
+from reparax.matrices._patterns import Triangular as Triangular
+from reparax.matrices._spectrum import AlmostOrthogonal as AlmostOrthogonal
+from reparax.matrices._spectrum import FixedRank as FixedRank
+from reparax.matrices._spectrum import Invertible as Invertible
+from reparax.matrices._spectrum import SpecialLinear as SpecialLinear

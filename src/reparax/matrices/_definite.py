@@ -1,0 +1,190 @@
+"""Symmetric matrices of eigenvalues that are positive, or not negative."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.linalg import expm
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_optional_whole, one_of
+from reparax._numerics.arithmetic import softplus_inverse, widened
+from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
+from reparax._stage.constraint import near
+from reparax._stage.matrices import Matrices
+from reparax.matrices._patterns import Symmetric, Triangular
+
+
+def eigen(w: Array) -> tuple[Array, Array]:
+    """Eigenvalues, in ascending order, and eigenvectors of the symmetric or Hermitian part."""
+    return jnp.linalg.eigh(w / 2 + adjoint(w) / 2, symmetrize_input=False)
+
+
+def definite(w: Array) -> tuple[Array, Array]:
+    """As ``eigen``, with eigenvalues raised to where one can tell them from zero."""
+    values, vectors = eigen(widened(w))
+    return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
+
+
+def cholesky(values: Array, vectors: Array) -> Array:
+    """The Cholesky factor of a matrix by its eigenvalues, however small they are."""
+    upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
+    return upper.mT * jnp.where(_diagonal(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
+
+
+def _diagonal(w: Array) -> Array:
+    return jnp.diagonal(w, axis1=-2, axis2=-1)
+
+
+def _with_diagonal(w: Array, diagonal: Array) -> Array:
+    return jnp.where(identity(w) == 1, diagonal[..., None], w)
+
+
+def factor(x: Array) -> Array:
+    """The lower triangular matrix of the numbers ``x``, softplus of them on its diagonal."""
+    lower = Triangular().apply_leaf({"x": widened(x)})
+    return _with_diagonal(lower, jax.nn.softplus(_diagonal(lower)))
+
+
+def unfactored(lower: Array) -> Array:
+    """The numbers of which :func:`factor` makes ``lower``."""
+    return Triangular().init_leaf(_with_diagonal(lower, softplus_inverse(_diagonal(lower))))["x"]
+
+
+def _exponential(s: Array) -> Array:
+    """The exponential of a symmetric matrix, as the fourth power of that of its quarter.
+
+    The Padé approximation of ``expm`` loses digits where eigenvalues are far from zero, so their mean is taken out
+    first, and what is left is made smaller. As a square, the result has no eigenvalue below zero.
+    """
+    mean = jnp.mean(_diagonal(s), axis=-1)[..., None, None]
+    quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
+    half = product(quarter, quarter.mT)
+    return product(half, half.mT)
+
+
+class PositiveDefinite(Matrices):
+    r"""Symmetric matrices of positive eigenvalues: :math:`W = L L^T` or :math:`W = e^S`.
+
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, whose diagonal is
+    softplus of these numbers (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for definite
+    matrices, as far as the dtype can tell the smallest eigenvalue from zero; other matrices are made symmetric, and
+    their eigenvalues raised to 2 n units of rounding of the largest. The numbers of S are logarithms, whose rounding
+    counts the more the larger they are. Samples are Wishart matrices of mean I.
+
+    Args:
+      map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.PositiveDefinite()
+      >>> p.fold(p.init({"w": jnp.array([[2.0, 1.0], [1.0, 2.0]])}))["w"].round(5)
+      Array([[2., 1.],
+             [1., 2.]], dtype=float32)
+
+    References:
+      Pinheiro and Bates, *Unconstrained Parametrizations for Variance-Covariance Matrices*, 1996.
+    """
+
+    map: str = argument(one_of("cholesky", "expm"), default="cholesky")
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        values, vectors = definite(w)
+        if self.map == "cholesky":
+            x = unfactored(cholesky(values, vectors))
+        else:
+            x = Symmetric().init_leaf(product(vectors * jnp.log(values)[..., None, :], vectors.mT))["x"]
+        return {"x": x.astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        if self.map == "cholesky":
+            lower = factor(x)
+            w = product(lower, lower.mT)
+        else:
+            w = _exponential(Symmetric().apply_leaf({"x": widened(x)}))
+        return w.astype(x.dtype)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        x = jnp.asarray(w)
+        values, vectors = definite(x)  # not the raw values, whose rounding is no matter of the image
+        inside = near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
+        if tolerance is not None:
+            return inside
+        values, _ = eigen(widened(x))
+        return inside & jnp.all(values[..., 0] > resolution(x, values[..., -1]) / 2)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return self.project(PositiveSemidefinite().sample(key, shape, dtype))
+
+
+class PositiveSemidefinite(Matrices):
+    r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
+
+    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
+    it starts at the nearest such matrix: its ``rank`` largest eigenvalues, the negative ones set to zero. Columns of
+    eigenvalue zero get a length that is lost in rounding, but lets them train. A matrix without positive eigenvalues
+    is an error: the nearest point is zero, where the gradient is zero too, so that it would never train. With
+    ``outside="project"`` it starts there. Samples are Wishart matrices of mean I.
+
+    Args:
+      rank: Largest rank of the effective matrix, between 1 and n; None for n.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.PositiveSemidefinite(rank=1).project(jnp.diag(jnp.array([3.0, 2.0, -1.0]))).round(5)
+      Array([[3., 0., 0.],
+             [0., 0., 0.],
+             [0., 0., 0.]], dtype=float32)
+
+    References:
+      Higham, *Computing a Nearest Symmetric Positive Semidefinite Matrix*, 1988. Burer and Monteiro, *A nonlinear
+      programming algorithm for solving semidefinite programs via low-rank factorization*, 2003.
+    """
+
+    rank: int | None = argument(check_optional_whole, default=None)
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "rank")}
+    square: ClassVar[bool] = True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w) or (None if self.rank is None else no_rank(self.rank, w))
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        values, vectors = eigen(widened(w))
+        rank = self.rank or w.shape[-1]
+        least = float(jnp.finfo(w.dtype).eps) * jnp.maximum(values[..., -1:], 0)
+        lengths = jnp.sqrt(jnp.maximum(values, least))[..., None, -rank:]
+        return {"x": (vectors[..., -rank:] * lengths.astype(vectors.dtype)).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        values, _ = eigen(widened(w))
+        size = jnp.max(jnp.abs(values), axis=-1)
+        return (values[..., -1] <= resolution(w, size) / 2)[..., None, None]
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = widened(values["x"])
+        return product(x, adjoint(x)).astype(values["x"].dtype)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        rank = self.rank or shape[-1]
+        return self.apply_leaf({"x": jax.random.normal(key, (*shape[:-1], rank), dtype) / math.sqrt(rank)})

@@ -1,0 +1,139 @@
+"""Matrices made of factors."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_positive_whole, check_whole
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.lengths import is_zero, unit
+from reparax._numerics.linalg import divided, no_rank, product, undivided
+from reparax._stage.matrices import Matrices
+
+
+class LowRank(Matrices):
+    r"""A matrix of rank at most ``rank``: :math:`W = U V`.
+
+    Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
+    singular value decomposition, the singular values split evenly between the factors; it is exact when
+    ``W`` has rank at most ``rank``, else ``apply(init(W))`` is the nearest such matrix in Frobenius norm. Where a
+    singular value is zero, the row of ``v`` is a random one of length 1, so that a zero matrix trains, whatever its
+    gradient. The arithmetic of half-precision matrices is float32.
+
+    Args:
+      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`: axes of matrices of their own.
+      rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
+        does not name; the first of a matrix. An array of more than two dimensions needs one of ``rows``, ``columns``
+        and ``stacked``. Raw values have several rows as several axes too.
+      columns: The axes that are columns. Default: those that ``rows`` does not name; the last of a matrix.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.LowRank(1).init({"w": jnp.ones((3, 2))})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'w': {'@low_rank': {'u': (3, 1), 'v': (1, 2)}}}
+      >>> p = rpx.LowRank(2, rows=0, columns=(1, 2))  # of an attention kernel (embed, heads, dim)
+      >>> raw = p.init({"query": {"kernel": jnp.ones((8, 4, 3)), "bias": jnp.zeros((4, 3))}})
+      >>> jax.tree.map(jnp.shape, raw["query"])
+      {'bias': (4, 3), 'kernel': {'@low_rank': {'u': (8, 2), 'v': (2, 4, 3)}}}
+
+    References:
+      Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
+    """
+
+    rank: int = argument(check_whole)
+
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"u": ("rows", "rank"), "v": ("rank", "columns")}
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_rank(self.rank, w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        left, singular, right = jnp.linalg.svd(widened(w), full_matrices=False)
+        root = jnp.sqrt(singular[..., : self.rank])
+        u = left[..., : self.rank] * root[..., None, :].astype(left.dtype)
+        v = root[..., :, None].astype(right.dtype) * right[..., : self.rank, :]
+        return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        values = self.init_leaf(w)
+        v, rows = values["v"], (values["v"].ndim - 1,)
+        drawn = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
+        return {**values, "v": jnp.where(is_zero(v, rows), drawn, v)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        u, v = values["u"], values["v"]
+        return product(widened(u), widened(v)).astype(u.dtype)
+
+
+def _check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{who} takes two whole numbers as {name}, but got {value!r}.")
+    return tuple(check_positive_whole(size, who, name) for size in value)
+
+
+class Kronecker(Matrices):
+    r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
+
+    Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
+    exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
+    triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix is a random one of
+    length 1, so that it trains.
+
+    Args:
+      shape: The shape of A, which must divide that of W.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.Kronecker((1, 2)).init({"w": jnp.array([[1.0, 2.0, 3.0, 6.0]])})
+      >>> a, b = raw["w"]["@kronecker"]["a"], raw["w"]["@kronecker"]["b"]
+      >>> jnp.kron(a, b).round(5)
+      Array([[1., 2., 3., 6.]], dtype=float32)
+
+    References:
+      Van Loan and Pitsianis, *Approximation with Kronecker Products*, 1993.
+    """
+
+    shape: tuple[int, int] = argument(_check_two)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return undivided(self.shape, w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._shaped(w, LowRank(1).init_leaf(self._arranged(w)))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        return self._shaped(w, LowRank(1).draw_leaf(self._arranged(w), key))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        a, b = values["a"], values["b"]
+        blocks = widened(a)[..., :, None, :, None] * widened(b)[..., None, :, None, :]
+        *batch, rows, height, columns, width = blocks.shape
+        return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
+
+    def _arranged(self, w: Array) -> Array:
+        """The entries of A against those of B, a matrix of rank 1 on the image."""
+        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
+        *batch, rows, columns, height, width = blocks.shape
+        return blocks.reshape(*batch, rows * columns, height * width)
+
+    def _shaped(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
+        rows, columns = self.shape
+        *batch, n, m = w.shape
+        return {
+            "a": factors["u"].reshape(*batch, rows, columns),
+            "b": factors["v"].reshape(*batch, n // rows, m // columns),
+        }

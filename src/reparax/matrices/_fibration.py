@@ -1,0 +1,50 @@
+"""Stages that act on a space which the effective array is a projection of."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_function
+from reparax._stage.leaf import Reparametrization
+
+
+class Fibration(Reparametrization):
+    r"""An array that is projected from a total space: :math:`w = \pi(x)`.
+
+    The adapter between a stage of the total space and the model: ``inner >> Fibration(project, embed)`` embeds the
+    array, lets ``inner`` (a stage, or a chain) have it, and projects what ``inner`` gives. Raw value: ``x`` (main), in
+    the total space. ``init`` gives ``x = embed(w)``; it is exact where ``project(embed(w)) == w``, and the chain is
+    where ``embed(w)`` is in the image of ``inner``.
+
+    Args:
+      project: The function from the total space to the shape of the effective array.
+      embed: A right inverse of it.
+      where: Which arrays to act on; the stages before it need the same one. Default: every floating or complex
+        parameter.
+      stacked: As for :class:`Reparametrization`; the stages before it need the same one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.PositiveDefinite() >> rpx.Fibration(jnp.diagonal, jnp.diag)
+      >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'w': {'@fibration': {'x': {'@positive_definite': {'x': (3,)}}}}}
+      >>> p.apply(raw)["w"].round(5)
+      Array([1., 2.], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    project: Callable[[Array], Array] = argument(check_function)
+    embed: Callable[[Array], Array] = argument(check_function)
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": self.embed(w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self.project(values["x"])

@@ -1,0 +1,113 @@
+"""Matrices that make linear systems stable."""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_known_number
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.linalg import identity, no_square, product, resolution
+from reparax._stage.matrices import Matrices
+from reparax.matrices._definite import cholesky, definite, factor, unfactored
+from reparax.matrices._patterns import Skew
+
+
+def _norm(w: Array, rate: float = 0.0) -> Array:
+    """The largest sum of a row of each matrix, and the rate, of shape ``(..., 1, 1)``; 1 where both are zero."""
+    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + rate
+    return jnp.where(norm == 0, jnp.ones_like(norm), norm)
+
+
+def _lyapunov(a: Array, q: Array) -> Array:
+    """The P of ``a.T P + P a = -q`` for a stable ``a``, by Newton's iteration for the sign of a matrix.
+
+    It doubles the digits in each step, once scaling has brought the eigenvalues near to -1; 40 steps are more than any
+    precision needs. Roberts, *Linear model reduction and solution of the algebraic Riccati equation*, 1980.
+    """
+
+    def step(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        a, q = state
+        inverse = jnp.linalg.inv(a)
+        scale = jnp.sqrt(_norm(inverse)) / jnp.sqrt(_norm(a))
+        return (scale * a + inverse / scale) / 2, (scale * q + product(inverse.mT, q, inverse) / scale) / 2
+
+    return jax.lax.fori_loop(0, 40, step, (a, q))[1] / 2
+
+
+def _check_rate(value: Any, who: str, name: str) -> float:
+    rate = check_known_number(value, who, name)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"{who} got {name}={rate}, but a decay rate is finite and not negative.")
+    return rate
+
+
+class Hurwitz(Matrices):
+    r"""Stable matrices: :math:`W = P (S - Q / 2) - \alpha I`, all of whose eigenvalues have real parts below -alpha.
+
+    P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q``,
+    vectors of n (n + 1) / 2 numbers, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s``, one of
+    n (n - 1) / 2 numbers, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
+    solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
+    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum, and of
+    alpha, inside it. The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest
+    entry.
+
+    Args:
+      rate: The decay rate alpha, not negative.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`, one axis each.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p, w = rpx.Hurwitz(), jnp.array([[-1.0, 5.0], [0.0, -2.0]])
+      >>> bool(p.contains(w)), bool(p.contains(-w))
+      (True, False)
+
+    References:
+      Duan and Patton, *A Note on Hurwitz Stability of Matrices*, 1998.
+    """
+
+    rate: float = argument(_check_rate, default=0.0)
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        norm, one, excess = _norm(x, self.rate), identity(x), self._excess(x)[..., None, None]
+        inside = excess < -resolution(x, norm) / 2
+        stable = x + (self.rate - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
+        q = norm * one
+        solution = _lyapunov(stable, q)
+        values, vectors = definite(solution)
+        values = {
+            "p": unfactored(cholesky(1 / values, vectors)),
+            "q": unfactored(jnp.sqrt(q)),
+            "s": Skew().init_leaf(product(solution, stable))["x"],
+        }
+        return {name: value.astype(w.dtype) for name, value in values.items()}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        p, q = factor(values["p"]), factor(values["q"])
+        skew = Skew().apply_leaf({"x": widened(values["s"])})
+        w = product(p, p.mT, skew - product(q, q.mT) / 2) - self.rate * identity(p)
+        return w.astype(values["p"].dtype)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        x = widened(jnp.asarray(w))
+        if tolerance is None:
+            return jnp.all(self._excess(x) < -resolution(x, _norm(x, self.rate)[..., 0, 0]) / 2)
+        return jnp.all(self._excess(x) <= tolerance * jnp.max(jnp.abs(x), initial=0.0))
+
+    def _excess(self, w: Array) -> Array:
+        """How far the largest real part of an eigenvalue lies above ``-rate``."""
+        size = _norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
+        return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.rate

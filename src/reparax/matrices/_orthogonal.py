@@ -1,0 +1,201 @@
+"""Matrices of orthonormal columns or rows."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import one_of
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.linalg import adjoint, no_square, oriented, polar, product
+from reparax._stage.matrices import Matrices
+from reparax.matrices._base_maps import cayley, exponential, householder
+
+_MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
+
+
+class _Orthonormal(Matrices):
+    """What the stages of this file share: a fixed base, and the free matrix that leads away from it."""
+
+    map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    fixed: ClassVar[tuple[str, ...]] = ("base",)
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "columns"), "base": ("rows", "columns")}
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if self.map == "householder" and jnp.iscomplexobj(w):
+            return (
+                f"expected a real array, as not every unitary matrix is a product of reflections, got {w.dtype}. "
+                f"Choose map='cayley' or 'expm'."
+            )
+        return self.refuse_shape(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": jnp.zeros_like(w), "base": self.nearest(widened(w))}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self._point(values).astype(values["x"].dtype)
+
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
+
+    def _point(self, values: dict[str, Array]) -> Array:
+        base, x = widened(values["base"]), widened(values["x"])
+        wide = x.shape[-2] < x.shape[-1]
+        return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
+
+    def refuse_shape(self, w: Array) -> str | None:
+        """Why a matrix of this shape has no place here, or None."""
+        del w
+        return None
+
+    def nearest(self, w: Array) -> Array:
+        """The point of the image that is nearest to ``w``."""
+        return polar(w)
+
+    def reached(self, base: Array, x: Array) -> Array:
+        """Where ``x`` leads from ``base``, neither of them wider than tall."""
+        return _MAPS[self.map](base, x)
+
+
+class Orthogonal(_Orthonormal):
+    r"""Orthonormal columns, or rows where there are fewer of them: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+
+    Raw values: ``x`` (main), like ``w``; ``base`` (fixed), a point of the image in the shape of ``w``, in float32 for
+    half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
+    (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
+    X, with B (``"householder"``). ``init`` gives ``x = 0``, and the base is ``w`` where that is orthogonal, else the
+    nearest such matrix, its polar factor; so ``init`` is exact on the image, and weight decay pulls towards the
+    base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
+    Of a tall or wide matrix, no array larger than twice ``w`` is made. Samples are uniform (Haar).
+
+    Args:
+      map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
+        has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Orthogonal("expm")
+      >>> raw = p.init({"w": jnp.array([[0.0, -2.0], [2.0, 0.0]])})
+      >>> p.apply(raw)["w"]
+      Array([[ 0., -1.],
+             [ 1.,  0.]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Trivializations for Gradient-Based Optimization on Manifolds*, 2019. Wen and Yin, *A feasible
+      method for optimization with orthogonality constraints*, 2013 (tall matrices). Schreiber and Van Loan, *A
+      storage-efficient WY representation for products of Householder transformations*, 1989.
+    """
+
+
+class SpecialOrthogonal(_Orthonormal):
+    r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
+
+    Raw values and maps as for :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the nearest
+    rotation, which is the polar factor, turned round along the smallest singular value where its determinant is -1.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.SpecialOrthogonal().project(jnp.diag(jnp.array([3.0, 2.0, -1.0])))
+      Array([[1., 0., 0.],
+             [0., 1., 0.],
+             [0., 0., 1.]], dtype=float32)
+
+    References:
+      Lezcano-Casado and Martínez-Rubio, *Cheap Orthogonal Constraints in Neural Networks*, 2019.
+    """
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_shape(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def nearest(self, w: Array) -> Array:
+        left, _, right = jnp.linalg.svd(w)
+        return product(oriented(left, right), right)
+
+
+class Stiefel(_Orthonormal):
+    r"""Orthonormal columns, :math:`Q^H Q = I`: frames of k vectors in a space of n dimensions, :math:`n \ge k`.
+
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, which takes wide matrices too.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Stiefel().project(jnp.array([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
+      Array([[1., 0.],
+             [0., 1.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
+    """
+
+    def refuse_shape(self, w: Array) -> str | None:
+        if w.shape[-2] >= w.shape[-1]:
+            return None
+        return (
+            f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
+            f"or take `Orthogonal`."
+        )
+
+
+class Grassmann(_Orthonormal):
+    r"""Subspaces of k dimensions in one of n > k, each by a matrix Q of orthonormal columns that span it.
+
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, but only what X is across the base counts,
+    :math:`X - B B^H X`: the frame moves with its subspace and does not turn within it. What the model does should not
+    depend on the choice of the frame.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Grassmann()
+      >>> raw = p.init({"w": jnp.eye(3, 2)})
+      >>> raw["w"]["@grassmann"]["x"] = jnp.array([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+      >>> p.apply(raw)["w"]  # the base, as this X lies in its subspace
+      Array([[1., 0.],
+             [0., 1.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
+    """
+
+    def refuse_shape(self, w: Array) -> str | None:
+        if w.shape[-2] > w.shape[-1]:
+            return None
+        return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
+
+    def reached(self, base: Array, x: Array) -> Array:
+        return super().reached(base, x - product(base, product(adjoint(base), x)))

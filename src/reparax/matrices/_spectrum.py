@@ -1,0 +1,260 @@
+"""Matrices whose singular values keep to a set."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_known_number, check_whole
+from reparax._numerics.arithmetic import softplus_inverse, widened
+from reparax._numerics.linalg import (
+    adjoint,
+    no_rank,
+    no_square,
+    oriented,
+    polar,
+    product,
+    resolution,
+)
+from reparax._stage.matrices import Matrices
+from reparax.matrices._base_maps import cayley
+
+
+class _SingularValues(Matrices):
+    r""":math:`W = U \operatorname{diag}(f(s)) V^H`, where U and V move from fixed bases by the Cayley map."""
+
+    main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
+    fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "u": ("rows", "rank"),
+        "v": ("columns", "rank"),
+        "base_u": ("rows", "rank"),
+        "base_v": ("columns", "rank"),
+    }
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x, rank = widened(w), self.rank_of(w)
+        left, singular, right = jnp.linalg.svd(x, full_matrices=False)
+        u, v = self.turned(left, right)[..., :rank], adjoint(right)[..., :rank]
+        s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
+        free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
+        return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        wide = {name: widened(value) for name, value in values.items()}
+        u, v = cayley(wide["base_u"], wide["u"]), cayley(wide["base_v"], wide["v"])
+        singular = self.spectrum(wide["s"])[..., None, :]
+        return product(u * singular.astype(u.dtype), adjoint(v)).astype(values["u"].dtype)
+
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        def moved(side: str) -> dict[str, Array]:
+            base, x = values[f"base_{side}"], values[side]
+            return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
+
+        return {**values, **moved("u"), **moved("v")}
+
+    def rank_of(self, w: Array) -> int:
+        """How many singular values there are."""
+        return min(w.shape[-2:])
+
+    def turned(self, left: Array, right: Array) -> Array:
+        """The left singular vectors to start from."""
+        del right
+        return left
+
+    @abstractmethod
+    def spectrum(self, s: Array) -> Array:
+        """The singular values."""
+
+    @abstractmethod
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        """The ``s`` of given singular values, or of the nearest ones that are possible and not below ``least``."""
+
+
+def _check_least(value: Any, who: str, name: str) -> float:
+    least = check_known_number(value, who, name)
+    if not 0 <= least < math.inf:
+        raise ValueError(f"{who} got {name}={least}, but a bound is finite and not negative.")
+    return least
+
+
+class _BoundedBelow(_SingularValues):
+    """Singular values above ``least``: :math:`f(s) = least + log(1 + e^s)`."""
+
+    least: float = argument(_check_least, default=1e-6, kw_only=True)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        inside = super().contains(w, tolerance)
+        if tolerance is not None:
+            return inside
+        x, rank = widened(jnp.asarray(w)), self.rank_of(w)
+        singular = jnp.linalg.svd(x, compute_uv=False)
+        least = jnp.maximum(self.least, resolution(w, singular[..., 0]) / 2)
+        return inside & jnp.all(singular[..., rank - 1] > least)
+
+    def spectrum(self, s: Array) -> Array:
+        return jax.nn.softplus(s) + self.least
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        bound = jnp.maximum(self.least, least)
+        return softplus_inverse(jnp.where(singular > bound, singular, 2 * bound) - self.least)
+
+
+class FixedRank(_BoundedBelow):
+    r"""A matrix of rank ``rank``, neither more nor less: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+
+    Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which lead the singular vectors
+    away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real.
+    Fixed: ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
+    value decomposition; it is exact for a matrix of that rank whose singular values are above ``least`` and can be
+    told from zero in the dtype. Else it starts at the nearest such matrix, with twice that bound for singular values
+    below it. :meth:`rebase` moves the bases.
+
+    Args:
+      rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
+      least: The bound epsilon that all ``rank`` singular values stay above.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.FixedRank(2).init({"w": jnp.eye(4, 3)})
+      >>> jax.tree.map(jnp.shape, raw["w"]["@fixed_rank"])
+      {'@fixed': {'base_u': (4, 2), 'base_v': (3, 2)}, 's': (2,), 'u': (4, 2), 'v': (3, 2)}
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    rank: int = argument(check_whole)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_rank(self.rank, w)
+
+    def rank_of(self, w: Array) -> int:
+        del w
+        return self.rank
+
+
+class Invertible(_BoundedBelow):
+    r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+
+    Raw values as for :class:`FixedRank` of full rank. The determinant of a real matrix keeps its sign: a start of
+    positive determinant stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as for
+    :class:`FixedRank`; singular matrices start at the nearest matrix that is not.
+
+    Args:
+      least: The bound that all singular values stay above.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p, w = rpx.Invertible(), jnp.array([[2.0, 1.0], [4.0, 2.0]])
+      >>> bool(p.contains(w)), bool(p.contains(p.project(w)))
+      (False, True)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+
+class SpecialLinear(_SingularValues):
+    r"""A square matrix of determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
+
+    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image; another matrix is turned round
+    along its smallest singular value where its determinant is negative, and scaled to determinant 1. Singular values
+    that rounding hides are those that make it 1, where that is possible.
+
+    Args:
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.SpecialLinear().project(jnp.diag(jnp.array([8.0, 2.0]))).round(5)
+      Array([[2. , 0. ],
+             [0. , 0.5]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_square(w)
+
+    def turned(self, left: Array, right: Array) -> Array:
+        return oriented(left, right)
+
+    def spectrum(self, s: Array) -> Array:
+        return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        hidden = singular <= least
+        size = jnp.max(jnp.where(hidden, 1, singular), axis=-1, keepdims=True)
+        known = jnp.log(jnp.where(hidden, 1, singular / size))  # small numbers, whose rounding is small
+        count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(known.dtype)
+        others = jnp.sum(known + jnp.where(hidden, 0, jnp.log(size)), axis=-1, keepdims=True)
+        s = jnp.where(hidden, jnp.minimum(-others / count, jnp.log(least)) - jnp.log(size), known)
+        return s - jnp.mean(s, axis=-1, keepdims=True)
+
+
+def _check_radius(value: Any, who: str, name: str) -> float:
+    radius = check_known_number(value, who, name)
+    if not 0 < radius <= 1:
+        raise ValueError(f"{who} got {name}={radius}, but takes more than 0 and at most 1.")
+    return radius
+
+
+class AlmostOrthogonal(_SingularValues):
+    r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
+
+    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image, to within rounding, else it
+    starts at the nearest such matrix: singular values are cut off to the interval.
+
+    Args:
+      radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.AlmostOrthogonal(0.5).project(jnp.diag(jnp.array([4.0, 1.25]))).round(5)
+      Array([[1.5 , 0.  ],
+             [0.  , 1.25]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
+    """
+
+    radius: float = argument(_check_radius, default=0.1)
+
+    def spectrum(self, s: Array) -> Array:
+        return 1 + self.radius * jnp.sin(s)
+
+    def coordinates(self, singular: Array, least: Array) -> Array:
+        del least
+        # At the edge itself the sine is flat, and s would not train.
+        edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
+        return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

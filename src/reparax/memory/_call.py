@@ -1,0 +1,110 @@
+"""The arguments of a user's function as flat arrays: which of them the user has named, and by what path they go."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._tree.paths import describe, is_array, is_traceable, named, path_text
+
+Argnums = int | Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call. What is no array, such as a function or a flag of Python, stays where it is."""
+
+    fun: Callable[..., Any]
+    leaves: list[Any]
+    treedef: Any
+    places: list[int]
+    given: list[bool]
+
+    @classmethod
+    def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
+        """The arguments of ``fun(*args, **kwargs)``, of which ``argnums`` are given."""
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
+        chosen = _chosen(who, argnums, args)
+        flags = [i in chosen for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        flags += [False] * (len(leaves) - len(flags))
+        places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+        return cls(fun, leaves, treedef, places, [flags[i] for i in places])
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arguments, without what is no array."""
+        return [self.leaves[i] for i in self.places]
+
+    @property
+    def paths(self) -> list[str]:
+        """For each array, the name of its argument and its path in it."""
+        names = named(self.treedef.unflatten(self.leaves))[0]
+        try:
+            parameters = list(inspect.signature(self.fun).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+
+        def path(names: tuple[str, ...]) -> str:
+            group, name, *rest = names
+            i = int(name) if group == "0" else len(parameters)
+            return path_text((parameters[i] if i < len(parameters) else f"argument {name}", *rest))
+
+        return [path(names[i]) for i in self.places]
+
+    def call(self, arrays: Sequence[Any]) -> Any:
+        """The function's value at other arrays."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.places, arrays, strict=True):
+            leaves[i] = x
+        args, kwargs = self.treedef.unflatten(leaves)
+        return self.fun(*args, **kwargs)
+
+
+def caller(method: str, fun: Any, argnums: Any) -> str:
+    """How errors name a call that takes ``fun`` and ``argnums``, which are checked."""
+    if not callable(fun):
+        raise TypeError(f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}.")
+    named = fun
+    while isinstance(named, functools.partial):
+        named = named.func
+    # Not by its repr, which may hold arrays.
+    who = f"{method}({getattr(named, '__name__', type(named).__name__)})"
+    several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
+        raise TypeError(
+            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
+            f"{_shown(argnums)!r}. Count positional arguments from 0."
+        )
+    return who
+
+
+def _shown(x: Any) -> Any:
+    """``x`` as an error shows it, with the types of arrays in the place of their numbers."""
+    return jax.tree.map(lambda leaf: describe(leaf) if is_array(leaf) else leaf, x)
+
+
+def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
+    if argnums is None:
+        return {i for i, arg in enumerate(args) if i == 0 or _is_keys(arg)}
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    if missing := [i for i in sorted(chosen) if i >= len(args)]:
+        raise TypeError(
+            f"{who} was told argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
+            f"argument {missing[0]}. Pass what argnums names by position."
+        )
+    return chosen
+
+
+def _is_keys(arg: Any) -> bool:
+    """Whether an argument is made of PRNG keys, typed or legacy."""
+
+    def is_key(x: Any) -> bool:
+        typed = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return typed or (is_traceable(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4))
+
+    leaves = jax.tree.leaves(arg)
+    return bool(leaves) and all(map(is_key, leaves))

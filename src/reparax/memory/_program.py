@@ -1,0 +1,111 @@
+"""Traced programs as data: which values come from given inputs alone, and programs cut along that line."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from reparax.memory import _jaxpr
+from reparax.memory._jaxpr import live, part, values, variables
+
+Flags = list[bool]
+Known = dict[Var, bool]
+Special = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
+
+
+def smooth(atom: Any) -> bool:
+    """Whether an atom has tangents."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) -> list[Any]:
+    """Evaluates a program without constants, in which ``special`` may name another function for an equation."""
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    functions = {id(eqn): special(eqn) for eqn in jaxpr.eqns}
+    segments = [list(eqns) for _, eqns in groupby(jaxpr.eqns, lambda eqn: functions[id(eqn)])]
+    uses = [variables(v for eqn in eqns for v in eqn.invars) for eqns in segments] + [variables(jaxpr.outvars)]
+    for i, eqns in enumerate(segments):
+        later = {v for use in uses[i + 1 :] for v in use}
+        wanted = [v for eqn in eqns for v in eqn.outvars if v in later]
+        piece = part(jaxpr, eqns, wanted)
+        function = functions[id(eqns[0])]
+        if function is None:
+            env.update(zip(wanted, _jaxpr.evaluate(piece, values(env, piece.invars)), strict=True))
+        else:
+            with _jaxpr.as_written_by(eqns[0]):
+                outs = function(*values(env, eqns[0].invars))
+            env.update(zip(eqns[0].outvars, outs, strict=True))
+    return values(env, jaxpr.outvars)
+
+
+def flags(env: Known, atoms: Iterable[Any]) -> Flags:
+    """What is known of each atom; literals come from nowhere."""
+    return [isinstance(v, Literal) or env[v] for v in atoms]
+
+
+def known(jaxpr: Jaxpr, given: Flags) -> Known:
+    """For each value of a program, whether it comes from the given inputs and constants alone.
+
+    Such a value can be made again without the other inputs, though the equation that makes it may mix: a scan with
+    other outputs beside it, or a cond on data, of which the branch taken is kept.
+    """
+    env: Known = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _known_outs(eqn, flags(env, eqn.invars)), strict=True))
+    return env
+
+
+def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
+    return flags(known(jaxpr, given), jaxpr.outvars)
+
+
+def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
+    programs, n, once = _jaxpr.inner(eqn), len(eqn.outvars), _jaxpr.has_effects(eqn)
+    if once or all(given) or not any(given):
+        return [all(given) and not once] * n
+    if _jaxpr.is_scan(eqn):
+        return _outs(programs[0], steady(eqn, given))
+    if _jaxpr.is_cond(eqn):
+        return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in programs], strict=True)]
+    return _outs(programs[0], given) if _jaxpr.is_call(eqn) else [False] * n
+
+
+def steady(scan: JaxprEqn, given: Flags) -> Flags:
+    """What is known inside of a scan at every step, where ``given`` is known before the first."""
+    n_consts, n_carry = _jaxpr.counts(scan)
+    while True:
+        carried = given[n_consts : n_consts + n_carry]
+        outs = _outs(_jaxpr.inner(scan)[0], given)[:n_carry]
+        after = [a and b for a, b in zip(carried, outs, strict=True)]
+        if after == carried:
+            return given
+        given = [*given[:n_consts], *after, *given[n_consts + n_carry :]]
+
+
+def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
+    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs.
+
+    What is known of an equation that mixes is made there, so all that follows from it is late.
+    """
+    early, made = list[JaxprEqn](), {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
+    for eqn in jaxpr.eqns:
+        if made.issuperset(variables(eqn.invars)) and not _jaxpr.has_effects(eqn):
+            early.append(eqn)
+            made.update(eqn.outvars)
+    chosen = set(map(id, early))
+    late = part(jaxpr, [eqn for eqn in jaxpr.eqns if id(eqn) not in chosen], jaxpr.outvars)
+    return part(jaxpr, early, [v for v in late.invars if v in made and v not in jaxpr.invars]), late
+
+
+def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
+    """The program that makes the known values ``wanted`` again, from inputs and the unknown values it cannot make."""
+    needed, eqns = set(wanted), list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        used = [v for v in eqn.outvars if v in needed]
+        if used:
+            kept = [eqn] if all(flags(env, eqn.invars)) else live(part(jaxpr, [eqn], used)).eqns
+            eqns = [*kept, *eqns]
+            needed.update(v for kept_eqn in kept for v in variables(kept_eqn.invars) if env[v])
+    return part(jaxpr, eqns, wanted)

@@ -1,0 +1,89 @@
+"""On a JAX that was not tested, small programs must first be read, and made again, as on those that were."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.recompute import recompute
+from reparax.memory import _jaxpr, _program
+from reparax.memory._derivative import split
+
+_TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
+
+
+@functools.cache
+def rehearse() -> None:
+    """Refuses a JAX that writes programs down in a way that is not known."""
+    if _jaxpr.is_tested():
+        return
+    try:
+        well = all(map(_is_read, [_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice]))
+        well = well and _is_made_again(_network)
+    except Exception as error:
+        raise _jaxpr.unreadable("a small network") from error
+    if not well:
+        raise _jaxpr.unreadable("a small network")
+
+
+# ---- a value that comes from weights alone, and one that does not
+
+
+def _pair(w: Array, x: Array) -> tuple[Array, Array]:
+    return jnp.sin(w), x @ w
+
+
+_by_hand = jax.custom_jvp(_pair)
+
+
+@_by_hand.defjvp
+def _derivative(primals: Any, tangents: Any) -> Any:
+    return jax.jvp(_pair, primals, tangents)
+
+
+def _loop(w: Array, x: Array) -> tuple[Array, Array]:
+    return jax.lax.scan(lambda pair, _: ((pair[0] * 2, pair[1] @ w), None), (w, x), length=2)[0]
+
+
+def _choice(w: Array, x: Array) -> tuple[Array, Array]:
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: (w * 2, x), lambda: (w, x * 2))
+
+
+def _is_read(pair: Any) -> bool:
+    program, consts = _jaxpr.opened(jax.make_jaxpr(pair)(*_TYPES))
+    known = _program.known(program, [*(True for _ in consts), True, False])
+    return _program.flags(known, program.outvars) == [True, False]
+
+
+# ---- a gradient
+
+
+def _network(w: Array, x: Array) -> Array:
+    """Weights made by an ``apply``, read in a call, in the steps of a loop and behind a derivative by hand."""
+    w = recompute(lambda w, _: jnp.sin(w), w, None)
+    x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
+    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)
+
+
+def _is_made_again(network: Any) -> bool:
+    def again(w: Array, x: Array) -> Array:
+        program, consts = _jaxpr.opened(jax.make_jaxpr(network)(w, x))
+        # That the weights are weights is read from apply.
+        return split(program, [False for _ in program.invars])(*consts, w, x)[0]
+
+    before, after = _kept(network), _kept(again)
+    return any(before) and not any(after) and before.count(False) == after.count(False)
+
+
+def _kept(network: Any) -> list[bool]:
+    """For each array that the gradient in the weights keeps, beside arguments, whether it comes from them alone."""
+
+    def residuals(w: Array, x: Array) -> list[Any]:
+        return _jaxpr.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
+
+    program, consts = _jaxpr.opened(jax.make_jaxpr(residuals)(*_TYPES))
+    known = _program.known(program, [*(True for _ in consts), True, False])
+    return [known[v] for v in _jaxpr.variables(program.outvars) if v not in program.invars]

@@ -1,0 +1,190 @@
+"""What a loss keeps between its forward and its backward pass, for people to read."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax._tree.folding import Line, counted, folded
+from reparax._tree.paths import describe
+from reparax._tree.sizes import readable, size_in_bytes
+from reparax.memory import _jaxpr, _program
+from reparax.memory._call import Argnums, Arguments, caller
+from reparax.memory._rehearsal import rehearse
+
+PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_TITLES = {
+    PARAMETERS: "raw parameters and keys",
+    WEIGHTS: "made from these alone",
+    ACTIVATIONS: "activations and data",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One array that is kept.
+
+    Attributes:
+      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for what is made from named arguments alone,
+        ``"activations"`` for all others.
+      type: Its dtype and shape.
+      bytes: Its size.
+      origin: The path of the argument, or the line of source that made it.
+    """
+
+    kind: str
+    type: str
+    bytes: int
+    origin: str
+
+
+@dataclass(frozen=True, repr=False)
+class Saved:
+    """What is kept between forward and backward pass; it shows itself as a table, largest first.
+
+    Equal lines are counted, and so are arguments that differ in a number of their path alone.
+
+    Attributes:
+      kept: The arrays.
+    """
+
+    kept: tuple[Kept, ...]
+
+    def bytes(self, kind: str) -> int:
+        """The size of all that is kept of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
+        if kind not in _TITLES:
+            raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
+        return sum(each.bytes for each in self.kept if each.kind == kind)
+
+    def __repr__(self) -> str:
+        lines = [f"kept for the backward pass: {readable(sum(each.bytes for each in self.kept))}"]
+        for kind, title in _TITLES.items():
+            lines.append(f"  {title}: {readable(self.bytes(kind))}")
+            rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]
+            width = max((len(type) for _, type, _ in rows), default=0)
+            lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
+        return "\n".join(lines)
+
+    def _lines(self, kind: str) -> list[Line]:
+        of_kind = [(each.origin, (each.type, each.bytes)) for each in self.kept if each.kind == kind]
+        return folded(of_kind) if kind == PARAMETERS else counted(of_kind)  # a line of source is no path
+
+    @staticmethod
+    def _row(line: Line) -> tuple[str, str, str]:
+        type, size = line.value
+        return readable(line.count * size), f"{line.times}{type}", line.path
+
+
+def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:
+    """What JAX keeps between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
+
+    Nothing is computed: ``fun`` is traced. The report tells raw parameters, what is made from parameters and keys
+    alone (which :func:`remat` makes again instead), and activations.
+
+    Args:
+      fun: The loss.
+      args: Its arguments, or their shapes and dtypes.
+      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are those of the floating
+        arrays among them.
+      has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
+      kwargs: Its keyword arguments.
+
+    Raises:
+      TypeError: If no argument that is named holds a floating array, or ``argnums`` is wrong as for :func:`remat`.
+      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.1)
+      >>> def loss(params, key, x):
+      ...     w = p.apply(params, key)["w"]
+      ...     return jnp.sum(x @ w @ w)
+      >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
+      >>> rpx.saved(loss, *example)
+      kept for the backward pass: 20.0 KiB
+        raw parameters and keys: 0 B
+        made from these alone: 16.0 KiB
+            16.0 KiB  float32[64, 64]      <doctest reparax.memory._saved.saved[2]>:2:8 (loss)
+        activations and data: 4.0 KiB
+             2.0 KiB  float32[8, 64]       x
+             2.0 KiB  float32[8, 64]       <doctest reparax.memory._saved.saved[2]>:3:19 (loss)
+      >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
+      0
+    """
+    who = caller("saved", fun, argnums)
+    rehearse()
+    given = Arguments.of(who, fun, argnums, args, kwargs)
+    if not _moving(given, given.arrays):
+        raise TypeError(
+            f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
+            f"Pass the parameters first, or name them by argnums."
+        )
+    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
+    called, constants = _jaxpr.opened(loss)
+
+    def kept(*arrays: Any) -> list[Any]:
+        return _residuals(called, constants, arrays, _moving(given, arrays))
+
+    program, consts = _jaxpr.opened(jax.make_jaxpr(kept)(*given.arrays))
+    names = ["closed over" for _ in consts] + given.paths
+    known = [False for _ in consts] + given.given
+    return Saved(tuple(_kept(program, known, names, _calls(called))))
+
+
+def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
+    """The places of the arrays whose gradients are taken."""
+    return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
+    """What is kept for the gradients of the first result."""
+
+    def of_moving(*values: Any) -> Any:
+        inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
+        return _jaxpr.evaluate(called, [*constants, *inputs.values()])[0]
+
+    return _jaxpr.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
+
+
+def _kept(program: Jaxpr, given: list[bool], origins: list[str], calls: Mapping[int, str]) -> Iterator[Kept]:
+    known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    for v in _jaxpr.variables(program.outvars):
+        kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
+        origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v), calls)
+        yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
+
+
+def _calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
+    """For each equation, told by its traceback, the user's line that wrote it or the program that holds it.
+
+    JAX cuts the tracebacks of a program inside of an equation off where that program begins.
+    """
+    found: dict[int, str] = {}
+    for eqn in program.eqns:
+        line = _line(eqn) or outside
+        found[_jaxpr.origin(eqn)] = line
+        for held in _jaxpr.inner(eqn):
+            found |= _calls(held, line)
+    return found
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """The innermost line of an equation that is none of this library, as far as it is known."""
+    return next((line for line in _jaxpr.lines(eqn) if not line.startswith(_PACKAGE)), "")
+
+
+def _source(eqn: JaxprEqn, i: int, calls: Mapping[int, str]) -> str:
+    """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
+    for program in _jaxpr.inner(eqn) if _jaxpr.is_jit(eqn) else []:
+        v = program.outvars[i]
+        for inside in program.eqns:
+            if v in inside.outvars and (line := _source(inside, inside.outvars.index(v), calls)):
+                return line
+    return _line(eqn) or calls.get(_jaxpr.origin(eqn), "")

@@ -1,0 +1,52 @@
+"""Perturbations that draw by the type of an array alone, so that neighbours on one array may draw once."""
+
+from abc import abstractmethod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.keys import Keys
+from reparax._core.pending import Pending, draw_all, join_noise
+from reparax._stage.leaf import Perturbation
+from reparax._tree.paths import PyTree
+
+
+class Drawn(Perturbation):
+    """A perturbation in two steps: a draw, which reads the type of an array alone, and what it does to the array."""
+
+    @abstractmethod
+    def draw(self, like: Array, key: Array) -> Array:
+        """What an array of the type of ``like`` is perturbed by; a batch of it for a batch of keys."""
+
+    @abstractmethod
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        """The effective array of ``w``, of the same shape and dtype."""
+
+    @property
+    def shared(self) -> Any:
+        """What the draw depends on besides the type of the array."""
+        return ()
+
+    def merged(self, later: Any) -> Any:
+        """One stage of the same distribution as this one and then ``later`` on one array, None where there is none.
+
+        Only the class that defines it joins its noises.
+        """
+        del later
+        return None
+
+    def apply_leaf(self, w: Array, key: Array) -> Array:
+        return self.perturb(w, self.draw(w, key))
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        found, treedef = self._selection("apply", tree)
+        leaves = [w for w, _, _ in found]
+        acting = {i: (slot.draw, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        numbers = keys.numbers(self.kind, [path for path, _ in acting.values()])
+        both = {i: join_noise(leaves[i], stage) for i, (_, stage) in acting.items()}
+        alone = [i for i, noise in both.items() if noise is None]
+        ready = dict(zip(alone, draw_all([leaves[i] for i in alone], keys), strict=True))
+        for (i, (path, stage)), number in zip(acting.items(), numbers, strict=True):
+            leaves[i] = both[i] or Pending(jnp.asarray(ready[i]), stage, path, number)
+        return treedef.unflatten(leaves)

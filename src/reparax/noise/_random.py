@@ -1,0 +1,65 @@
+"""Random arrays for the whole library, made with the sharding of the weight that they meet.
+
+The numbers are those of ``jax.random`` for the same key: words and uniform numbers bit for bit, normal numbers but
+for the last bits, where a compiler may round a fused ``erf_inv`` in its own way. A batch of keys gives a batch of
+the arrays that its keys give alone, made in a loop whose body is compiled once.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from reparax._core.keys import split_key
+from reparax.noise import _threefry
+
+
+def normal(key: Array, w: Array) -> Array:
+    """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
+    return _normal(key, w.shape, w.dtype, _sharding(w))
+
+
+def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
+    """Numbers in [0, 1), to within 2^-23; one along each axis of ``shared``, and else one for each entry of ``w``."""
+    shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
+    return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared))
+
+
+def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
+    """The sharding of ``w``, replicated along the axes that share one draw."""
+    sharding = jax.typeof(w).sharding
+    spec = [None if axis in shared else name for axis, name in enumerate(sharding.spec)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    """Numbers in [0, 1): random digits behind the point of a 1, which is then subtracted."""
+    if key.ndim:
+        return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
+    if not _threefry.handles(key, shape):
+        return jax.random.uniform(key, shape, dtype, out_sharding=sharding)
+    digits = jnp.finfo(dtype)
+    words = _threefry.bits(key, shape, digits.bits, sharding)
+    one = np.ones((), dtype).view(words.dtype)
+    mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
+    return jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    if key.ndim:
+        return jax.lax.map(lambda one: _normal(one, shape, dtype, sharding), key)
+    if not _threefry.handles(key, shape):
+        return jax.random.normal(key, shape, dtype, out_sharding=sharding)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in split_key(key, (2,)))
+        return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
+    below_one = np.nextafter(dtype.type(1), dtype.type(0))
+    uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
+    return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -1,0 +1,188 @@
+"""Spheres and balls: vectors of a given length, or of a bounded one."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axes, along, check_optional_axes, others
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_positive_number
+from reparax._numerics.arithmetic import scalar, widened
+from reparax._numerics.lengths import is_zero, norm, unit
+from reparax._stage.constraint import Constraint
+
+
+class Sphere(Constraint):
+    r"""Vectors of one length: :math:`w = r \, v / \lVert v \rVert`.
+
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact where :math:`\lVert w \rVert = r`, and
+    else starts at the nearest point of the sphere. A vector of zeros, which is as near to one point as to any other,
+    gets ``v = 1``. Samples are uniform. Half-precision arithmetic is float32.
+
+    Args:
+      axis: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
+        output of a dense kernel ``(in, out)``. None for the whole array.
+      radius: The length, a number or a traced scalar.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Sphere()
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}))["w"]
+      Array([[0.6, 0.8],
+             [0. , 1. ]], dtype=float32)
+
+    References:
+      Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
+    """
+
+    axis: Axes | None = argument(check_optional_axes, default=-1)
+    radius: Any = argument(check_positive_number, default=1.0)
+
+    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"v": jnp.where(is_zero(w, along(self.axis, w)), jnp.ones_like(w), w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        v = values["v"]
+        x = widened(v)
+        return (scalar(self.radius, x) * unit(x, along(self.axis, v))).astype(v.dtype)
+
+
+class MaxNorm(Constraint):
+    r"""Weights of a bounded length: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
+
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact where :math:`\lVert w \rVert \le c`, and
+    else starts at the nearest point, ``w`` rescaled to length ``c``. Inside the ball training is that of plain
+    weights. Beyond it the map inverts at the sphere: rescaling would pass no gradient to the length there, so that
+    weights which have left the ball could never become shorter again. Half-precision arithmetic is float32.
+
+    Args:
+      max: The largest length :math:`c`, a number or a traced scalar.
+      axis: The feature axes, each index of which has a length of its own, as for :class:`WeightNorm`: ``-1`` bounds
+        the weights of each output of a dense kernel ``(in, out)`` or of a convolution, ``0`` each row of an embedding.
+        None for the length of the whole array.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.MaxNorm(1.0)
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 0.3], [4.0, 0.4]])}))["w"]
+      Array([[0.6, 0.3],
+             [0.8, 0.4]], dtype=float32)
+
+    References:
+      Srebro and Shraibman, *Rank, Trace-Norm and Max-Norm*, 2005.
+      Hinton, Srivastava, Krizhevsky, Sutskever and Salakhutdinov, *Improving neural networks by preventing
+      co-adaptation of feature detectors*, 2012.
+    """
+
+    max: Any = argument(check_positive_number)
+    axis: Axes | None = argument(check_optional_axes, default=-1)
+
+    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        return {"v": (x * self._shrinkage(x)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = widened(values["v"])
+        return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
+
+    def _shrinkage(self, x: Array) -> Array:
+        """What brings ``x`` to the sphere, where it lies outside the ball; 1 inside."""
+        length = norm(x, others(self.axis, x))
+        largest = scalar(self.max, length)
+        beyond = length > largest
+        inside = jnp.ones_like(length)
+        return jnp.where(beyond, largest / jnp.where(beyond, length, inside), inside).astype(x.dtype)
+
+
+class PoincareBall(Constraint):
+    r"""Hyperbolic space as the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
+
+    This is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
+    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives its
+    logarithm :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is exact in
+    the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point that is not in the
+    ball starts at that margin, in its own direction; the map is nearly flat there along the radius, so that its length
+    trains slowly. Samples are wrapped normal: images of normal tangent vectors. Half-precision arithmetic is float32.
+
+    Args:
+      curvature: :math:`c`, greater than 0, a number or a traced scalar.
+      axis: The axes along which a point's coordinates lie, as for :class:`Sphere`.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.PoincareBall()
+      >>> raw = p.init({"w": jnp.array([[0.0, 0.5]])})
+      >>> raw
+      {'w': {'@poincare_ball': {'v': Array([[0.        , 0.54930615]], dtype=float32)}}}
+      >>> p.apply(raw)["w"]
+      Array([[0. , 0.5]], dtype=float32)
+
+    References:
+      Ganea, Bécigneul and Hofmann, *Hyperbolic Neural Networks*, 2018.
+      Nagano, Yamaguchi, Fujita and Koyama, *A Wrapped Normal Distribution on Hyperbolic Space*, 2019.
+    """
+
+    curvature: Any = argument(check_positive_number, default=1.0)
+    axis: Axes | None = argument(check_optional_axes, default=-1)
+
+    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        length = jnp.minimum(self._length(w), _limit(w))
+        direction = unit(widened(w), along(self.axis, w))
+        root = jnp.sqrt(scalar(self.curvature, direction))
+        return {"v": (jnp.arctanh(length) / root * direction).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        v = values["v"]
+        length = self._length(v)
+        near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # where the quotient has no stable slope
+        far = jnp.where(near, jnp.ones_like(length), length)
+        image = jnp.tanh(far)
+        # At the margin, the gradient is that of the map: with none, no point could leave it again.
+        image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
+        return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all points lie in the open ball, or beyond it by at most ``tolerance`` of its radius (default 0)."""
+        return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
+
+    def _length(self, w: Array) -> Array:
+        """The length of each vector, in units of the ball's radius."""
+        length = norm(widened(w), along(self.axis, w))
+        return jnp.sqrt(scalar(self.curvature, length)) * length
+
+
+def _limit(w: Array) -> float:
+    """The largest length of a point, at which rounding its coordinates leaves it inside."""
+    return 1 - 4 * float(jnp.finfo(w.dtype).eps)

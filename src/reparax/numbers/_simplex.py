@@ -1,0 +1,81 @@
+"""Probabilities."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axis, check_axis, position
+from reparax._core.value import argument
+from reparax._numerics.arithmetic import widened
+from reparax._stage.constraint import Constraint
+
+
+class Simplex(Constraint):
+    r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact where ``w`` is positive and sums
+    to 1, and else starts at the nearest point of the simplex. Zeros of that point are an error: the map is flat there,
+    so that they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    Half-precision arithmetic is float32.
+
+    Args:
+      axis: The axis along which the numbers sum to 1.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of one or more dimensions.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Simplex()
+      >>> p.init({"w": jnp.array([0.75, 0.25])})["w"]["@simplex"]["x"].round(2)
+      Array([-0.29, -1.39], dtype=float32)
+      >>> p.project(jnp.array([1.0, 1.0, -2.0]))
+      Array([0.5, 0.5, 0. ], dtype=float32)
+
+    References:
+      Duchi, Shalev-Shwartz, Singer and Chandra, *Efficient Projections onto the l1-Ball for Learning in High
+      Dimensions*, 2008.
+    """
+
+    axis: Axis = argument(check_axis, default=-1)
+
+    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    min_ndim: ClassVar[int] = 1
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        nearest = self._nearest(w)
+        return {"x": jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny))).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        return self._nearest(w) <= 0
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        return jax.nn.softmax(widened(x), axis=position(self.axis, x)).astype(x.dtype)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.
+        return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
+
+    def _nearest(self, w: Array) -> Array:
+        axis = position(self.axis, w)
+        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        return jnp.moveaxis(nearest, -1, axis)
+
+
+def _nearest(w: Array, rounding: float) -> Array:
+    """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
+    if w.size == 0:
+        return w
+    descending = -jnp.sort(-w, axis=-1)
+    counts = jnp.arange(1, w.shape[-1] + 1, dtype=w.dtype).reshape((1,) * (w.ndim - 1) + (-1,))
+    shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
+    support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
+    shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
+    # A shift by no more than rounding would change small probabilities by much, and softmax makes the sum 1 as well.
+    return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)

@@ -1,0 +1,225 @@
+"""Blocks: how named values stand in one array, as data that is read in both directions.
+
+A value is written as text in the manner of einops: ``"input_i: n h -> h n"`` is the value ``input_i`` of shape
+``(n, h)``, which stands transposed in the array. A size is a number, or a letter whose number follows from the shapes
+of the arrays. ``h'`` is another axis of the size of ``h``.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.config import register_class
+from reparax._core.known import plain
+from reparax._numerics.arguments import check_whole
+from reparax._tree.paths import describe
+
+Axis = tuple[str, ...]
+Sizes = dict[str, int]
+
+
+@dataclass(frozen=True, repr=False)
+class Concat:
+    """Values in a row along one axis of an array.
+
+    Args:
+      parts: Values as text, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks again. A shape
+        names its axes by numbers and letters; parentheses merge axes, and ``1`` adds one.
+      axis: The axis along which the parts stand in a row, counted from the front.
+      per: A size, such as the number of heads of attention: the axis is cut into that many equal pieces, each of
+        which holds the parts in a row. The shapes of the parts have it as an axis of its own, in front of ``axis``.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.Concat(("input: 3 16", "hidden: 4 16", "bias: 16 -> 1 16"))  # the matrix [Wi; Wh; b]
+      Concat(('input: 3 16', 'hidden: 4 16', 'bias: 16 -> 1 16'))
+      >>> rpx.Concat(("table: 5 2 -> (5 2)", "bias: 3"))  # one flat vector
+      Concat(('table: 5 2 -> (5 2)', 'bias: 3'))
+    """
+
+    parts: tuple["Block", ...]
+    axis: int = 0
+    per: str = ""
+
+    def __post_init__(self) -> None:
+        parts: Any = self.parts
+        if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
+            raise TypeError(f"Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got {parts!r}.")
+        if check_whole(self.axis, "Concat", "axis") < 0:
+            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front. Write it so.")
+        for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
+            object.__setattr__(self, name, plain(value))
+        require_unique(names(self), "Concat")
+
+    def __repr__(self) -> str:
+        axis = f", axis={self.axis}" if self.axis else ""
+        per = f", per={self.per!r}" if self.per else ""
+        return f"Concat({self.parts!r}{axis}{per})"
+
+
+register_class(Concat)
+Block = str | Concat
+
+
+def require_unique(found: Sequence[str], who: str) -> None:
+    """Refuses a name that is there twice."""
+    for name in found:
+        if found.count(name) > 1:
+            raise ValueError(f"{who} got {name!r} twice. Give each value and each array a name of its own.")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A parsed value: its own axes, and the groups of them that are the axes of the array; without axes of size 1."""
+
+    name: str
+    shape: Axis
+    stands: tuple[Axis, ...]
+
+    @property
+    def axes(self) -> Axis:
+        return tuple(name for name in self.shape if name != "1")
+
+    @property
+    def standing(self) -> Axis:
+        return tuple(name for group in self.stands for name in group if name != "1")
+
+    @property
+    def order(self) -> list[int]:
+        """Where the axes of the array are in the value; those of one name in reading order."""
+        left = list(enumerate(self.axes))
+        pairs = [left.pop(next(i for i, (_, name) in enumerate(left) if name == axis)) for axis in self.standing]
+        return [place for place, _ in pairs]
+
+
+@functools.cache
+def _value(text: str) -> _Value:
+    match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
+    if match is None:
+        raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
+    name, shape, there = match.groups()
+    groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if there is None else there)
+    value = _Value(name, tuple(shape.split()), tuple(tuple((merged or one).split()) for merged, one in groups))
+    if sorted(value.axes) != sorted(value.standing):
+        raise ValueError(f"A block got {text!r}, whose two shapes have other axes. Write the same axes in both.")
+    return value
+
+
+def names(block: Block) -> list[str]:
+    """The values in a block, in its order."""
+    return [_value(block).name] if isinstance(block, str) else [name for part in block.parts for name in names(part)]
+
+
+def texts(block: Block) -> list[str]:
+    """Each value of a block, standing alone."""
+    if isinstance(block, str):
+        return [f"{_value(block).name}: {' '.join(_value(block).shape)}"]
+    return [text for part in block.parts for text in texts(part)]
+
+
+def _letter(name: str) -> str:
+    return name.rstrip("'")
+
+
+def _sized(names: Iterable[str], sizes: Sizes) -> list[int]:
+    """The sizes that are known."""
+    return [int(name) if name.isdigit() else sizes[_letter(name)] for name in names if _is_known(name, sizes)]
+
+
+def _is_known(name: str, sizes: Sizes) -> bool:
+    return name.isdigit() or _letter(name) in sizes
+
+
+def _shape(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
+    return [math.prod(_sized(group, sizes)) for group in groups]
+
+
+def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
+    """Makes ``total`` the sum of products of sizes, one of which may be found by that."""
+    missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
+    letters = sorted({_letter(name) for term in missing for name in term})
+    if len(letters) > 1 or any(len(term) > 1 for term in missing):
+        raise ValueError(f"its shape does not say how large each of {', '.join(letters)} is. Give some in `sizes`.")
+    products = _shape(terms, sizes)
+    rest = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
+    factor = sum(product for product, term in zip(products, missing, strict=True) if term)
+    if rest < 0 or (rest % factor if factor else rest):
+        written = " + ".join(" ".join(term) or "1" for term in terms)
+        given = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
+        raise ValueError(f"expected an axis of size {written}{given}, got {total}. Correct the block or the array.")
+    if letters:
+        sizes[letters[0]] = rest // max(factor, 1)
+
+
+def _fit_shape(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
+    if array.ndim != len(groups):
+        raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
+    for group, total in zip(groups, array.shape, strict=True):
+        _fit([group], total, sizes)
+
+
+def _terms(block: Block, axis: int) -> list[Axis]:
+    """The summands of the size of a block along an axis."""
+    if isinstance(block, str):
+        return [_value(block).stands[axis]]
+    if axis != block.axis:
+        return _terms(block.parts[0], axis)
+    if block.per:
+        return [(block.per, *term) for part in block.parts for term in _terms(part, axis + 1)]
+    return [term for part in block.parts for term in _terms(part, axis)]
+
+
+def _in_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
+    """The array with an axis of equal pieces in front of ``axis``."""
+    if not _is_known(per, sizes):
+        raise ValueError(f"its shape does not say how large {per} is. Give it in `sizes`.")
+    pieces = _sized([per], sizes)[0]
+    if array.shape[axis] % pieces:
+        raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
+    return array.reshape(*array.shape[:axis], pieces, array.shape[axis] // pieces, *array.shape[axis + 1 :])
+
+
+def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
+    """The values that stand in an array. Sizes that its shape tells are entered in ``sizes``."""
+    if isinstance(block, str):
+        value = _value(block)
+        _fit_shape(value.name, value.stands, array, sizes)
+        standing = array.reshape(_sized(value.standing, sizes))
+        return {value.name: standing.transpose(np.argsort(value.order)).reshape(_sized(value.shape, sizes))}
+    axis = block.axis
+    if axis >= array.ndim:
+        raise ValueError(f"expected an axis {axis} to cut {names(block)} from, got {describe(array)}.")
+    if block.per:
+        array = _in_pieces(array, axis, block.per, sizes)
+        axis += 1
+    terms = [_terms(part, axis) for part in block.parts]
+    _fit([term for part in terms for term in part], array.shape[axis], sizes)
+    ends = np.cumsum([sum(_shape(part, sizes)) for part in terms])[:-1]
+    pieces = zip(block.parts, jnp.split(array, ends, axis), strict=True)
+    return {name: value for part, piece in pieces for name, value in cut(part, piece, sizes).items()}
+
+
+def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
+    """The array in which values stand. Sizes that their shapes tell are entered in ``sizes``."""
+    if isinstance(block, str):
+        value = _value(block)
+        own = values[value.name]
+        _fit_shape(value.name, [(name,) for name in value.shape], own, sizes)
+        standing = own.reshape(_sized(value.axes, sizes)).transpose(value.order)
+        return standing.reshape(_shape(value.stands, sizes))
+    parts = [join(part, values, sizes) for part in block.parts]
+    if len({part.dtype for part in parts}) > 1:
+        kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in names(block))
+        raise ValueError(f"one block has one dtype, but {kinds}. Cast them to one first.")
+    array = jnp.concatenate(parts, block.axis + bool(block.per))
+    if not block.per:
+        return array
+    axis = block.axis
+    return array.reshape(*array.shape[:axis], array.shape[axis] * array.shape[axis + 1], *array.shape[axis + 2 :])

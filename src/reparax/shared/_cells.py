@@ -1,0 +1,180 @@
+"""Layouts: the arrays in which the cells of the field's libraries keep their values, as data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._tree.markers import locate_errors
+from reparax.shared._block import Block, Concat, Sizes, cut, join, names
+
+Blocks = Mapping[str, Block]
+
+# n inputs, h hidden units; kernels as flax has them, inputs in front.
+_SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
+
+
+def gates(source: str, order: str, *, out_first: bool = False) -> Block:
+    """The gates of a recurrent cell side by side in one array, in an order that the field has a word for.
+
+    The values are called ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and so on.
+
+    Args:
+      source: What the gates read: ``"input"`` or ``"hidden"`` for kernels, ``"bias"``, or ``"hidden_bias"`` for a
+        second bias, which is added to what comes from the hidden state.
+      order: The gates, a letter each: ``"ifgo"`` or ``"ifco"`` (the same), ``"cifo"``, ``"icfo"`` for LSTM, ``"rzn"``
+        for GRU.
+      out_first: Whether kernels have their outputs in front, as torch, and not behind, as flax.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.gates("input", "cifo")
+      Concat(('input_g: n h', 'input_i: n h', 'input_f: n h', 'input_o: n h'), axis=1)
+      >>> rpx.gates("bias", "rzn")
+      Concat(('bias_r: h', 'bias_z: h', 'bias_n: h'))
+    """
+    if source not in _SHAPES or not order.isalpha():
+        raise ValueError(
+            f"gates takes one of {', '.join(_SHAPES)} and an order such as 'ifgo', but got {source!r} and {order!r}."
+        )
+    shape = _SHAPES[source]
+    kernel = " " in shape
+    turned = f" -> {' '.join(reversed(shape.split()))}" if kernel and out_first else ""
+    parts = tuple(f"{source}_{gate}: {shape}{turned}" for gate in order.replace("c", "g"))
+    return parts[0] if len(parts) == 1 else Concat(parts, axis=int(kernel and not out_first))
+
+
+def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
+    """An array for each gate: ``ii/kernel``, ``if/kernel`` and so on from the path ``i{}/kernel``."""
+    return {path.format(gate): gates(source, gate) for gate in order}
+
+
+def _torch(order: str) -> dict[str, Block]:
+    return {
+        "weight_ih": gates("input", order, out_first=True),
+        "weight_hh": gates("hidden", order, out_first=True),
+        "bias_ih": gates("bias", order),
+        "bias_hh": gates("hidden_bias", order),
+    }
+
+
+def _one_bias(names: tuple[str, str, str], order: str, *, out_first: bool) -> dict[str, Block]:
+    ih, hh, bias = names
+    return {
+        ih: gates("input", order, out_first=out_first),
+        hh: gates("hidden", order, out_first=out_first),
+        bias: gates("bias", order),
+    }
+
+
+_FLAX_LSTM = (
+    _each_gate("i{}/kernel", "input", "ifgo")
+    | _each_gate("h{}/kernel", "hidden", "ifgo")
+    | _each_gate("h{}/bias", "bias", "ifgo")
+)
+
+LAYOUTS: dict[str, Blocks] = {
+    "flax.lstm": _FLAX_LSTM,
+    "nnx.lstm": {path.replace("if/", "if_/"): block for path, block in _FLAX_LSTM.items()},
+    "nnx.optimized_lstm": _one_bias(("dense_i/kernel", "dense_h/kernel", "dense_h/bias"), "ifgo", out_first=False),
+    "equinox.lstm": _one_bias(("weight_ih", "weight_hh", "bias"), "ifgo", out_first=True),
+    "haiku.lstm": {
+        "linear/w": Concat(tuple(Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "igfo"), axis=1),
+        "linear/b": gates("bias", "igfo"),
+    },
+    "torch.lstm": _torch("ifgo"),
+    "returnn.lstm": _one_bias(("ff_weight", "rec_weight", "bias"), "ifco", out_first=True),
+    "returnn.native_lstm": _one_bias(("W", "W_re", "b"), "cifo", out_first=False),
+    "flax.gru": _each_gate("i{}/kernel", "input", "rzn")
+    | _each_gate("h{}/kernel", "hidden", "rzn")
+    | _each_gate("i{}/bias", "bias", "rzn")
+    | _each_gate("h{}/bias", "hidden_bias", "n"),
+    "nnx.gru": _one_bias(("dense_i/kernel", "dense_h/kernel", "dense_i/bias"), "rzn", out_first=False),
+    "equinox.gru": _one_bias(("weight_ih", "weight_hh", "bias"), "rzn", out_first=True)
+    | {"bias_n": gates("hidden_bias", "n")},
+    "haiku.gru": _one_bias(("w_i", "w_h", "b"), "zra", out_first=False),
+    "torch.gru": _torch("rzn"),
+    "flax.attention": {
+        "query/kernel": "query: n heads key",
+        "query/bias": "query_bias: heads key",
+        "key/kernel": "key: n heads key",
+        "key/bias": "key_bias: heads key",
+        "value/kernel": "value: n heads value",
+        "value/bias": "value_bias: heads value",
+        "out/kernel": "out: heads value m",
+        "out/bias": "out_bias: m",
+    },
+    "equinox.attention": {
+        "query_proj/weight": "query: n heads key -> (heads key) n",
+        "query_proj/bias": "query_bias: heads key -> (heads key)",
+        "key_proj/weight": "key: n heads key -> (heads key) n",
+        "key_proj/bias": "key_bias: heads key -> (heads key)",
+        "value_proj/weight": "value: n heads value -> (heads value) n",
+        "value_proj/bias": "value_bias: heads value -> (heads value)",
+        "output_proj/weight": "out: heads value m -> m (heads value)",
+        "output_proj/bias": "out_bias: m",
+    },
+    "torch.attention": {
+        "in_proj_weight": Concat(tuple(f"{x}: n heads key -> (heads key) n" for x in ("query", "key", "value"))),
+        "in_proj_bias": Concat(tuple(f"{x}_bias: heads key -> (heads key)" for x in ("query", "key", "value"))),
+        "out_proj/weight": "out: heads key m -> m (heads key)",
+        "out_proj/bias": "out_bias: m",
+    },
+    "returnn.attention": {
+        "qkv/weight": Concat(("query: n heads key", "key: n heads key", "value: n heads value"), axis=1, per="heads"),
+        "qkv/bias": Concat(("query_bias: heads key", "key_bias: heads key", "value_bias: heads value"), per="heads"),
+        "proj/weight": "out: heads value m -> (heads value) m",
+        "proj/bias": "out_bias: m",
+    },
+}
+"""The layouts by the name of the library and the cell; paths are those below the cell.
+
+``flax.lstm`` is that of ``OptimizedLSTMCell`` too; ``torch.lstm`` is that of ``LSTMCell``, and of a layer of ``LSTM``
+but for the endings of names; ``returnn.native_lstm`` is that of ``NativeLstm2``.
+"""
+
+
+def blocks(layout: Any) -> dict[str, Block]:
+    """The arrays of a layout that is given by its name or as data, paths and blocks."""
+    if isinstance(layout, str):
+        if layout in LAYOUTS:
+            return dict(LAYOUTS[layout])
+        raise ValueError(f"Got {layout!r} as a layout, but the known ones are {', '.join(LAYOUTS)}. Or write a dict.")
+    found = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
+    if not found or not all(isinstance(path, str) and isinstance(block, Block) for path, block in found.items()):
+        raise TypeError(f"A layout is a name or a dict of paths and blocks, but got {layout!r}.")
+    return found
+
+
+def optional(block: Block) -> bool:
+    """Whether a cell can do without the array: all of its values are biases."""
+    return all("bias" in name for name in names(block))
+
+
+def read(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
+    """The values that stand in the arrays of a layout."""
+    missing = [path for path, block in layout.items() if path not in arrays and not optional(block)]
+    if missing:
+        raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
+    values: dict[str, Array] = {}
+    for path, block in layout.items():
+        if path in arrays:
+            with locate_errors(repr(path)):
+                values |= cut(block, jnp.asarray(arrays[path]), sizes)
+    return values
+
+
+def write(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
+    """The arrays of a layout in which the values stand, without biases where there are none."""
+    arrays: dict[str, Array] = {}
+    for path, block in layout.items():
+        lacking = [name for name in names(block) if name not in values]
+        if lacking and not (optional(block) and len(lacking) == len(names(block))):
+            raise ValueError(
+                f"{path!r} is made of {lacking[0]!r} too, which is missing. Leave it out of the block, or add it."
+            )
+        if not lacking:
+            with locate_errors(repr(path)):
+                arrays[path] = join(block, values, sizes)
+    return arrays

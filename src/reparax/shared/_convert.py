@@ -1,0 +1,90 @@
+"""The parameters of a cell of one library as those of a cell of another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax._tree.markers import locate_errors
+from reparax._tree.paths import PyTree, is_array, named, path_text
+from reparax.shared._block import names
+from reparax.shared._cells import Blocks, blocks, read, write
+
+_ADDED = {"haiku.lstm": {"bias_f": 1.0}}
+"""What a cell adds to a value when it reads it."""
+
+
+def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
+    """The parameters of one cell, in the arrays of another library.
+
+    Between layouts of the same values this moves numbers and changes none, so there and back gives the same bits.
+    Where the target has other biases the function stays, and numbers change: of two biases that a cell adds up the
+    sum remains, and a second one that the source lacks is zero; haiku's LSTM adds 1 to its forget gate by itself, so
+    that 1 is added to the bias on the way from haiku and taken from it on the way there, rounded once. From then on,
+    there and back gives the same bits. Cells that compute something else, as haiku's GRU does, are refused.
+
+    Args:
+      tree: The parameters of the cell, by the names that the library gives them; a ``.`` in a name is a ``/``.
+      source: The layout of ``tree``, ``"torch.lstm"``, ``"flax.gru"``, ``"returnn.attention"``, or a dict of paths and
+        blocks, as for :class:`Pack`.
+      target: The layout to get.
+      **sizes: Sizes that the shapes do not tell, such as the number of ``heads`` of attention.
+
+    Returns:
+      Nested dicts. Biases are missing where the source has none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> cell = {"weight_ih": jnp.ones((8, 3)), "weight_hh": jnp.ones((8, 2)), "bias": jnp.ones(8)}
+      >>> jax.tree.map(jnp.shape, rpx.convert(cell, "equinox.lstm", "haiku.lstm"))
+      {'linear': {'b': (8,), 'w': (5, 8)}}
+    """
+    paths, leaves, _ = named(tree)
+    arrays = {path_text(path).replace(".", "/"): x for path, x in zip(paths, leaves, strict=True) if is_array(x)}
+    with locate_errors(f"convert from {source!r} to {target!r}"):
+        old, new = blocks(source), blocks(target)
+        for path in [path for path in arrays if path not in old]:
+            raise ValueError(f"{path!r} is no array of that layout. Pass the parameters of one cell.")
+        values = _shifted(read(old, arrays, dict(sizes)), _added(source))
+        wanted = [name for block in new.values() for name in names(block)]
+        back = {name: -added for name, added in _added(target).items()}
+        return _nested(write(new, _shifted(_with_biases(values, wanted), back), dict(sizes)))
+
+
+def _added(layout: str | Blocks) -> Mapping[str, float]:
+    return _ADDED.get(layout, {}) if isinstance(layout, str) else {}
+
+
+def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
+    for name in [name for name in by if name not in values]:
+        raise ValueError(f"one cell adds a number to {name!r}, which the other lacks. Give that one a bias of zeros.")
+    return values | {name: values[name] + one for name, one in by.items()}
+
+
+def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
+    """The wanted values: second biases are added to first ones or made of zeros where the two cells differ in them."""
+    found = {name: value for name, value in values.items() if name in wanted}
+    for name in [name for name in values if name not in found]:
+        first = name.removeprefix("hidden_")
+        if name != first != "bias_n" and first in found:  # what GRU's n adds to the hidden state, the reset gate scales
+            found[first] = found[first] + values[name]
+        elif "bias" not in name or isinstance(values[name], Tracer) or jnp.any(values[name] != 0):
+            raise ValueError(f"there is no place for {name!r}, so the other cell cannot compute the same.")
+    for name in wanted:
+        first = name.removeprefix("hidden_")
+        if name not in found and first in found:
+            found[name] = jnp.zeros_like(found[first])
+    return found
+
+
+def _nested(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *parents, last = path.split("/")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = array
+    return tree

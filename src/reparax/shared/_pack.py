@@ -1,0 +1,268 @@
+"""Several parameters in one block: the block is what the model reads, or what the optimizer moves."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any, ClassVar
+
+from jax import Array
+
+from reparax._core.algebra import call
+from reparax._core.config import arguments
+from reparax._core.keys import Keys
+from reparax._core.pending import settle
+from reparax._numerics.arguments import check_whole
+from reparax._stage.stage import Stage
+from reparax._stage.where import matches, nearest
+from reparax._tree.markers import locate_errors, no_own_node
+from reparax._tree.paths import IsLeaf, PyTree, describe, is_array, named
+from reparax._tree.raw import OTHER_CHAIN, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
+from reparax.shared._block import Block, names, require_unique, texts
+from reparax.shared._cells import blocks, optional, read, write
+
+Places = dict[str, int]
+
+
+class _Rearranged(Stage):
+    """What both directions share: the arrays of the model and the raw arrays hold the same values in two layouts.
+
+    A raw array stands at the place of the first array of the model with which it shares a value; the other places
+    hold empty nodes.
+    """
+
+    layout: Any
+    at: str = ""
+    sizes: Any = field(default=(), kw_only=True)
+
+    parts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _pairs(self.layout))
+        object.__setattr__(self, "sizes", _checked_sizes(self.sizes, type(self).__name__))
+        at: Any = self.at
+        if not isinstance(at, str):
+            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as at, but got {at!r}.")
+        model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
+        require_unique(model, type(self).__name__)
+        require_unique([_label(path) for path in self._stored], type(self).__name__)
+        for name in sorted(set(model) ^ set(stored)):
+            raise ValueError(
+                f"{type(self).__name__} got two layouts of which only one holds {name!r}. Choose two that hold the "
+                f"same values, or change the parameters of the model by `convert` first."
+            )
+
+    def __repr__(self) -> str:
+        def text(value: Any) -> str:
+            return repr(dict(value) if isinstance(value, tuple) else value)
+
+        given = arguments(self)
+        first = text(given.pop("layout"))
+        return f"{type(self).__name__}({', '.join([first, *(f'{name}={text(x)}' for name, x in given.items())])})"
+
+    @property
+    @abstractmethod
+    def _model(self) -> dict[str, Block]:
+        """The arrays that the model reads."""
+
+    @property
+    @abstractmethod
+    def _stored(self) -> dict[str, Block]:
+        """The raw arrays."""
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        leaves, slots, treedef = flatten_slots(tree)
+        cells = self._cells("init", _found(leaves, slots, is_array))
+        marks = [marker(self.kind, next_number(path, self.kind)) for path in named(tree)[0]]
+        for cell, places in cells.items():
+            with locate_errors(_at(call(self, "init"), cell)):
+                sizes = dict(self.sizes)
+                values = read(self._model, {path: leaves[i] for path, i in places.items()}, sizes)
+                stored = write(self._stored, values, sizes)
+            for path, i in places.items():
+                leaves[i] = {marks[i]: {_label(name): stored[name] for name in stored if self._home(name) == path}}
+        return treedef.unflatten(leaves)
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        is_node = node_predicate(self.kind)
+        leaves, slots, treedef = flatten_slots(tree, is_node)
+        marks = {i: str(own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
+        if not marks:
+            raise no_own_node(call(self, "apply"), self.kind, tree)
+        cells = self._cells("apply", _found(leaves, slots, is_node))
+        own = [i for places in cells.values() for i in places.values()]
+        for i, node in zip(own, settle([leaves[i] for i in own], keys), strict=True):
+            leaves[i] = node
+        for cell, places in cells.items():
+            with locate_errors(_at(call(self, "apply"), cell)):
+                effective = self._effective({path: leaves[i][marks[i]] for path, i in places.items()})
+            for path, i in places.items():
+                leaves[i] = effective[path]
+        return treedef.unflatten(leaves)
+
+    def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
+        """The arrays of the model, from what stands under the markers at their places."""
+        paths = {_label(path): path for path in self._stored}
+        held = {name: x for node in nodes.values() if isinstance(node, Mapping) for name, x in node.items()}
+        for name, x in held.items():
+            if name not in paths or not is_array(x):
+                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
+        for name, path in paths.items():
+            if name not in held and not optional(self._stored[path]):
+                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
+        sizes = dict(self.sizes)
+        effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
+        for path in sorted(effective.keys() ^ nodes.keys()):
+            raise ValueError(
+                f"found nothing at {path!r}, where `init` leaves an empty node, which flattened formats lose. "
+                f"Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+            )
+        return effective
+
+    def _home(self, stored: str) -> str:
+        """The array of the model at whose place a raw array stands."""
+        first = names(self._stored[stored])[0]
+        return next(path for path, block in self._model.items() if first in names(block))
+
+    def _cells(self, method: str, arrays: list[tuple[str, int]]) -> dict[str, Places]:
+        """The cells that ``at`` names, each with the indices of its arrays by their paths in it."""
+        found = [(_above(path, full), path, i) for full, i in arrays for path in self._model]
+        chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
+        cells: dict[str, Places] = {}
+        for cell, path, i in found:
+            if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
+                raise ValueError(
+                    f"{_at(call(self, method), cell)}: {path!r} holds several values, so it is no part of a block. "
+                    f"Put the stage that replaces it nearer to the raw tree."
+                )
+        if not cells:
+            first = _below(self.at, next(iter(self._model)))
+            raise ValueError(
+                f"{call(self, method)} found no array {first!r}; the nearest paths are "
+                f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
+            )
+        return cells
+
+
+def _found(leaves: Sequence[Any], slots: Sequence[Slot], wanted: IsLeaf) -> list[tuple[str, int]]:
+    """The paths and indices of the wanted leaves, of those that stages may see."""
+    return [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and wanted(leaves[i])]
+
+
+def _at(who: str, cell: str) -> str:
+    return f"{who} at {cell!r}" if cell else who
+
+
+def _below(cell: str, path: str) -> str:
+    return f"{cell}/{path}" if cell else path
+
+
+def _above(path: str, full: str) -> str | None:
+    """The cell in which ``path`` leads to the full path, None where it does not."""
+    if full == path:
+        return ""
+    return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
+
+
+def _label(path: str) -> str:
+    """The name of a raw array under a marker, where '/' and '.' mean something else."""
+    return path.replace("/", "_").replace(".", "_")
+
+
+def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
+    """A layout as a field: its name, or its paths and blocks."""
+    found = blocks(layout)
+    return layout if isinstance(layout, str) else tuple(found.items())
+
+
+def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(sizes, Mapping | tuple | list):
+        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
+    return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
+
+
+def _alone(layout: Mapping[str, Block]) -> dict[str, Block]:
+    """Each value of a layout as an array of its own."""
+    return {names(text)[0]: text for block in layout.values() for text in texts(block)}
+
+
+class Pack(_Rearranged):
+    r"""Arrays made of parts: :math:`W = [W_i; W_f; W_g; W_o]`, the block is what the model reads.
+
+    Raw values (main): the parts, ``input_i`` and so on, at the place of the array that they make, each under a path
+    of its own (``lstm/weight_ih/input_i``), so that earlier stages may treat them one by one. The block is made once
+    in each ``apply``, outside of any loop over time. ``init`` cuts it apart; nothing is computed, so both are exact.
+
+    Args:
+      layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
+        blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
+      at: The cell in which these paths are found, or a regular expression for several.
+      sizes: Sizes that the shapes do not tell, such as ``{"heads": 8}``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Pack("haiku.lstm", at="lstm")
+      >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
+      >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
+      {'input_f': (3, 2), 'hidden_f': (2, 2)}
+      >>> dropped = rpx.WeightDropout(0.5, where="lstm/linear/w/hidden_.*") >> p  # hidden to hidden alone
+    """
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return blocks(self.layout)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return _alone(self._model)
+
+
+class Split(_Rearranged):
+    r"""Arrays that are parts of one raw array: :math:`[W_i; W_h; b^T] = W`, the block is what the optimizer moves.
+
+    Raw values (main): the blocks, under the names that the layout gives them, each at the place of its first part and
+    under the path of that place and its name (``cell/Wi/W``); the other places hold the empty node
+    ``{"@split": {}}``. Gradients and optimizer states are those of the blocks. ``init`` joins the parts; nothing is
+    computed, so both are exact.
+
+    Args:
+      layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
+      at: The cell in which the parts are found, or a regular expression for several.
+      model: The arrays that the model reads, ``"flax.lstm"``, in the same forms; None where each value of the raw
+        blocks is an array, whose path is its name.
+      sizes: Sizes that the shapes of the raw arrays do not tell.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Split({"W": rpx.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
+      >>> raw = p.init({"cell": {"Wi": jnp.ones((3, 8)), "Wh": jnp.ones((2, 8)), "b": jnp.ones(8)}})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
+      >>> rpx.Split("equinox.lstm", at="cell", model="flax.lstm")
+      Split('equinox.lstm', at='cell', model='flax.lstm')
+    """
+
+    model: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
+        super().__post_init__()
+
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        leaves, slots, _ = flatten_slots(tree)
+        cells = self._cells("owners", _found(leaves, slots, is_array))
+        holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
+        held = {path: holder[names(block)[0]] for path, block in self._model.items()}
+        return {
+            _below(cell, path): _below(cell, f"{self._home(held[path])}/{_label(held[path])}")
+            for cell, places in cells.items()
+            for path in places
+        }
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return _alone(self._stored) if self.model is None else blocks(self.model)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return blocks(self.layout)

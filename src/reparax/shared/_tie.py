@@ -1,0 +1,255 @@
+"""One parameter in several places."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from reparax._core.algebra import call
+from reparax._core.config import code
+from reparax._core.keys import Keys
+from reparax._core.pending import draw_all
+from reparax._stage.stage import Stage
+from reparax._stage.where import matches, nearest
+from reparax._tree.paths import PyTree, describe, is_array, named
+from reparax._tree.raw import Slot, flatten_slots, marker, next_number, node_predicate
+
+Transform = Callable[[Array], Array]
+Tied = tuple[str, str, Transform | None]
+
+
+class Tie(Stage):
+    r"""One parameter in several places: each target is its source, or a pure function of it.
+
+    The raw tree holds each parameter once, at its owner; a tied place holds the empty node ``{"@tie": {}}``, so
+    optimizer states and checkpoints have no copy, and gradients add up at the owner. A source may be tied itself. The
+    place in the chain says what is shared::
+
+        VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
+        Tie(...) >> VarNoise(s)      a noise for each use
+        WeightNorm() >> Tie(...)     the normalized weight is shared, with its length
+        Tie(...) >> WeightNorm()     the direction is shared, each use has a length of its own
+
+    ``init`` verifies that each target equals its source's image, as far as values are known (under ``jax.jit`` only
+    shapes and dtypes are), and is exact there. ``p.owners(params)`` says who owns what.
+
+    Args:
+      ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
+        target is a path, or a regular expression for whole paths, whose groups its source may refer to; a path that
+        comes out as its own source is its owner.
+      unequal: What ``init`` does with a target that differs from its source's image: ``"refuse"`` raises,
+        ``"overwrite"`` ties it all the same, so that the model changes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Tie({"output/kernel": ("embed/table", jnp.transpose)})
+      >>> raw = p.init({"embed": {"table": jnp.ones((3, 2))}, "output": {"kernel": jnp.ones((2, 3))}})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'embed': {'table': (3, 2)}, 'output': {'kernel': {'@tie': {}}}}
+      >>> jax.tree.map(jnp.shape, p.apply(raw))
+      {'embed': {'table': (3, 2)}, 'output': {'kernel': (2, 3)}}
+      >>> rpx.Tie({r"layers/(\d+)/k": r"layers/\1/q", r"layers/\d+/norm": "layers/0/norm"})
+      Tie({'layers/(\\d+)/k': 'layers/\\1/q', 'layers/\\d+/norm': 'layers/0/norm'})
+    """
+
+    ties: Any
+    unequal: str = field(default="refuse", kw_only=True)
+
+    def __post_init__(self) -> None:
+        ties = _entries(self.ties)
+        _require_no_loop("Tie", {target: source for target, source, _ in ties})
+        object.__setattr__(self, "ties", ties)
+        if self.unequal not in ("refuse", "overwrite"):
+            raise ValueError(f"Tie takes 'refuse' or 'overwrite' as unequal, but got {self.unequal!r}.")
+
+    def __repr__(self) -> str:
+        def value(source: str, transform: Transform | None) -> str:
+            return repr(source) if transform is None else f"({source!r}, {code(transform)})"
+
+        ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
+        return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        del keys
+        is_node = node_predicate(self.kind)
+        leaves, slots, treedef = flatten_slots(tree, is_node)
+        values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
+        places = self._places(
+            "init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
+        )
+        for target, (source, transform) in places.items():
+            for path in filter(lambda path: is_node(values[path]), (target, source)):
+                raise ValueError(
+                    f"{call(self, 'init')} names {path!r}, which a later Tie of the chain has tied already. Name each "
+                    f"place as a target once, and as a source the array that owns it."
+                )
+            self._require_equal(target, values[target], source, values[source], transform)
+        numbers = [next_number(path, self.kind) for path in named(tree, is_node)[0]]
+        return treedef.unflatten(
+            [
+                {marker(self.kind, number): {}} if slot.draw in places else leaf
+                for slot, leaf, number in zip(slots, leaves, numbers, strict=True)
+            ]
+        )
+
+    def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
+        shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
+        if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"{call(self, 'init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
+                f"{describe(wanted)}. Add the transform that takes the one to the other."
+            )
+        if self.unequal == "refuse" and _differ(got, given, transform):
+            raise ValueError(
+                f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
+                f"change the model. Set the target to that first, drop the tie, or say `unequal='overwrite'`."
+            )
+
+    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+        is_node = node_predicate(self.kind)
+        leaves, slots, treedef = flatten_slots(tree, is_node)
+        values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
+        held = [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
+        for target, _, _ in self.ties:
+            if not matches(target, [slot.path for slot in held]):
+                raise ValueError(
+                    f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node, which "
+                    f"flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+                )
+        places = self._places("apply", held)
+        for target in places:
+            if is_array(values[target]):
+                raise ValueError(
+                    f"{call(self, 'apply')} got a tree that never went through init: {target!r} holds a value of its "
+                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
+                )
+        owners = [path for path in dict.fromkeys(source for source, _ in places.values()) if path not in places]
+        values |= zip(owners, draw_all([values[path] for path in owners], keys), strict=True)
+
+        def value(path: str) -> Array:
+            if path not in places:
+                return values[path]
+            source, transform = places[path]
+            return transform(jnp.asarray(value(source)))
+
+        return treedef.unflatten([value(slot.draw) for slot in slots])
+
+    def _sources(self, tree: PyTree) -> dict[str, str]:
+        leaves, slots, _ = flatten_slots(tree)
+        paths = [slot.path for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
+        return {target: source for target, source, _ in self._resolved("owners", paths)}
+
+    def _places(self, method: str, slots: list[Slot]) -> dict[str, tuple[str, Transform]]:
+        """For each tied array, by its own path: the array it is made of, and the function."""
+        places: dict[str, tuple[str, Transform]] = {}
+        own: dict[str, list[str]] = {}
+        for slot in slots:
+            own.setdefault(slot.path, []).append(slot.draw)
+        for target, source, transform in self._resolved(method, list(own)):
+            for draw in own[target]:
+                alone = len(own[target]) == len(own[source]) == 1
+                image = own[source][0] if alone else source + draw.removeprefix(target)
+                if image not in own[source]:
+                    raise ValueError(
+                        f"{call(self, method)}: {target!r} and {source!r} hold different values, {draw!r} has no "
+                        f"counterpart {image!r}. Put the tie last in the chain, to share the effective arrays."
+                    )
+                places[draw] = (image, transform or _same)
+        return places
+
+    def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
+        """The ties as they stand for the arrays of a tree, without regular expressions."""
+        who = call(self, method)
+        found: list[Tied] = []
+        for target, source, transform in self.ties:
+            pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
+            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
+            for path in missing:
+                raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, paths)}.")
+            found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
+        _require_one_source(who, found)
+        _require_no_loop(who, {target: source for target, source, _ in found})
+        return found
+
+
+def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
+    """The source of a target that was matched, with what the groups have found."""
+    if source in paths:
+        return source
+    try:
+        return match.expand(source)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"{who} cannot make a path of {source!r} for {match[0]!r}: {error}.") from error
+
+
+def _entries(ties: Any) -> tuple[Tied, ...]:
+    if not isinstance(ties, Mapping | tuple | list):
+        raise TypeError(
+            f"Tie takes a dict of target paths and their sources, but got {ties!r} of type {type(ties).__name__}."
+        )
+    items = ties.items() if isinstance(ties, Mapping) else [(t[0], t[1] if len(t) == 2 else t[1:]) for t in ties]
+    entries = tuple(_entry(target, value) for target, value in items)
+    if not entries:
+        raise ValueError("Tie got no ties. Name at least one target and its source.")
+    _require_one_source("Tie", entries)
+    return entries
+
+
+def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
+    sources: dict[str, str] = {}
+    for target, source, _ in ties:
+        if target in sources:
+            raise ValueError(
+                f"{who} got two sources for {target!r}: {sources[target]!r} and {source!r}. Leave one of them out."
+            )
+        sources[target] = source
+
+
+def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
+    for target in sources:
+        loop = [target]
+        while (source := sources.get(loop[-1])) is not None:
+            if source in loop:
+                circle = " -> ".join([*loop[loop.index(source) :], source])
+                raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied; it owns the parameter.")
+            loop.append(source)
+
+
+def _entry(target: Any, value: Any) -> Tied:
+    match target, value:
+        case str(), str():
+            return target, value, None
+        case str(), [str() as source] | [str() as source, None]:
+            return target, source, None
+        case str(), [str(), transform] if callable(transform):
+            return target, *value
+        case _:
+            raise TypeError(
+                f"Tie takes a path, or a pair of path and function, for each target path, "
+                f"but got {target!r}: {value!r}."
+            )
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _numbers(x: Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def _differ(target: Any, source: Any, transform: Transform) -> bool:
+    """Whether values are known and further apart than rounding."""
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
+        return False
+    with jax.ensure_compile_time_eval():  # of known arrays, also where `init` is called under `jax.jit`
+        got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
+    eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
+    wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64
+    return not np.allclose(got.astype(wide), want.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)

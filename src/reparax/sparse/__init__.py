@@ -1,0 +1,8 @@
+"""Weights of which some are zero, or do not train: masks, pruning and freezing."""
+
+from reparax.sparse._freeze import Freeze as Freeze
+from reparax.sparse._global_prune import GlobalPrune as GlobalPrune
+from reparax.sparse._mask import Mask as Mask
+from reparax.sparse._mask import NofM as NofM
+from reparax.sparse._prune import MagnitudePrune as MagnitudePrune
+from reparax.sparse._prune import RandomPrune as RandomPrune

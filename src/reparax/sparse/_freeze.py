@@ -1,0 +1,39 @@
+"""Weights that do not train."""
+
+from typing import ClassVar
+
+from jax import Array
+
+from reparax._stage.leaf import Reparametrization
+
+
+class Freeze(Reparametrization):
+    """Weights that do not train: ``w`` itself, as a fixed value.
+
+    Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.optimizer` keeps optimizers and weight decay
+    away. ``init`` is exact.
+
+    What stands before ``Freeze`` in a chain is frozen with it: ``WeightNorm() >> Freeze()`` freezes ``g`` and ``v``,
+    ``Freeze() >> WeightNorm()`` the direction ``v`` only, ``WeightNorm() >> Freeze(where="encoder/.*")`` a part of the
+    model. To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
+    weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew
+    with the new raw tree.
+
+    Args:
+      where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Freeze(where="table").init({"table": jnp.ones(2), "bias": jnp.zeros(1)})
+      {'bias': Array([0.], dtype=float32), 'table': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}}
+    """
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("w",)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"w": w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return values["w"]

@@ -1,0 +1,88 @@
+"""Pruning of many arrays by one ranking."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.keys import Keys
+from reparax._core.value import argument
+from reparax._numerics.arithmetic import widened
+from reparax._stage.constraint import refuse_infinite
+from reparax._stage.leaf import Reparametrization
+from reparax._tree.paths import PyTree
+from reparax._tree.raw import FIXED
+from reparax.sparse import _amount
+from reparax.sparse._mask import largest, masked, masking
+
+
+class GlobalPrune(Reparametrization):
+    r"""Weights of a given sparsity over all selected arrays together: :math:`w = m \, x`, the largest ones of all.
+
+    As :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree: raw values ``w`` (main) and
+    ``mask`` (fixed) for each array. ``init`` is exact where the arrays together are as sparse already.
+
+    Args:
+      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
+        for one after the other, each among what is left. A share may be a traced scalar.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: None, as all arrays have one ranking.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.GlobalPrune(0.5)
+      >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "c": jnp.array([[4.0, 5.0, 6.0]])}))
+      {'a': Array([[0., 0., 0.]], dtype=float32), 'c': Array([[4., 5., 6.]], dtype=float32)}
+
+    References:
+      Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
+    """
+
+    sparsity: Any = argument(_amount.check_amount)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stacked != ():
+            raise ValueError(
+                f"GlobalPrune got stacked={self.stacked!r}, but ranks the weights of all arrays together. Leave "
+                f"`stacked` out, or prune each array by itself with MagnitudePrune."
+            )
+
+    @property
+    def advances(self) -> bool:
+        return True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return refuse_infinite(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return masking(w, jnp.ones_like(w, bool))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return masked(values)
+
+    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self._update(super()._init(tree, keys), keys)
+
+    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+        leaves, treedef, own = self._own_nodes("update", tree, keys)  # all of them first: a mask depends on every one
+        masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
+        for (i, node), mask in zip(own.items(), masks, strict=True):
+            leaves[i] = {node.mark: {**node.held, FIXED: {"mask": mask}}}
+        return treedef.unflatten(leaves)
+
+    def _masks(self, weights: list[Array]) -> list[Array]:
+        scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
+        if (wrong := _amount.too_many(self.sparsity, scores.size)) is not None:
+            raise ValueError(f"{self!r}: {wrong}")
+        kept = largest(scores, _amount.left(self.sparsity, scores.size))
+        ends = np.cumsum([w.size for w in weights])
+        parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
+        return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]

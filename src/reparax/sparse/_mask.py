@@ -1,0 +1,134 @@
+"""Weights of which some are zero: fixed masks."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axis, check_axis, position
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_whole
+from reparax._numerics.arithmetic import widened
+from reparax._stage.constraint import Constraint
+from reparax._stage.leaf import Reparametrization
+
+
+def masking(w: Array, kept: Array) -> dict[str, Array]:
+    """The raw values of a masked weight."""
+    return {"w": w, "mask": kept.astype(w.real.dtype)}
+
+
+def masked(values: dict[str, Array]) -> Array:
+    """The effective weight: zero where the mask is."""
+    return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
+
+
+def largest(scores: Array, count: Any) -> Array:
+    """True at the ``count`` largest scores; of equal ones, at those of lower index."""
+    order = jnp.argsort(-scores.reshape(-1), stable=True)
+    rank = jnp.argsort(order)
+    return (rank < jnp.asarray(count).astype(rank.dtype)).reshape(scores.shape)
+
+
+class Mask(Reparametrization):
+    r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
+
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, 1 where ``w`` is not zero at ``init`` and
+    0 where it is. So a mask of your own is given by its zeros: ``Mask().init(jax.tree.map(jnp.multiply, params,
+    masks))``. ``init`` is exact. No gradient passes to masked entries. An array that starts as zeros stays zero: leave
+    it out. Another mask is a new ``init``.
+
+    Args:
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Mask()
+      >>> raw = p.init({"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])})
+      >>> raw["w"]["@mask"]["@fixed"]["mask"]
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
+
+    References:
+      Germain, Gregor, Murray and Larochelle, *MADE: Masked Autoencoder for Distribution Estimation*, 2015.
+    """
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return masking(w, w != 0)
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return masked(values)
+
+
+class NofM(Constraint):
+    r"""N:M sparsity: of every ``m`` consecutive weights along an axis, the ``n`` largest, the others zero.
+
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, of zeros and ones. ``init`` is exact where
+    ``w`` has at least ``m - n`` zeros in each group, and else starts at the nearest such point; of equal weights
+    those of lower index stay. ``update`` makes the mask anew, from the weight as earlier stages give it now. No
+    gradient passes to masked entries; their raw values stay, so that an ``update`` may bring them back.
+
+    Args:
+      n: How many weights of a group may be other than zero.
+      m: The size of a group, by which the length of the axis must be divisible.
+      axis: The axis along which groups lie.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.NofM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
+      Array([[ 0. ,  0. ,  7. ,  8. ,  0. ,  0.2, -0.3,  0. ]], dtype=float32)
+
+    References:
+      Zhou, Ma, Zhu, Liu, Zhang, Yuan, Sun and Li, *Learning N:M Fine-grained Structured Sparse Neural Networks From
+      Scratch*, 2021.
+    """
+
+    n: int = argument(check_whole)
+    m: int = argument(check_whole)
+    axis: Axis = argument(check_axis, default=-1)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.n <= self.m or self.m < 1:
+            raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if w.shape[position(self.axis, w)] % self.m:
+            return (
+                f"expected an axis {self.axis} whose length is divisible by {self.m}, got shape {w.shape}. "
+                f"Leave it out with `where`, or choose another axis."
+            )
+        return None
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return masking(w, self._kept(w))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return masked(values)
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"mask": masking(values["w"], self._kept(values["w"]))["mask"]}
+
+    def _kept(self, w: Array) -> Array:
+        axis = position(self.axis, w)
+        scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
+        groups = scores.reshape(-1, self.m)
+        rank = jnp.argsort(jnp.argsort(-groups, axis=-1), axis=-1)
+        return jnp.moveaxis((rank < self.n).reshape(scores.shape), -1, axis)

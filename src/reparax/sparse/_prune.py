@@ -1,0 +1,139 @@
+"""Pruning: masks of a given sparsity, array by array."""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axes, along, check_optional_axes, others
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_number
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.lengths import scale
+from reparax._stage.constraint import Constraint
+from reparax.sparse import _amount
+from reparax.sparse._mask import largest, masked, masking
+
+
+class _Prune(Constraint):
+    """Weights under a mask of a given sparsity; the nearest ones keep their largest slices."""
+
+    sparsity: Any = argument(_amount.check_amount)
+    axis: Axes | None = argument(check_optional_axes, default=None)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return _amount.too_many(self.sparsity, math.prod(w.shape[axis] for axis in along(self.axis, w)))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return masked(values)
+
+    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
+        """The raw values of ``w`` where the slices of the largest scores stay."""
+        return masking(w, largest(scores, _amount.left(self.sparsity, scores.size)))
+
+
+def _check_order(value: Any, who: str, name: str) -> float:
+    order = check_number(value, who, name)
+    if not (isinstance(order, float) and order > 0):
+        raise ValueError(f"{who} got {name}={order}, but takes the order of a norm, greater than 0.")
+    return order
+
+
+class MagnitudePrune(_Prune):
+    r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest ones.
+
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
+    ``init`` is exact where ``w`` is as sparse already, and else starts at the nearest such point; of equal weights
+    those of lower index stay.
+    ``update`` makes the mask anew, from the weight as earlier stages give it now: call it in the steps that prune,
+    with their sparsity. ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the
+    cubic schedule of Zhu and Gupta. No gradient passes to masked entries. Their raw values stay, so that an ``update``
+    may bring them back; to undo a pruning as a whole is a new ``init``, of weights that you have kept.
+
+    A tuple prunes twice: the second amount counts among what the first leaves, as in torch, so that ``(0.5, 0.5)``
+    leaves a quarter. Two stages in a row count all weights each. Over all arrays together, this is
+    :class:`GlobalPrune`.
+
+    Args:
+      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
+        for one after the other. A share may be a traced scalar.
+      axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
+        ``(in, out)``. Default: single weights.
+      order: The norm by which slices compare, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.MagnitudePrune(0.5)
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 1.0], [-2.0, 0.5]])}))["w"]
+      Array([[ 3.,  0.],
+             [-2.,  0.]], dtype=float32)
+
+    References:
+      Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
+    """
+
+    order: float = argument(_check_order, default=2.0)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, _scores(w, self.axis, self.order))
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"mask": self.init_leaf(values["w"])["mask"]}
+
+
+class RandomPrune(_Prune):
+    r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` drawn at ``init``, never changed after.
+
+    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
+    What is zero already is pruned first, so ``init`` is exact where ``w`` is as sparse already; else it starts at a
+    random such point, while ``project`` gives the nearest. No gradient passes to masked entries.
+
+    Args:
+      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
+        for one after the other, each among what is left. A share may be a traced scalar.
+      axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.RandomPrune(0.5)
+      >>> p.apply(p.init({"w": jnp.ones((2, 4))}, jax.random.key(0)))["w"]
+      Array([[1., 0., 1., 1.],
+             [0., 0., 0., 1.]], dtype=float32)
+
+    References:
+      Liu, Chen, Chen, Shen, Mocanu, Wang and Pechenizkiy, *The Unreasonable Effectiveness of Random Pruning*, 2022.
+    """
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, _scores(w, self.axis, 2.0))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        scores = _scores(w, self.axis, math.inf)
+        drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
+        return self._masking(w, jnp.where(scores == 0, scores, drawn))
+
+
+def _scores(w: Array, axis: Axes | None, order: float) -> Array:
+    """What slices compare by: a number that grows with their norm, 1 along the normed axes."""
+    x = jnp.abs(widened(w))
+    if axis is None:
+        return x
+    if order == math.inf:
+        return jnp.max(x, axis=others(axis, w), keepdims=True)
+    return jnp.sum((x / scale(x, along(None, x))) ** order, axis=others(axis, w), keepdims=True)

@@ -1,0 +1,17 @@
+"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes."""
+
+from reparax.testing._laws import LAWS as LAWS
+from reparax.testing._laws import Law as Law
+from reparax.testing._laws import check_laws as check_laws
+from reparax.testing._laws import checkpoints as checkpoints
+from reparax.testing._laws import gradients as gradients
+from reparax.testing._laws import keys as keys
+from reparax.testing._laws import mean as mean
+from reparax.testing._laws import plain_trees as plain_trees
+from reparax.testing._laws import purity as purity
+from reparax.testing._laws import rebase as rebase
+from reparax.testing._laws import right_inverse as right_inverse
+from reparax.testing._laws import transformations as transformations
+from reparax.testing._laws import types_kept as types_kept
+from reparax.testing._laws import update as update
+from reparax.testing._laws import value_semantics as value_semantics

@@ -1,0 +1,302 @@
+"""What the laws are judged by: programs compiled once for all laws, comparisons, and the errors that say what broke."""
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.keys import Keys
+from reparax._core.pending import settle
+from reparax._numerics.arithmetic import widened
+from reparax._stage.mean import Mean
+from reparax._tree.paths import PyTree, named, path_text
+from reparax.training import combine, partition
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_init(p: Parametrization, params: PyTree, key: Array) -> PyTree:
+    return p.init(params, key)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree:
+    return p.apply(raw, key)
+
+
+def compiled_effective(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    """The effective tree, with the key where it is needed: a chain that needs none is one program with its mean."""
+    return compiled_apply(p, raw, key if p.stochastic else None)
+
+
+def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
+    """``p.fold(raw)``, in the program that applies the deterministic chain."""
+    return compiled_apply(p.deterministic, raw, None)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_update(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    return p.update(raw, key)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
+    return p.rebase(raw)
+
+
+@partial(jax.jit, static_argnums=0)
+def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
+    """A generic linear function of the effective tree, and its gradient with respect to what trains."""
+    moving, held = trainable(raw)
+
+    def objective(moving: PyTree) -> Array:
+        rng = np.random.default_rng(0)
+        wide = [widened(w) for _, w in arrays(p.apply(combine(moving, held), key)) if inexact(w)]
+        terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
+        return sum((term.astype(float) for term in terms), jnp.zeros((), float))
+
+    return jax.value_and_grad(objective)(moving)
+
+
+class Alone(Parametrization):
+    """One stage of a chain, on what the earlier ones give it without noise; the result still holds later markers.
+
+    Args:
+      chain: The chain.
+      number: The number of the stage in it, from 0.
+    """
+
+    chain: Parametrization
+    number: int
+
+    kind: ClassVar[str] = "alone_in_a_law"  # nobody's name: raw trees do not depend on whether the laws are imported
+    stochastic: ClassVar[bool] = True
+
+    @property
+    def stage(self) -> Parametrization:
+        return stages(self.chain)[self.number]
+
+    def init(self, params: PyTree, key: Array | None = None) -> PyTree:
+        return self.chain.init(params, key)
+
+    def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
+        keys = Keys(key)
+        return settle(self.stage._apply(self._before(raw), keys), keys)
+
+    def fold(self, raw: PyTree) -> PyTree:
+        return self.stage.deterministic._apply(self._before(raw), Keys(None))
+
+    def _before(self, raw: PyTree) -> PyTree:
+        return Chain(stages(self.chain)[: self.number]).deterministic._apply(raw, Keys(None))
+
+
+@partial(jax.jit, static_argnums=0)
+def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
+    """How far draws are from the mean that ``p`` claims: the claim, the sum over ``keys``, and the sum of squares.
+
+    Each array counts by its entries, by their average, and by their average in units of the claim.
+    """
+    mean = p.fold(raw)
+    claimed = jax.tree.map(comparable, mean)
+    sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed)
+
+    def spread(w: Array, m: Array) -> Array:
+        entries = jnp.ravel(comparable(w) - m)
+        largest = jnp.maximum(jnp.max(jnp.abs(m), initial=0.0), jnp.finfo(m.dtype).tiny)
+        units = jnp.ravel(jnp.conj(m)) / largest.astype(m.dtype)
+        totals = jnp.stack([jnp.sum(entries), jnp.sum(entries * units)])
+        return jnp.concatenate([entries, totals / max(1, m.size)])
+
+    def add(done: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
+        found = jax.tree.map(spread, p.apply(raw, key), claimed)
+        squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), found)
+        return (jax.tree.map(jnp.add, done[0], found), jax.tree.map(jnp.add, done[1], squares)), None
+
+    return mean, *jax.lax.scan(add, (sums, sums), keys)[0]
+
+
+def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of ``n`` deviations and its standard error, from their sum and the sum of their squares.
+
+    What is rare may be missing from the draws of one entry, so its variance is taken to be the average one at least.
+    """
+    mean = total / n
+    variance = np.real(squares) / n - np.square(np.abs(mean))
+    entries = variance[:-2]
+    least = np.mean(entries) if entries.size else 0.0
+    return mean, np.sqrt(np.maximum(np.concatenate([np.maximum(entries, least), variance[-2:]]), 0.0) / n)
+
+
+def comparable(w: Array) -> Array:
+    """``w`` in single precision at least, so that numbers add up."""
+    return widened(w) if inexact(w) else w.astype(jnp.float32)
+
+
+def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+
+
+def require_raises(p: Parametrization, law: str, call: Callable[[], object], otherwise: str) -> None:
+    try:
+        call()
+    except (ValueError, TypeError):
+        return
+    except Exception as error:
+        raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}, and ends in a bare {error!r}.") from error
+    raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+
+
+def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
+    for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
+        x, y = (np.asarray(w).astype(complex) for w in (a, b))
+        size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
+        error = float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
+        require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+
+
+def arrays(tree: PyTree) -> list[tuple[str, Array]]:
+    paths, leaves, _ = named(tree)
+    return [(path_text(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+
+def rounding(*trees: PyTree) -> float:
+    """64 units in the last place of the coarsest dtype in the trees."""
+    dtypes = [w.dtype for tree in trees for _, w in arrays(tree) if jnp.issubdtype(w.dtype, jnp.inexact)]
+    return 64 * max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+
+def equal(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees hold the same bits at the same paths."""
+    left, right = ([(path, np.asarray(w)) for path, w in arrays(tree)] for tree in (a, b))
+    return [path for path, _ in left] == [path for path, _ in right] and all(
+        (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        for (_, x), (_, y) in zip(left, right, strict=True)
+    )
+
+
+def paths(tree: PyTree) -> list[str]:
+    return [path for path, _ in arrays(tree)]
+
+
+def types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    return [(path, w.shape, w.dtype) for path, w in arrays(tree)]
+
+
+def require_same_types(p: Parametrization, law: str, got: PyTree, want: PyTree, who: str) -> None:
+    """Refuses another structure, and for each array another shape, dtype or weakness of the dtype."""
+    same = jax.tree.structure(got) == jax.tree.structure(want)
+    require(p, law, same, f"{who} gives {jax.tree.structure(got)}, not {jax.tree.structure(want)}")
+    for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
+        found, asked = _type(a), _type(b)
+        require(p, law, found == asked, f"{who} makes {path!r} {found}, but it was {asked}")
+
+
+def _type(w: Array) -> str:
+    weak = "weakly typed " if jax.typeof(w).weak_type else ""
+    return f"{weak}{w.dtype}{list(w.shape)}"
+
+
+# Numpy does these, as each operation of JAX on each shape would be a program to compile.
+def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
+    """What an optimizer moves, and the rest: fixed values and integers."""
+    moving = jax.tree.map(lambda w: w if inexact(w) else None, partition(raw)[0])
+    rest = jax.tree.map(lambda w, other: other if w is None else None, moving, raw, is_leaf=lambda x: x is None)
+    return moving, rest
+
+
+def moved(raw: PyTree, key: Array) -> PyTree:
+    """The raw tree with what trains moved at random: a point that is nowhere special, as many a start is."""
+    moving, rest = trainable(raw)
+    return combine(along(moving, normal(moving, key), 0.1), rest)
+
+
+def normal(tree: PyTree, key: Array) -> PyTree:
+    """Standard normal numbers in the place of those of ``tree``."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+
+    def draw(w: Array) -> Array:
+        drawn = rng.normal(size=w.shape) + (1j * rng.normal(size=w.shape) if jnp.iscomplexobj(w) else 0)
+        return jnp.asarray(drawn.astype(w.dtype))
+
+    return jax.tree.map(draw, tree)
+
+
+def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
+    def step(w: Array, d: Array) -> Array:
+        wide = np.promote_types(w.dtype, np.float32)
+        return jnp.asarray((np.asarray(w).astype(wide) + by * np.asarray(d).astype(wide)).astype(w.dtype))
+
+    return jax.tree.map(step, tree, direction)
+
+
+def twice(tree: PyTree) -> PyTree:
+    """A batch of two, both the same."""
+    return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
+
+
+def last(batch: Array) -> Array:
+    """The last array of a batch."""
+    return jnp.asarray(np.asarray(batch)[-1])
+
+
+def zeros(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda w: jnp.asarray(np.zeros(w.shape, w.dtype)), params)
+
+
+def without_row(w: Array) -> Array:
+    cleared = np.array(w)
+    if cleared.size and cleared.ndim:
+        cleared[0] = 0
+    return jnp.asarray(cleared)
+
+
+def doubled(w: Array) -> Array:
+    """``w`` in double precision, integers as they are."""
+    return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if inexact(w) else w
+
+
+def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
+    """Whether ``p`` takes the precision of ``params`` and computes with numbers of ``bits`` bits at least."""
+    try:
+        trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
+    except (ValueError, TypeError):
+        return False
+    return all(jnp.finfo(w.dtype).bits >= bits for _, w in arrays(trees) if inexact(w))
+
+
+def inexact(w: Array) -> bool:
+    return jnp.issubdtype(w.dtype, jnp.inexact)
+
+
+def picklable(p: Parametrization) -> bool:
+    """Whether Python can find the classes and functions in ``p`` again by name."""
+    classes = [type(stage) for stage in stages(p)]
+    found = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
+    return not has_functions(p) and found == classes
+
+
+def has_functions(p: Parametrization) -> bool:
+    """Whether it holds what has no form in JSON: a predicate, or a function that is not one of jax."""
+    try:
+        p.to_json()
+    except ValueError:
+        return True
+    return False
+
+
+def stages(p: Parametrization) -> tuple[Parametrization, ...]:
+    return p.stages if isinstance(p, Chain) else (p,)
+
+
+def without_means(p: Parametrization) -> Parametrization:
+    """``p`` without the random stages whose mean is not the array itself, as ``init`` knows nothing of them."""
+    kept = [stage for stage in stages(p) if not isinstance(stage.deterministic, Mean)]
+    return p if len(kept) == len(stages(p)) else functools.reduce(operator.rshift, kept, Chain())

@@ -1,0 +1,382 @@
+"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes.
+
+Each law is a function of a parametrization, a tree of arrays and a key that raises an ``AssertionError`` where the
+law is broken, naming the stage, the path and by how much.
+"""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.json import from_json
+from reparax._stage.stage import Stage
+from reparax._tree.paths import PyTree, is_array
+from reparax._tree.raw import empty_nodes, flatten_slots, parameter
+from reparax.testing import _formats
+from reparax.testing._evidence import (
+    Alone,
+    along,
+    arrays,
+    compiled_apply,
+    compiled_effective,
+    compiled_fold,
+    compiled_init,
+    compiled_rebase,
+    compiled_update,
+    deviation,
+    deviations,
+    doubled,
+    equal,
+    has_functions,
+    keeps,
+    last,
+    moved,
+    normal,
+    paths,
+    picklable,
+    require,
+    require_close,
+    require_raises,
+    require_same_types,
+    rounding,
+    slope,
+    stages,
+    trainable,
+    twice,
+    types,
+    without_means,
+    without_row,
+    zeros,
+)
+from reparax.training import combine, partition
+
+Law = Callable[[Parametrization, PyTree, Array], None]
+
+
+def check_laws(
+    p: Parametrization, params: PyTree, key: Array | None = None, *, laws: Iterable[Law] | None = None
+) -> None:
+    """Runs the laws of parametrizations on ``p``.
+
+    They are about the right inverse, types, value semantics, transformations of JAX, keys, means, purity, gradients,
+    ``update``, ``rebase``, checkpoints and plain trees. A stage whose gradient is not that of its formula, as of a
+    rounding, says ``straight_through = True``; a random one whose mean is not the array itself defines ``mean_leaf``.
+
+    Args:
+      p: A stage or a chain.
+      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric. Small ones: the laws draw
+        a thousand times, and compile some ten programs.
+      key: The key of all draws; ``jax.random.key(0)`` where there is none.
+      laws: Some of ``LAWS``; all of them where there is none.
+
+    Raises:
+      AssertionError: Naming the law, and where and by how much it is broken.
+
+    Example:
+      >>> import jax, reparax as rpx
+      >>> from reparax.testing import check_laws
+      >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), {"w": jax.random.normal(jax.random.key(1), (4, 3))})
+    """
+    for law in LAWS if laws is None else laws:
+        law(p, params, jax.random.key(0) if key is None else key)
+
+
+def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``apply(init(w)) == w`` for every ``w`` on the image, within the rounding of the coarsest dtype involved.
+
+    A point of the image is made by moving the free values at random. Where a stage holds fixed values, these belong
+    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once. A random
+    stage whose mean is not the array itself (``mean_leaf``) is left out, as ``init`` leaves it out.
+    """
+    raw, q = compiled_init(p, params, key), without_means(p)
+    point = compiled_fold(q, moved(raw, key))
+    if jax.tree.leaves(partition(raw)[1]):
+        point = compiled_fold(q, compiled_init(p, point, key))
+    again = compiled_fold(q, compiled_init(p, point, key))
+    require_close(p, "right inverse", again, point, rounding(raw, point), "apply(init(w)) is not w")
+
+
+def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Structure, shapes, dtypes and shardings are those of the model, unless the stage exists to change them."""
+    raw = compiled_init(p, params, key)
+    for effective in (compiled_fold(p, raw), compiled_effective(p, raw, key)):
+        require(p, "types", paths(effective) == paths(params), "the effective tree has other paths")
+        for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
+            same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
+            require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
+    _require_shardings(p, params, key)
+
+
+def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
+    """An effective array has its sharding, where a raw value of its path and shape has it."""
+    devices = jax.devices()[:2]
+    mesh = Mesh(np.array(devices), ("devices",))
+
+    def placed(w: Array) -> Array:
+        split = w.ndim > 0 and w.size > 0 and w.shape[0] % len(devices) == 0
+        return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if split else PartitionSpec()))
+
+    sharded = jax.tree.map(placed, params)
+    raw = compiled_init(p, sharded, key)
+    leaves, slots, _ = flatten_slots(raw)
+    kept = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
+    for (path, got), (_, want) in zip(arrays(compiled_effective(p, raw, key)), arrays(sharded), strict=True):
+        source = kept.get((path, want.shape))
+        follows = source is None or source != want.sharding or got.sharding.is_equivalent_to(want.sharding, got.ndim)
+        require(p, "types", follows, f"{path!r} has the sharding {got.sharding}, but its raw value {want.sharding}")
+
+
+def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Equal builds are equal, hash equal and trace once; a parametrization holds no array, and copies are equal."""
+    twins = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
+    require(p, "value semantics", jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
+    traces: list[Parametrization] = []
+    jitted = jax.jit(traces.append, static_argnums=0)
+    for twin in [p, *twins]:
+        require(p, "value semantics", twin == p and hash(twin) == hash(p), "a copy of it is not equal to it")
+        jitted(twin)
+    require(p, "value semantics", len(traces) == 1, f"{len(twins) + 1} equal builds were traced {len(traces)} times")
+
+
+def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
+    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+
+    # All in one program, as most of the time goes to compiling.
+    @jax.jit
+    def ways(params: PyTree, raw: PyTree, raws: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+        nested = jax.lax.scan(lambda carry, k: (carry, apply_all(raws, jnp.stack([k, keys[1]]))), 0, keys)[1]
+        return init_all(params, key), {"scan of vmap of checkpoint": nested, "shard_map": apply_shard(raw, key)}
+
+    raws, applied = ways(twice(params), raw, twice(raw))
+    compiled = {
+        "jit": compiled_apply(p, raw, key),
+        "jit of init": compiled_fold(p, compiled_init(p, params, key)),
+        "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
+        "vmap of init": compiled_fold(p, jax.tree.map(last, raws)),
+        **applied,
+    }
+    first, folded = p.apply(raw, key), p.fold(raw)
+    second = compiled_apply(p, raw, keys[1])
+    eager = {
+        "jit of init": folded,
+        "jit of update": p.fold(p.update(raw, key)),
+        "vmap of init": folded,
+        "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first, second),
+    }
+    for way, got in compiled.items():
+        want = eager.get(way, first)
+        require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
+    abstract = jax.eval_shape(p.init, params, key)
+    same = types(abstract) == types(raw)
+    require(p, "transformations", same, "eval_shape of init gives other shapes or dtypes")
+
+
+def keys(p: Parametrization, params: PyTree, key: Array) -> None:
+    """The same key gives the same values, and what is deterministic needs none; leaves are drawn independently."""
+    raw, mean = compiled_init(p, params, key), p.deterministic
+    drawn = compiled_apply(p, raw, key)
+    fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
+    require(p, "keys", fixed, "its deterministic chain is random")
+    require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
+    changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), drawn)
+    said = "" if p.stochastic else "not "
+    require(p, "keys", changes == p.stochastic, f"it says that it is {said}stochastic, but draws otherwise")
+    if p.stochastic:
+        require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
+        _require_independent(p, raw, key)
+    if p.stochastic and isinstance(params, dict):
+        grown = {**params, "a new parameter": jnp.ones((3, 3), jnp.float32)}
+        draws = p.apply(p.init(grown, key), key)
+        same = equal({name: draws[name] for name in params}, p.apply(p.init(params, key), key))
+        require(p, "keys", same, "the draws of old parameters change with a new one")
+
+
+def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
+    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error.
+
+    The draws of one key may depend on each other, so those of 128 keys are what counts.
+    """
+    shared = {parameter(path) for path in empty_nodes(raw)}
+    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
+    draws = {path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in arrays(many) if path not in shared}
+    noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
+    for a, b in itertools.combinations(noise, 2):
+        x, y = noise[a], noise[b]
+        if x.shape == y.shape:
+            products = np.sum(x * np.conj(y), axis=1)
+            correlation = abs(np.sum(products)) / (np.linalg.norm(x) * np.linalg.norm(y))
+            within = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(128)
+            require(p, "keys", within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
+
+
+def purity(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Inputs are the same afterwards, and what draws leaves the raw tree alone."""
+    raw = compiled_init(p, params, key)
+    mine = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
+    before = jax.tree.map(np.array, mine)
+    p.init(mine[0], key)
+    p.apply(mine[1], key)
+    p.update(mine[1], key)
+    require(p, "purity", equal(before, mine), "it changes its input")
+    require(
+        p,
+        "purity",
+        equal(compiled_init(p.deterministic, params, key), raw),
+        "its random stages change the raw tree",
+    )
+
+
+def mean(p: Parametrization, params: PyTree, key: Array) -> None:
+    """The mean of what each random stage gives is what ``deterministic`` has in its place.
+
+    Each stage is measured by itself, on what the earlier ones give it without noise: noise in front of a stage that is
+    not linear has another mean behind it, and no chain of means has that one. The draws of 1024 keys may be off by six
+    standard errors, which are estimated from the draws: by entry, in the average of an array, and along the array.
+    """
+    for i, stage in enumerate(stages(p)):
+        if stage.stochastic:
+            _require_mean(stage, *deviations(Alone(p, i), compiled_init(p, params, key), jax.random.split(key, 1024)))
+
+
+def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares: PyTree) -> None:
+    for (path, m), (_, total), (_, square) in zip(arrays(claimed), arrays(sums), arrays(squares), strict=True):
+        off, error = deviation(np.asarray(total), np.asarray(square), 1024)
+        excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
+        worst = int(np.argmax(excess))
+        require(
+            stage,
+            "mean",
+            excess[worst] <= 0,
+            f"the mean of 1024 draws is not what `deterministic` gives at {path!r}: it is off by "
+            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; say the mean in `mean_leaf`, or "
+            f"define `deterministic`",
+        )
+
+
+def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Gradients of what trains are those of finite differences, finite at zero, and move every array.
+
+    They must move it at a point that is nowhere special: at the start, where a factor may be zero, so may they. Finite
+    differences are taken in double precision, or in single where the stage takes no other, and not at all where it says
+    ``straight_through = True``.
+    """
+    name, start = "gradients", compiled_init(p, params, key)
+    for where, point in {
+        "its start": start,
+        "a row of zeros": compiled_init(p, jax.tree.map(without_row, params), key),
+        "zero": compiled_init(p, zeros(params), key),
+    }.items():
+        for path, g in arrays(slope(p, point, key)[1]):
+            require(p, name, np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
+    for path, g in arrays(slope(p, moved(start, key), key)[1]):
+        require(p, name, g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
+    if not p.straight_through:
+        _require_finite_differences(p, params, key)
+
+
+def _require_finite_differences(p: Parametrization, params: PyTree, key: Array) -> None:
+    with jax.enable_x64():
+        double = jax.tree.map(doubled, params)
+        if keeps(p, double, key, 64):
+            _require_slope(p, double, key, step=1e-6, bound=1e-6)
+            return
+    if keeps(p, params, key, 32):
+        _require_slope(p, params, key, step=1e-2, bound=1e-2)
+
+
+def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, bound: float) -> None:
+    moving, rest = trainable(moved(compiled_init(p, params, key), key))
+    direction = normal(moving, jax.random.fold_in(key, 1))
+    ahead, behind = (slope(p, combine(along(moving, direction, t), rest), key)[0] for t in (step, -step))
+    found = (float(ahead) - float(behind)) / (2 * step)
+    pairs = zip(arrays(slope(p, combine(moving, rest), key)[1]), arrays(direction), strict=True)
+    given = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
+    require(
+        p,
+        "gradients",
+        abs(given - found) < bound * (1 + abs(found)),
+        f"the slope is {found:.8g}, but {given:.8g} by the gradient; where that is meant, say "
+        f"`straight_through = True`",
+    )
+
+
+def update(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``update`` gives fixed values other numbers, and nothing else: the same ones for the same raw tree and key."""
+    raw = moved(compiled_init(p, params, key), key)
+    first, again = p.update(raw, key), p.update(raw, key)
+    require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
+    compiled = partial(compiled_update, p, key=key)
+    ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
+    for who, updated in ways.items():  # one after the other, as a stage cannot read what a wrong update gave
+        got = updated()
+        require_same_types(p, "update", got, raw, who)
+        for (path, w), (_, before) in zip(arrays(partition(got)[0]), arrays(partition(raw)[0]), strict=True):
+            require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")
+
+
+def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``rebase`` keeps the effective tree, within rounding, and the types of the raw one."""
+    raw = moved(compiled_init(p, params, key), key)
+    based = compiled_rebase(p, raw)
+    require_same_types(p, "rebase", based, raw, "it")
+    before = compiled_fold(p, raw)
+    require_close(p, "rebase", compiled_fold(p, based), before, rounding(raw, before), "the effective tree differs")
+
+
+def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Raw trees and configurations come back from every file format that is installed; wrong ones are refused."""
+    raw, name = compiled_init(p, params, key), "checkpoints"
+    for way, there_and_back in _formats.installed(raw).items():
+        restored = there_and_back(raw)
+        require(p, name, equal(restored, raw), f"{way} gives another raw tree back")
+        p.check(restored, like=params)
+    if not has_functions(p):
+        require(p, name, from_json(p.to_json()) == p, "to_json and from_json give another one back")
+    leaves, treedef = jax.tree.flatten(raw)
+    for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and one is in each way
+        i = turn % len(leaves)
+        other = np.int16 if leaves[i].dtype == np.int8 else np.int8
+        wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
+        spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
+        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
+    if paths(raw) != paths(params) and all(isinstance(stage, Stage) for stage in stages(p)):
+        require_raises(p, name, lambda: p.apply(params, key), "apply takes a tree that never went through init")
+        require_raises(p, name, lambda: p.init(raw, key), "init takes a raw tree")
+        require_raises(p, name, lambda: Chain().apply(raw), "another chain takes its raw tree")
+
+
+def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``p.fold(raw)`` is an ordinary tree of plain arrays, as the model had before."""
+    folded = p.fold(compiled_init(p, params, key))
+    same = jax.tree.structure(folded) == jax.tree.structure(params)
+    require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
+    require(p, "plain trees", all(is_array(w) for _, w in arrays(folded)), "fold gives what is no array")
+
+
+LAWS: tuple[Law, ...] = (
+    right_inverse,
+    types_kept,
+    value_semantics,
+    transformations,
+    keys,
+    mean,
+    purity,
+    gradients,
+    update,
+    rebase,
+    checkpoints,
+    plain_trees,
+)

@@ -1,0 +1,9 @@
+"""Raw trees in training: what of them trains, how optimizers see it, how it moves to another chain, how it is shown."""
+
+from reparax.training._optimizer import optimizer as optimizer
+from reparax.training._partition import combine as combine
+from reparax.training._partition import labels as labels
+from reparax.training._partition import partition as partition
+from reparax.training._summary import Summary as Summary
+from reparax.training._summary import summary as summary
+from reparax.training._transfer import transfer as transfer

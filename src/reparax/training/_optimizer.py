@@ -1,0 +1,91 @@
+"""Optimizers that leave fixed values alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._tree.paths import PyTree, is_array, is_traceable
+from reparax.training._partition import combine, partition
+
+
+def optimizer(tx: Any) -> Any:
+    """An optimizer for a whole raw tree: ``tx`` on what trains, and nothing at all on the rest.
+
+    ``tx`` never sees what :func:`partition` calls fixed: it holds no state for it, its weight decay does not reach it,
+    and its norms do not count it. Fixed values get updates of zero, under which every bit of them stays. What has no
+    addition, such as a PRNG key or a function, gets None, as from equinox; there, update the free part alone.
+
+    Put everything that moves values inside: what is chained behind, such as another weight decay, moves fixed values
+    too. Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a
+    function or a tree of the structure of ``raw``, and so may be what optax's line searches take, ``grad`` and
+    ``value_fn``.
+
+    Args:
+      tx: A transformation of optax, or any named tuple of two functions ``init`` and ``update``; or what makes one by
+        its method ``gradient_transformation``, as ``optax.MultiSteps`` does.
+
+    Returns:
+      A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
+
+    Raises:
+      TypeError: If ``tx`` is no transformation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> raw = rpx.Freeze(where="b").init({"w": jnp.ones(2), "b": jnp.ones(2)})
+      >>> tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+      >>> state = tx.init(raw)
+      >>> state[0].trace
+      {'b': {'@freeze': {'@fixed': {'w': None}}}, 'w': Array([0., 0.], dtype=float32)}
+      >>> updates, state = tx.update(jax.tree.map(jnp.ones_like, raw), state, raw)
+      >>> optax.apply_updates(raw, updates)
+      {'b': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}, 'w': Array([0.9, 0.9], dtype=float32)}
+    """
+    inner = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
+    if getattr(inner, "_fields", ()) != ("init", "update"):
+        raise TypeError(
+            f"optimizer takes a transformation of optax, but got a value of type {type(tx).__name__!r}. "
+            f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
+        )
+
+    def init(params: PyTree) -> PyTree:
+        return inner.init(partition(params)[0])
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        whole = updates if params is None else params
+        given = {name: _of_free(value, *partition(whole)) for name, value in extra.items()}
+        moved, state = inner.update(partition(updates)[0], state, partition(params)[0], **given)
+        return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), state
+
+    return type(inner)(init, update)
+
+
+def _of_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
+    """An extra argument as ``tx`` takes it: without fixed values, and a function of raw trees as one of free values."""
+    if callable(value) and jax.tree_util.all_leaves([value]):
+        return _on_free(value, free, fixed)
+    alike = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
+    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if alike else value
+
+
+def _on_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        whole = [combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args]
+        return function(*whole, **kwargs)
+
+    return called
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+def _unmoved(x: Any) -> Any:
+    """What keeps every bit of ``x`` when it is added to it; None where there is no addition."""
+    if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
+        return jnp.zeros(x.shape, bool)
+    if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return None
+    return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # 0.0 would make 0.0 of -0.0

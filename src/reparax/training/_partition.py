@@ -1,0 +1,87 @@
+"""What trains and what does not: a raw tree in two, and a label for each of its arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._stage.where import is_state
+from reparax._tree.paths import PyTree, is_array, named, with_names
+from reparax._tree.raw import FIXED, flatten_slots
+
+
+def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits a raw tree into the values that train and all others.
+
+    Free are the floating (and complex) arrays. Fixed are the values under ``"@fixed"``; model state (variables of nnx
+    that are no ``Param``, collections of linen beside ``params``); and what has no gradient: integers, booleans, PRNG
+    keys, and what is no array, such as an activation function in a module of equinox. Both results have the structure
+    of ``raw`` with None where a value belongs to the other one, so ``free`` goes straight into ``jax.grad`` and optax.
+
+    Args:
+      raw: A raw tree, its gradients or updates, or their shapes and dtypes.
+
+    Returns:
+      The pair ``(free, fixed)``; :func:`combine` is the inverse.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.Freeze(where="b").init({"w": jnp.ones(2), "b": jnp.zeros(2), "f": jnp.tanh})
+      >>> free, fixed = rpx.partition(raw)
+      >>> free
+      {'b': {'@freeze': {'@fixed': {'w': None}}}, 'f': None, 'w': Array([1., 1.], dtype=float32)}
+      >>> fixed["b"], fixed["f"] is jnp.tanh, fixed["w"]
+      ({'@freeze': {'@fixed': {'w': Array([0., 0.], dtype=float32)}}}, True, None)
+    """
+    leaves, treedef = jax.tree.flatten(raw)
+    flags = are_free(raw)
+    free = [leaf if flag else None for flag, leaf in zip(flags, leaves, strict=True)]
+    fixed = [None if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
+    return treedef.unflatten(free), treedef.unflatten(fixed)
+
+
+def combine(free: PyTree, fixed: PyTree) -> PyTree:
+    """The raw tree of which :func:`partition` made ``free`` and ``fixed``."""
+
+    def is_none(x: object) -> bool:
+        return x is None
+
+    trees = with_names(free, is_none), with_names(fixed, is_none)
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
+
+
+def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
+    """A label for each value of a raw tree, by its role: for optax's ``partition`` and for decay masks.
+
+    Args:
+      raw: A raw tree, its gradients or updates, or their shapes and dtypes.
+      main: Label of free main values, and of free arrays that no stage replaced.
+      aux: Label of free auxiliary values, such as the ``g`` of weight norm.
+      fixed: Label of all that :func:`partition` calls fixed.
+
+    Returns:
+      A tree of the structure of ``raw``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, reparax as rpx
+      >>> raw = (rpx.Freeze(where="b") >> rpx.WeightNorm()).init({"w": jnp.ones((2, 2)), "b": jnp.zeros(2)})
+      >>> rpx.labels(raw)
+      {'b': {'@freeze': {'@fixed': {'w': 'fixed'}}}, 'w': {'@weight_norm': {'g': 'free', 'v': 'free'}}}
+      >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # a mask for weight decay
+      {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
+    """
+    _, slots, treedef = flatten_slots(raw)
+    pairs = zip(slots, are_free(raw), strict=True)
+    return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
+
+
+def are_free(raw: PyTree) -> list[bool]:
+    """For each leaf of a raw tree, whether it trains."""
+    paths, leaves, _ = named(raw)
+    kept = [FIXED in path or state for path, state in zip(paths, is_state(raw), strict=True)]
+    return [not held and _has_gradient(leaf) for held, leaf in zip(kept, leaves, strict=True)]
+
+
+def _has_gradient(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)

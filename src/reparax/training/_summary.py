@@ -1,0 +1,182 @@
+"""What a parametrization makes of a model's parameters, for people to read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import jax
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.keys import Keys
+from reparax._core.pending import settle
+from reparax._tree.differences import abstract
+from reparax._tree.folding import Line, folded
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, named, path_text
+from reparax._tree.raw import parameter
+from reparax._tree.sizes import readable, size_in_bytes
+from reparax.training._partition import are_free
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "stages")
+_LEFT = ("path", "raw value", "type", "stages")
+_CELL = "white-space: nowrap; padding: 0 0.5em"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One array of the raw tree, or a place that holds no value of its own.
+
+    Attributes:
+      path: The parameter's path.
+      value: The markers and the name under which it stands in the raw tree; empty for an array that no stage replaced.
+      type: Its dtype and shape; empty where there is no array.
+      free: How many numbers of it train.
+      fixed: How many do not, as :func:`partition` has it.
+      bytes: Its size.
+      stages: The names of the stages that act on the parameter, in the order in which they run.
+    """
+
+    path: str
+    value: str
+    type: str
+    free: int
+    fixed: int
+    bytes: int
+    stages: tuple[str, ...]
+
+    def times(self, line: Line) -> "Row":
+        """The sums over all parameters that share a line."""
+        n, type = line.count, f"{line.times}{self.type}".rstrip()
+        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, self.stages)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        counts = (f"{self.free:,}", f"{self.fixed:,}", readable(self.bytes))
+        return self.path, self.value, self.type, *counts, " >> ".join(self.stages)
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """What stands where in a raw tree; it shows itself as a table, to ``rich.print`` and a notebook as one of theirs.
+
+    Parameters that differ in a number of their path alone share a line, which holds their sums: ``layers/0..11``.
+
+    Attributes:
+      chain: The parametrization, as text.
+      rows: The arrays of the raw tree.
+    """
+
+    chain: str
+    rows: tuple[Row, ...]
+
+    @property
+    def total(self) -> Row:
+        """The sums over all rows."""
+        sums = (sum(row.free for row in self.rows), sum(row.fixed for row in self.rows))
+        return Row("total", "", "", *sums, sum(row.bytes for row in self.rows), ())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells of all lines; of a parameter of several raw values, its path and stages stand in the first."""
+        groups = [(path, tuple(rows)) for path, rows in groupby(self.rows, key=lambda row: row.path)]
+        unnamed = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
+        body = [
+            ("", *cells[1:-1], "") if i else cells
+            for line in folded(unnamed)
+            for i, cells in enumerate(row.times(line).cells for row in line.value)
+        ]
+        return [_TITLES, *body, self.total.cells]
+
+    def __repr__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+        def line(cells: Sequence[str]) -> str:
+            columns = zip(_TITLES, cells, widths, strict=True)
+            return "  ".join(x.ljust(n) if title in _LEFT else x.rjust(n) for title, x, n in columns).rstrip()
+
+        return "\n".join([self.chain, *map(line, table)])
+
+    def __rich__(self) -> "Group":
+        from reparax._tree.rich_table import titled_table
+
+        return titled_table(self.chain, self._table(), _LEFT)
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            sides = ("left" if title in _LEFT else "right" for title in _TITLES)
+            columns = zip(cells, sides, strict=True)
+            return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
+
+        head, *body = self._table()
+        rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
+        titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
+        table = f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
+
+
+def summary(p: Parametrization, params: PyTree) -> Summary:
+    """What ``p`` makes of a model's parameters: stages, raw values, types, numbers that train, and sizes.
+
+    Nothing is computed: ``p`` is traced. A place that holds no value of its own, such as a tied one, counts nothing.
+
+    Args:
+      p: A stage or a chain.
+      params: The model's parameters, or their shapes and dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+      >>> rpx.summary(p, {"kernel": jnp.ones((64, 10)), "bias": jnp.ones(10)})
+      WeightNorm() >> VarNoise(0.1)
+      path    raw value       type             free  fixed    bytes  stages
+      bias                    float32[10]        10      0     40 B  VarNoise
+      kernel  @weight_norm/g  float32[1, 10]     10      0     40 B  WeightNorm >> VarNoise
+              @weight_norm/v  float32[64, 10]   640      0  2.5 KiB
+      total                                     660      0  2.6 KiB
+    """
+    return Summary(repr(p), tuple(_rows(abstract(p.init, params), _Watched((p,)).acting(params))))
+
+
+class _Watched(Chain):
+    """A chain that says which of its stages act on a parameter."""
+
+    def acting(self, params: PyTree) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+
+        def watched(params: PyTree) -> PyTree:
+            tree, keys = self._init(params, Keys(None)), Keys(jax.random.key(0))
+            for stage in self.stages:
+                before, tree = tree, stage._apply(tree, keys)
+                old, new = _objects(before), _objects(tree)
+                for path in new:
+                    if new[path] != old.get(path):
+                        found[path] = (*found.get(path, ()), type(stage).__name__)
+            return settle(tree, keys)
+
+        abstract(watched, params)
+        return found
+
+
+def _objects(tree: PyTree) -> dict[str, list[tuple[str, int]]]:
+    """For each parameter, where its arrays stand and which objects they are: a stage that acts makes others."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
+        found.setdefault(parameter(names), []).append((path_text(names), id(leaf) if is_array(leaf) else 0))
+    return found
+
+
+def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+    flags = iter(are_free(raw))
+    for names, leaf in zip(*named(raw, is_empty)[:2], strict=True):
+        path, is_free = parameter(names), not is_empty(leaf) and next(flags)
+        value = path_text(names).removeprefix(path).removeprefix("/")
+        if is_array(leaf):
+            free, held = (leaf.size, 0) if is_free else (0, leaf.size)
+            yield Row(path, value, describe(leaf), free, held, size_in_bytes(leaf), acting.get(path, ()))
+        elif value:
+            yield Row(path, value, "", 0, 0, 0, acting.get(path, ()))

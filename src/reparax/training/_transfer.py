@@ -1,0 +1,244 @@
+"""Raw trees, and the states of optimizers, from one chain to another."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from reparax._axes.boxes import gather_boxes, spread_boxes
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.keys import Keys
+from reparax._tree.differences import abstract
+from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.raw import FIXED, kind_of, node_predicate, outer_markers, own_mark
+from reparax.training._partition import are_free
+
+
+def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTree = None) -> PyTree:
+    """Carries a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model stays the same.
+
+    A value stays where the same stage (whatever its ``where``) made it at the same path, and all stages around it are
+    the same; all others start by the right inverse, from the weights as they are now. In an optimizer's state, moments
+    of values that stay are kept, and others start at zero; counters stay.
+
+    A state that has moments for some of the values that train alone, as under ``optax.masked``, keeps those of values
+    that stay; where new values would need some, it is refused, for nothing tells which of them are to have any.
+
+    It reads raw trees of older versions, too, in which markers were numbered over the whole tree:
+    ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
+
+    Args:
+      raw: A raw tree, or the state of an optimizer: a tuple in which trees like the raw one lie.
+      old: The chain that made it.
+      new: The chain to carry it to.
+      like: The raw tree of ``old`` itself, where ``raw`` is a state that has nothing for fixed values, as that of
+        :func:`optimizer`, or that is no tuple, or where ``old`` leaves no marker by which moments are found.
+
+    Raises:
+      ValueError: If ``old`` did not make ``raw``, some part of a state is not like its raw tree, or a state
+        tells not which moments to start.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
+      >>> raw = old.init({"w": jnp.ones((3, 2))})
+      >>> jax.tree.map(jnp.shape, rpx.transfer(raw, old, new))
+      {'w': {'@weight_norm': {'g': {'@positive': {'x': (1, 2)}}, 'v': (3, 2)}}}
+    """
+    if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
+        return _carried(raw, old, new).tree
+    return _of_state(raw, old, new, like)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A new raw tree, and the paths of the nodes in it that hold what the old one held."""
+
+    tree: PyTree
+    nodes: frozenset[Names]
+
+    def keeps(self, path: Names) -> bool:
+        """Whether all that leads to an array of the new tree is as it was."""
+        marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
+        return all(plain(path[:i]) in self.nodes for i in marks)
+
+
+def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
+    params, nodes = _Reading((old,)).nodes(gather_boxes(raw))
+    return _Writing((new,)).carried(params, nodes)
+
+
+Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
+
+
+def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
+    """The stage that made each marker dict of a raw tree, by the :func:`plain` path of that dict."""
+    found: Nodes = {}
+
+    def read(raw: PyTree) -> PyTree:
+        effective, nodes = _Reading((p,)).nodes(gather_boxes(raw))
+        found.update(nodes)
+        return effective
+
+    abstract(read, raw)
+    return {path: stage for path, (stage, _) in found.items()}
+
+
+class _Reading(Chain):
+    kind: ClassVar[str] = "reading_a_raw_tree"
+
+    def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
+        """The effective tree, and each marker dict that was taken away, with its stage."""
+        found: Nodes = {}
+        for stage in Chain((self.deterministic,)):
+            before, tree = _marked(tree, stage.kind), stage._apply(tree, Keys(None))
+            after = _marked(tree, stage.kind)
+            found |= {path: (stage, node) for path, node in before.items() if path not in after}
+        return tree, found
+
+
+class _Writing(Chain):
+    kind: ClassVar[str] = "writing_a_raw_tree"
+
+    def carried(self, params: PyTree, nodes: Nodes) -> _Carried:
+        """The raw tree of ``params`` in which each of ``nodes`` stands again that the same stage makes at its path."""
+        tree, kept = params, set[Names]()
+        for stage in reversed(self.stages):
+            before, tree = _marked(tree, stage.kind), stage._init(tree, Keys(None))
+            made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
+            again = {
+                path: node
+                for path, (other, node) in nodes.items()
+                if path in made and _same(stage, other) and _alike(node, made[path])
+            }
+            kept |= again.keys()
+            tree = _replaced(tree, stage.kind, again)
+        return _Carried(spread_boxes(functools.partial(self._init, keys=Keys(None)), params, tree), frozenset(kept))
+
+
+def plain(path: Names) -> Names:
+    """A path without the numbers of markers, which follow from how they are nested."""
+    return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
+
+
+def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
+    """What stands under the innermost markers of a kind, by the path of each."""
+    is_node = node_predicate(kind)
+    pairs = zip(*named(tree, is_node)[:2], strict=True)
+    return {plain(path): x[own_mark(x, kind)] for path, x in pairs if is_node(x)}
+
+
+def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]]) -> PyTree:
+    is_node = node_predicate(kind)
+    paths, leaves, treedef = named(tree, is_node)
+    return treedef.unflatten(
+        [
+            {own_mark(x, kind): nodes[plain(path)]} if is_node(x) and plain(path) in nodes else x
+            for path, x in zip(paths, leaves, strict=True)
+        ]
+    )
+
+
+def _same(a: Parametrization, b: Parametrization) -> bool:
+    """Whether two stages do the same to an array that both select."""
+    names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
+    return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
+
+
+def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two nodes hold values of the same names and shapes."""
+    return jax.tree.map(jnp.shape, a) == jax.tree.map(jnp.shape, b)
+
+
+def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
+    if not jax.tree.leaves(state):
+        return state
+    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old, new=new)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=part)
+    if not any(map(part, leaves)) or outer_markers(treedef.unflatten([None if part(x) else x for x in leaves])):
+        raise ValueError(
+            f"transfer found no raw tree of {old!r} in some part of the state. Pass the raw tree that the state "
+            f"belongs to as `like`; a state of `rpx.optimizer` has nothing for fixed values, which `like` tells the "
+            f"shapes of."
+        )
+    return treedef.unflatten([_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves])
+
+
+def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
+    """What a part of a state that is like ``raw`` becomes."""
+    kept: list[_Carried] = []
+
+    def of_types(raw: PyTree) -> PyTree:
+        kept.append(_carried(raw, old, new))
+        return kept[-1].tree
+
+    types = abstract(of_types, raw)
+    known = _arrays(raw)
+    held = _arrays(x)
+    free = _free_paths(raw)
+    has_all = free <= held.keys() and all(held[path].shape == known[path].shape for path in free)
+    nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
+
+    trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
+
+    def moment(path: Names, like: Any) -> Any:
+        if path in known and kept[-1].keeps(path):
+            return held.get(path, nothing)
+        if not is_array(like) or (path not in trains and not holds_fixed):
+            return nothing
+        if not has_all:
+            raise ValueError(
+                f"transfer cannot start a moment for {path_text(path)!r}: the state has none for some values that "
+                f"train, or of other shapes than theirs, so it tells not what this one is to have. Make the state anew "
+                f"by `tx.init`."
+            )
+        dtype = next(iter(held.values()), like).dtype
+        return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
+
+    paths, leaves, treedef = named(types)
+    return treedef.unflatten([moment(plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def _arrays(tree: PyTree) -> dict[Names, Any]:
+    """The arrays of a tree by their paths."""
+    return {plain(path): x for path, x in zip(*named(tree)[:2], strict=True) if is_array(x)}
+
+
+def _free_paths(tree: PyTree) -> set[Names]:
+    """The paths of the values that train."""
+    return {plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
+
+
+def _is_nothing(x: object) -> bool:
+    """Whether ``x`` stands in a state for what has no moment: None, or the empty named tuple of optax."""
+    return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
+
+
+def _is_part(x: PyTree, like: PyTree) -> bool:
+    """Whether ``x`` holds moments, or what stands for none, at paths of ``like`` alone."""
+    inside = {path_text(path) for path in named(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
+    return bool(inside) and inside <= {path_text(path) for path in named(like)[0]}
+
+
+def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
+    """Whether ``x`` is a raw tree of ``old``, which its markers tell, and none of those that hold one."""
+    if any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state))) or not outer_markers(x):
+        return False
+    try:
+        abstract(lambda raw: _carried(raw, old, new).tree, x)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_state(x: object) -> bool:
+    """Whether ``x`` is a part of a state that holds other parts."""
+    return isinstance(x, tuple) and bool(x)

@@ -1,0 +1,227 @@
+"""Axes by the names that flax's boxes give them: one definition for layers of every layout."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from flax import nnx
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reparax as rpx
+from reparax._axes.names import axis_names
+from reparax._tree.paths import named, path_text
+from reparax.testing import check_laws, gradients, right_inverse
+
+UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
+DOWN = np.array([[1.0, 2.0], [-2.0, 1.0], [2.0, -0.5], [0.5, 4.0]], np.float32)
+HEADS = np.arange(1, 25, dtype=np.float32).reshape(3, 4, 2)
+
+
+def boxed() -> dict[str, Any]:
+    """Two kernels in which the hidden units are the last axis and the first."""
+    return {
+        "up": {"kernel": nn.Partitioned(jnp.asarray(UP), ("embed", "mlp")), "bias": jnp.ones(4)},
+        "down": {"kernel": nn.LogicallyPartitioned(jnp.asarray(DOWN), ("mlp", "out"))},
+    }
+
+
+def lengths(w: np.ndarray, axis: int) -> np.ndarray:
+    return np.sqrt(np.sum(np.square(w), axis=axis, keepdims=True))
+
+
+def arrays(tree: Any) -> dict[str, Array]:
+    """Each array by its path, in which boxes do not show."""
+    paths, leaves, _ = named(tree)
+    return {path_text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+# Where names come from. -------------------------------------------------------------------------------------------
+
+
+def test_one_definition_norms_both_layouts() -> None:
+    p = rpx.WeightNorm(axis="mlp")
+    raw = jax.jit(p.init)(boxed())
+    np.testing.assert_allclose(arrays(raw)["up/kernel/@weight_norm/g"], lengths(UP, 0), rtol=1e-6)
+    np.testing.assert_allclose(arrays(raw)["down/kernel/@weight_norm/g"], lengths(DOWN, 1), rtol=1e-6)
+    doubled = jax.tree.map(lambda x: 2 * x, raw)  # v keeps its direction
+    effective = jax.jit(p.apply)(doubled)
+    assert effective["down"]["kernel"].names == ("mlp", "out")
+    np.testing.assert_allclose(effective["up"]["kernel"].value, 2 * UP, rtol=1e-6)
+    np.testing.assert_allclose(effective["down"]["kernel"].value, 2 * DOWN, rtol=1e-6)
+
+
+def nnx_model() -> nnx.Module:
+    """The same kernels as nnx variables, whose metadata names the axes."""
+
+    def layer(w: np.ndarray, names: tuple[str, ...]) -> nnx.Linear:
+        def kernel_init(*_: Any) -> Array:
+            return jnp.asarray(w)
+
+        named = nnx.with_partitioning(kernel_init, names, eager_sharding=False)
+        return nnx.Linear(*w.shape, kernel_init=named, use_bias=False, rngs=nnx.Rngs(0))
+
+    return nnx.Sequential(layer(UP, ("embed", "mlp")), layer(DOWN, ("mlp", "out")))
+
+
+@pytest.mark.parametrize("whole", [lambda model: model, nnx.state], ids=["module", "state"])
+def test_names_of_nnx_variables_are_read(whole: Any) -> None:
+    raw = rpx.WeightNorm(axis="mlp").init(whole(nnx_model()))
+    shapes = [x.shape for x in jax.tree.leaves(raw)]
+    assert sorted(shapes) == sorted([(1, 4), (3, 4), (4, 1), (4, 2)])
+    plain = jax.tree.leaves(rpx.WeightNorm(axis="mlp").fold(raw))
+    np.testing.assert_allclose(plain[0], UP, rtol=1e-6)
+    np.testing.assert_allclose(plain[1], DOWN, rtol=1e-6)
+
+
+def test_what_a_box_says_of_its_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    w = jnp.ones((4, 4))
+
+    def variable(spec: Any) -> nnx.Param[Array]:
+        return nnx.Param(w, out_sharding=spec, eager_sharding=False)
+
+    assert axis_names(variable(P("data", None))) == ("data", None)
+    assert axis_names(variable(NamedSharding(mesh, P("data", "model")))) == ("data", "model")
+    assert axis_names(variable((("data", "model"), "mlp"))) == (None, "mlp")
+    assert axis_names(nn.Partitioned(w, ("embed", None))) == ("embed", None)
+    assert axis_names(nnx.Param(w)) is None
+    assert axis_names(w) is None
+
+
+# What takes names. ------------------------------------------------------------------------------------------------
+
+BY_NAME = [
+    lambda axis, **where: rpx.SpectralNorm(3, axis, **where),
+    rpx.WeightStandardization,
+    lambda axis, **where: rpx.MaxNorm(2.0, axis, **where),
+    rpx.Sphere,
+    lambda axis, **where: rpx.PoincareBall(0.01, axis, **where),
+    rpx.Simplex,
+    lambda axis, **where: rpx.NofM(1, 1, axis, **where),
+    lambda axis, **where: rpx.MagnitudePrune(0.5, axis, **where),
+    lambda axis, **where: rpx.RandomPrune(0.5, axis, **where),
+    lambda axis, **where: rpx.WeightDropout(0.5, axis, **where),
+]
+
+
+@pytest.mark.parametrize("build", BY_NAME)
+def test_a_name_is_the_number_of_its_axis_in_every_stage(build: Callable[..., rpx.Parametrization]) -> None:
+    def program(p: rpx.Parametrization) -> str:
+        def effective(params: Any, key: Array) -> Any:
+            return p.apply(p.update(p.init(params, key)), key)
+
+        return str(jax.make_jaxpr(effective)(boxed(), jax.random.key(0)))
+
+    for layer, axis in {"up": 1, "down": 0}.items():
+        where = f"{layer}/kernel"
+        by_name = program(build("mlp", where=where))
+        assert by_name == program(build(axis, where=where))
+        assert by_name != program(build(1 - axis, where=where))
+
+
+def test_several_names_and_numbers_may_stand_together() -> None:
+    params = {"out": nn.Partitioned(jnp.asarray(HEADS), ("heads", "kv", "embed"))}
+    want = np.sqrt(np.sum(np.square(HEADS), axis=1, keepdims=True))
+    for axis in [("heads", "embed"), ("embed", 0), ["heads", -1]]:
+        g = arrays(rpx.WeightNorm(axis=axis).init(params))["out/@weight_norm/g"]
+        np.testing.assert_allclose(g, want, rtol=1e-6)
+
+
+def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
+    p = rpx.WeightDropout(0.5, broadcast="mlp") >> rpx.WeightNorm(axis="mlp") >> rpx.Mask() >> rpx.Scale(2.0)
+    raw = p.init(boxed())
+    g = arrays(raw)["down/kernel/@scale/x/@mask/w/@weight_norm/g"]
+    np.testing.assert_allclose(g, lengths(DOWN, 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(p.fold(raw)["down"]["kernel"].value, DOWN, rtol=1e-6)
+    kept = np.asarray(p.apply(raw, jax.random.key(3))["down"]["kernel"].value != 0)
+    assert sorted(kept.sum(axis=0).tolist()) == [0, 4]  # of the two outputs, one is dropped with all its units
+
+
+def test_a_stage_of_ones_own_takes_names(key: Array) -> None:
+    class Reversed(rpx.Perturbation):
+        axis: Any = -1
+
+        stochastic = False
+        axis_fields = ("axis",)
+        min_ndim = 2
+
+        def apply_leaf(self, w: Array, key: Array | None) -> Array:
+            return jnp.flip(w, self.axis)
+
+    effective = Reversed("mlp").apply(boxed())
+    np.testing.assert_array_equal(effective["up"]["kernel"].value, UP[:, ::-1])
+    np.testing.assert_array_equal(effective["down"]["kernel"].value, DOWN[::-1])
+
+
+def test_a_mapped_first_axis_leaves_names_right() -> None:
+    stacked = {"kernel": nn.Partitioned(jnp.stack([jnp.asarray(UP), 2 * jnp.asarray(UP)]), ("layers", "embed", "mlp"))}
+    p = rpx.WeightNorm(axis=("layers", "mlp"))
+    raw = p.init(stacked)
+    np.testing.assert_allclose(arrays(raw)["kernel/@weight_norm/g"][1], 2 * lengths(UP, 0), rtol=1e-6)
+    np.testing.assert_allclose(p.fold(raw)["kernel"].value, stacked["kernel"].value, rtol=1e-6)
+    sphere = rpx.Sphere(axis="embed")
+    mapped = jax.vmap(sphere.apply)(sphere.init(stacked))["kernel"].value
+    np.testing.assert_allclose(mapped[1], UP / lengths(UP, 0), rtol=1e-6)
+
+
+def test_the_laws_hold() -> None:
+    check_laws(rpx.WeightNorm(axis="mlp"), boxed(), laws=[right_inverse, gradients])
+
+
+def test_names_are_part_of_the_configuration() -> None:
+    p = rpx.WeightNorm(axis="mlp") >> rpx.WeightDropout(0.5, broadcast=("embed", 0), where="up/kernel")
+    assert repr(p) == "WeightNorm(axis='mlp') >> WeightDropout(0.5, broadcast=('embed', 0), where='up/kernel')"
+    assert rpx.from_json(p.to_json()) == p == pickle.loads(pickle.dumps(p))
+    assert hash(rpx.WeightNorm(axis=("mlp",))) == hash(rpx.WeightNorm(axis="mlp"))
+
+
+# Errors. ----------------------------------------------------------------------------------------------------------
+
+TO_DO = "Give the axis by number, or leave the array out with `where`."
+
+
+def test_an_array_without_names_is_refused() -> None:
+    text = "expected one axis named 'mlp', got no axis names"
+    with raises(ValueError, f"WeightNorm(axis='mlp').init at 'w': {text}. {TO_DO}"):
+        rpx.WeightNorm(axis="mlp").init({"w": jnp.ones((2, 2))})
+
+
+def test_a_box_without_that_name_is_refused(key: Array) -> None:
+    text = "expected one axis named 'heads', got axes named ('mlp', 'out')"
+    with raises(ValueError, f"WeightDropout(0.5, broadcast='heads').apply at 'down/kernel': {text}. {TO_DO}"):
+        rpx.WeightDropout(0.5, broadcast="heads").apply(boxed(), key)
+
+
+def test_a_name_of_two_axes_is_refused() -> None:
+    square = {"w": nn.Partitioned(jnp.ones((2, 2)), ("mlp", "mlp"))}
+    text = "expected one axis named 'mlp', got axes named ('mlp', 'mlp')"
+    with raises(ValueError, f"Sphere(axis='mlp').init at 'w': {text}. {TO_DO}"):
+        rpx.Sphere("mlp").init(square)
+
+
+def test_a_value_whose_axes_are_others_has_no_names() -> None:
+    text = "expected one axis named 'mlp', got no axis names"
+    with raises(ValueError, f"WeightNorm(axis='mlp', where='up/kernel').init at 'up/kernel': {text}. {TO_DO}"):
+        (rpx.WeightNorm(axis="mlp", where="up/kernel") >> rpx.LowRank(1)).init(boxed())
+
+
+def test_too_few_names_are_refused() -> None:
+    with raises(
+        ValueError,
+        "WeightNorm(axis='mlp').init at 'w': expected a name for each axis of shape (5, 3, 4), got ('embed', 'mlp'). "
+        "Correct the names of its box.",
+    ):
+        rpx.WeightNorm(axis="mlp").init({"w": nn.Partitioned(jnp.ones((5, 3, 4)), ("embed", "mlp"))})
+
+
+def test_an_array_by_itself_has_no_names() -> None:
+    with raises(ValueError, "the axis 'mlp' is a name, but an array by itself has no names. Give the number."):
+        rpx.Sphere("mlp").project(jnp.ones((2, 2)))

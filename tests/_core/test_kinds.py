@@ -1,0 +1,90 @@
+"""The names of stages in raw trees, made from their class names."""
+
+import pytest
+
+import reparax as rpx
+from reparax._core.kinds import words
+
+KINDS = {
+    "AlmostOrthogonal": "almost_orthogonal",
+    "BlockDiagonal": "block_diagonal",
+    "Bounded": "bounded",
+    "Cast": "cast",
+    "Chain": "chain",
+    "Circulant": "circulant",
+    "Constraint": "constraint",
+    "CudnnLSTM": "cudnn_lstm",
+    "Diagonal": "diagonal",
+    "Elementwise": "elementwise",
+    "Fibration": "fibration",
+    "FixedRank": "fixed_rank",
+    "Freeze": "freeze",
+    "GlobalPrune": "global_prune",
+    "Grassmann": "grassmann",
+    "Hurwitz": "hurwitz",
+    "Invertible": "invertible",
+    "Joint": "joint",
+    "Kronecker": "kronecker",
+    "LowRank": "low_rank",
+    "MagnitudePrune": "magnitude_prune",
+    "Mask": "mask",
+    "MaxNorm": "max_norm",
+    "Mean": "mean",
+    "NofM": "nof_m",
+    "Orthogonal": "orthogonal",
+    "Pack": "pack",
+    "Perturbation": "perturbation",
+    "PoincareBall": "poincare_ball",
+    "Positive": "positive",
+    "PositiveDefinite": "positive_definite",
+    "PositiveSemidefinite": "positive_semidefinite",
+    "RandomPrune": "random_prune",
+    "Reparametrization": "reparametrization",
+    "Scale": "scale",
+    "Simplex": "simplex",
+    "Skew": "skew",
+    "SpecialLinear": "special_linear",
+    "SpecialOrthogonal": "special_orthogonal",
+    "SpectralNorm": "spectral_norm",
+    "Sphere": "sphere",
+    "Split": "split",
+    "Stiefel": "stiefel",
+    "Symmetric": "symmetric",
+    "Tie": "tie",
+    "Toeplitz": "toeplitz",
+    "Triangular": "triangular",
+    "VarNoise": "var_noise",
+    "WeightDropout": "weight_dropout",
+    "WeightNorm": "weight_norm",
+    "WeightStandardization": "weight_standardization",
+}
+
+
+def test_the_kinds_of_our_stages_are_what_checkpoints_hold():
+    ours = {name: stage.kind for name, stage in vars(rpx).items() if hasattr(stage, "kind")}
+    assert {name: ours.get(name) for name in KINDS} == KINDS
+    assert ours.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LoRA", "lora"),
+        ("DoRA", "dora"),
+        ("QLoRA", "qlora"),
+        ("AdaLoRA", "ada_lora"),
+        ("LoRANorm", "lora_norm"),
+        ("MoE", "moe"),
+        ("PReLU", "prelu"),
+        ("HTTPNorm", "http_norm"),
+        ("MyLSTMNorm", "my_lstm_norm"),
+        ("MyLSTM", "my_lstm"),
+        ("Int8", "int8"),
+        ("IA3", "ia3"),
+        ("L2Norm", "l2_norm"),
+        ("Conv2D", "conv2_d"),
+        ("Low_Rank_B", "low_rank_b"),
+    ],
+)
+def test_words_and_acronyms_of_a_class_name(name, kind):
+    assert words(name) == kind

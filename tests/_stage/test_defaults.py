@@ -1,0 +1,334 @@
+"""Which arrays each stage takes where no ``where`` is given, in models of linen, nnx, equinox and haiku."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import PATTERNS
+from errors import raises
+from flax import nnx
+from jax import Array
+
+import reparax as rpx
+from reparax._stage.matrices import Matrices
+from reparax._tree.paths import named, path_text
+
+X = jnp.ones((1, 3, 6))
+
+# Stages -----------------------------------------------------------------------------------------------------------
+
+OF_ALL = [
+    rpx.VarNoise(0.1),
+    rpx.Cast("bfloat16"),
+    rpx.Freeze(),
+    rpx.Scale(2.0),
+    rpx.Positive(outside="project"),
+    rpx.Bounded(-9.0, 9.0),
+    rpx.Elementwise(jnp.sinh, jnp.arcsinh),
+    rpx.Simplex(outside="project"),
+]
+
+OF_KERNELS = [
+    rpx.WeightNorm(),
+    rpx.SpectralNorm(),
+    rpx.WeightStandardization(),
+    rpx.MaxNorm(1.0),
+    rpx.Sphere(),
+    rpx.PoincareBall(),
+    rpx.WeightDropout(0.5),
+    rpx.Mask(),
+    rpx.NofM(1, 3),
+    rpx.MagnitudePrune(0.5),
+    rpx.RandomPrune(0.5),
+    rpx.GlobalPrune(0.5),
+]
+
+OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
+    rpx.LowRank(2),
+    rpx.FixedRank(2),
+    rpx.Orthogonal(),
+    rpx.Stiefel(),
+    rpx.SpecialOrthogonal(),
+    rpx.AlmostOrthogonal(),
+    rpx.Invertible(),
+    rpx.SpecialLinear(),
+]
+
+OF_ONE_ROW_AND_COLUMN = [
+    rpx.Kronecker((2, 2)),
+    rpx.BlockDiagonal(2),
+    *PATTERNS,
+    rpx.PositiveDefinite(),
+    rpx.Hurwitz(),
+]
+
+OF_MATRICES = [
+    *OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
+    *OF_ONE_ROW_AND_COLUMN,
+    rpx.PositiveSemidefinite(),  # of as many rows as columns, however many
+]
+
+OF_TALL_MATRICES = [rpx.Grassmann()]
+
+OF_OTHERS = {rpx.CudnnLSTM, rpx.Fibration}  # flat vectors of one size; whatever its functions take
+NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization}
+
+
+def test_each_public_stage_with_a_default_is_tested_here() -> None:
+    stages = {x for x in vars(rpx).values() if inspect.isclass(x) and "where" in getattr(x, "__match_args__", ())}
+    stages |= {x for x in vars(rpx).values() if inspect.isclass(x) and hasattr(x, "min_ndim")}
+    tested = [type(stage) for stage in (*OF_ALL, *OF_KERNELS, *OF_MATRICES, *OF_TALL_MATRICES)]
+    assert len(tested) == len(set(tested))
+    assert stages - NO_STAGES == {*tested, *OF_OTHERS}
+    assert {x for x in stages if issubclass(x, Matrices)} == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
+
+
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block of a transformer, as the body of a scan."""
+
+    @nn.compact
+    def __call__(self, x: Array, _: None) -> tuple[Array, None]:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm(name="norm")(x))
+        return x + nn.Dense(6, name="mlp")(nn.LayerNorm(name="mlp_norm")(x)), None
+
+
+def linen_attention() -> Any:
+    return nn.MultiHeadDotProductAttention(2, normalize_qk=True).init(jax.random.key(0), X)["params"]
+
+
+def nnx_attention() -> Any:
+    return nnx.state(nnx.MultiHeadAttention(2, 6, normalize_qk=True, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def equinox_attention() -> Any:
+    biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+    return eqx.nn.MultiheadAttention(2, 6, **biases, key=jax.random.key(0))
+
+
+def linen_blocks() -> Any:
+    layers = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    return layers().init(jax.random.key(0), X, None)["params"]
+
+
+def equinox_blocks() -> Any:
+    def block(key: Array) -> Any:
+        return {"norm": eqx.nn.LayerNorm(6), "linear": eqx.nn.Linear(6, 6, key=key)}
+
+    return eqx.filter_vmap(block)(jax.random.split(jax.random.key(0), 3))
+
+
+def haiku_layers() -> Any:
+    layers = hk.transform(lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(6)(x)))
+    return layers.init(jax.random.key(0), X)
+
+
+FLAX_ATTENTION = {
+    "key/bias": (2, 3),
+    "key/kernel": (6, 2, 3),
+    "key_ln/scale": (3,),
+    "out/bias": (6,),
+    "out/kernel": (2, 3, 6),
+    "query/bias": (2, 3),
+    "query/kernel": (6, 2, 3),
+    "query_ln/scale": (3,),
+    "value/bias": (2, 3),
+    "value/kernel": (6, 2, 3),
+}
+
+MODELS = {
+    "linen attention": linen_attention,
+    "nnx attention": nnx_attention,
+    "equinox attention": equinox_attention,
+    "scanned linen blocks": linen_blocks,
+    "scanned equinox blocks": equinox_blocks,
+    "haiku layers": haiku_layers,
+}
+
+ARRAYS = {
+    "linen attention": FLAX_ATTENTION,
+    "nnx attention": FLAX_ATTENTION,
+    "equinox attention": {
+        "key_proj/bias": (6,),
+        "key_proj/weight": (6, 6),
+        "output_proj/bias": (6,),
+        "output_proj/weight": (6, 6),
+        "query_proj/bias": (6,),
+        "query_proj/weight": (6, 6),
+        "value_proj/bias": (6,),
+        "value_proj/weight": (6, 6),
+    },
+    "scanned linen blocks": {
+        "attention/key/bias": (3, 2, 3),
+        "attention/key/kernel": (3, 6, 2, 3),
+        "attention/out/bias": (3, 6),
+        "attention/out/kernel": (3, 2, 3, 6),
+        "attention/query/bias": (3, 2, 3),
+        "attention/query/kernel": (3, 6, 2, 3),
+        "attention/value/bias": (3, 2, 3),
+        "attention/value/kernel": (3, 6, 2, 3),
+        "mlp/bias": (3, 6),
+        "mlp/kernel": (3, 6, 6),
+        "mlp_norm/bias": (3, 6),
+        "mlp_norm/scale": (3, 6),
+        "norm/bias": (3, 6),
+        "norm/scale": (3, 6),
+    },
+    "scanned equinox blocks": {
+        "linear/bias": (3, 6),
+        "linear/weight": (3, 6, 6),
+        "norm/bias": (3, 6),
+        "norm/weight": (3, 6),
+    },
+    "haiku layers": {
+        "layer_norm/offset": (6,),
+        "layer_norm/scale": (6,),
+        "linear/b": (6,),
+        "linear/w": (6, 6),
+    },
+}
+
+FLAX_KERNELS = ["key/kernel", "out/kernel", "query/kernel", "value/kernel"]
+
+KERNELS = {
+    "linen attention": FLAX_KERNELS,
+    "nnx attention": FLAX_KERNELS,
+    "equinox attention": ["key_proj/weight", "output_proj/weight", "query_proj/weight", "value_proj/weight"],
+    "scanned linen blocks": [*[f"attention/{path}" for path in FLAX_KERNELS], "mlp/kernel"],
+    "scanned equinox blocks": ["linear/weight"],
+    "haiku layers": ["linear/w"],
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: model() for name, model in MODELS.items()}
+
+
+def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
+    """The paths on which a stage acts."""
+    return sorted({row.path for row in rpx.summary(stage, params).rows if row.stages})
+
+
+def of_layers(stage: Any, name: str) -> Any:
+    """The stage for the layers of a model, which may be stacked; what ranks arrays together is not."""
+    return replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.GlobalPrune else stage
+
+
+# Tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
+    paths, leaves, _ = named(models[name])
+    assert {path_text(path): x.shape for path, x in zip(paths, leaves, strict=True) if eqx.is_array(x)} == ARRAYS[name]
+
+
+@pytest.mark.parametrize("stage", OF_ALL, ids=repr)
+@pytest.mark.parametrize("name", MODELS)
+def test_noise_casts_and_maps_of_numbers_take_all_arrays(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(stage, models[name]) == list(ARRAYS[name])
+    assert taken(of_layers(stage, name), models[name]) == list(ARRAYS[name])
+
+
+@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "scanned equinox blocks"])
+def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
+
+
+@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
+    models: dict[str, Any], stage: Any
+) -> None:
+    assert taken(stage, models["scanned linen blocks"]) == KERNELS["scanned linen blocks"]
+
+
+@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
+    params = models["scanned equinox blocks"]
+    assert taken(stage, params) == ["linear/weight", "norm/weight"]
+    if type(stage) is not rpx.GlobalPrune:
+        assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
+
+
+@pytest.mark.parametrize("stage", OF_MATRICES, ids=repr)
+@pytest.mark.parametrize("name", ["equinox attention", "scanned equinox blocks", "haiku layers"])
+def test_stages_of_matrices_take_matrices(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
+
+
+@pytest.mark.parametrize("stage", OF_TALL_MATRICES, ids=repr)
+def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
+    params = jax.tree.map(jnp.zeros, {"out": {"kernel": (6, 4), "bias": (4,)}}, is_leaf=lambda x: isinstance(x, tuple))
+    assert taken(stage, params) == ["out/kernel"]
+
+
+@pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
+@pytest.mark.parametrize("name", ["linen attention", "nnx attention"])
+def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
+    error = (
+        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are rows and columns "
+        "(rows=0, columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`."
+    )
+    with raises(ValueError, error):
+        stage.init(models[name], jax.random.key(0))
+
+
+@pytest.mark.parametrize("stage", OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS, ids=repr)
+def test_stages_of_matrices_take_attention_with_rows_and_columns(models: dict[str, Any], stage: Any) -> None:
+    inner = replace(stage, rows=0, columns=(1, 2), where=rpx.all_but("out/.*"))
+    outer = replace(stage, rows=(0, 1), columns=2, where=rpx.all_but("(query|key|value)/.*"))
+    assert taken(inner, models["nnx attention"]) == ["key/kernel", "query/kernel", "value/kernel"]
+    assert taken(outer, models["linen attention"]) == ["out/kernel"]
+    stacked = replace(stage, stacked=0, rows=0, columns=(1, 2), where=rpx.all_but(".*/out/.*", "mlp/.*"))
+    assert taken(stacked, models["scanned linen blocks"]) == [
+        f"attention/{x}/kernel" for x in ("key", "query", "value")
+    ]
+    mlp = replace(stage, stacked=0, where=rpx.all_but("attention/.*"))
+    assert taken(mlp, models["scanned linen blocks"]) == ["mlp/kernel"]
+
+
+@pytest.mark.parametrize("stage", OF_ONE_ROW_AND_COLUMN, ids=repr)
+def test_other_stages_of_matrices_take_matrices_alone(models: dict[str, Any], stage: Any) -> None:
+    heads = replace(stage, rows=0, columns=(1, 2))
+    error = (
+        f"{heads!r}.init at 'key/kernel': expected one axis as rows and one as columns, got rows=0 and columns=(1, 2) "
+        "of shape (6, 2, 3). Leave the array out with `where`, or reshape it."
+    )
+    with raises(ValueError, error):
+        heads.init(models["linen attention"])
+
+
+def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
+    """That the arrays of two trees are the same, but at some paths, where none of them are."""
+    for path, x, y in zip(*named(want)[:2], named(got)[1], strict=True):
+        assert np.array_equal(x, y) == (path_text(path) not in paths), path_text(path)
+
+
+def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) -> None:
+    params = jax.tree.map(lambda x: x + 1, models["linen attention"])
+    assert_same_but(FLAX_KERNELS, rpx.WeightDropout(0.5).apply(params, jax.random.key(0)), params)
+    assert_same_but(list(FLAX_ATTENTION), rpx.VarNoise(0.1).apply(params, jax.random.key(0)), params)
+    raw = rpx.SpectralNorm().init(params, jax.random.key(0))
+    markers = {path_text(path).partition("/@")[0] for path in named(raw)[0] if any(name[0] == "@" for name in path)}
+    assert markers == set(FLAX_KERNELS)
+
+
+def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
+    params, heads = models["linen attention"], {"rows": 0, "columns": (1, 2), "where": rpx.all_but("out/.*")}
+    for p in (rpx.Sphere(), rpx.Orthogonal(**heads), rpx.SpectralNorm()):
+        effective = p.fold(p.update(p.init(params)))
+        np.testing.assert_array_equal(effective["query"]["bias"], np.zeros((2, 3)))
+        moved = p.init(params)
+        moved["query"]["bias"] += 1e-6
+        np.testing.assert_array_equal(p.fold(p.update(moved))["query"]["bias"], np.full((2, 3), 1e-6, np.float32))

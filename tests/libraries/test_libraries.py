@@ -1,0 +1,475 @@
+"""What holds of the parameters of every neural-network library alike, and under every transform of JAX."""
+
+import functools
+import gc
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import freeze
+from flax.traverse_util import unflatten_dict
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import reparax as rpx
+from reparax._tree.paths import named, path_text
+
+X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+
+
+# The same network, 3 -> 4 -> 2, of which each library says where its parameters are. -------------------------------
+
+
+class Case(NamedTuple):
+    """Parameters of a network, how they are used, and the paths that users must be able to write."""
+
+    params: Any
+    forward: Callable[[Any, Array], Array]
+    paths: list[str]
+
+
+class LinenMLP(nn.Module):
+    kernel_init: Any = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.tanh(nn.Dense(4, kernel_init=self.kernel_init)(x))
+        return nn.Dense(2, kernel_init=self.kernel_init)(x)
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.l1 = nnx.Linear(3, 4, rngs=rngs)
+        self.rest = nnx.List([nnx.Linear(4, 2, rngs=rngs)])
+
+    def __call__(self, x: Array) -> Array:
+        return self.rest[0](nnx.tanh(self.l1(x)))
+
+
+class Dense(NamedTuple):
+    kernel: Array
+    bias: Array
+
+
+def _dense(x: Array, kernel: Array, bias: Array) -> Array:
+    return x @ kernel + bias[None]
+
+
+def linen() -> Case:
+    model = LinenMLP()
+    paths = ["Dense_0/bias", "Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel"]
+    return Case(model.init(jax.random.key(0), X)["params"], lambda p, x: model.apply({"params": p}, x), paths)
+
+
+def linen_variables() -> Case:
+    model = LinenMLP()
+    paths = ["params/Dense_0/bias", "params/Dense_0/kernel", "params/Dense_1/bias", "params/Dense_1/kernel"]
+    return Case(model.init(jax.random.key(0), X), model.apply, paths)
+
+
+def linen_frozen() -> Case:
+    return linen()._replace(params=freeze(linen().params))
+
+
+def linen_boxes() -> Case:
+    model = LinenMLP(nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out")))
+    params = model.init(jax.random.key(0), X)["params"]
+    return linen()._replace(params=params, forward=lambda p, x: model.apply({"params": p}, x))
+
+
+def nnx_state() -> Case:
+    graph, params, rest = nnx.split(NnxMLP(nnx.Rngs(0)), nnx.Param, ...)
+    paths = ["l1/bias", "l1/kernel", "rest/0/bias", "rest/0/kernel"]
+    return Case(params, lambda p, x: nnx.merge(graph, p, rest)(x), paths)
+
+
+def nnx_pure_dict() -> Case:
+    return nnx_state()._replace(params=nnx.to_pure_dict(nnx_state().params))
+
+
+def nnx_module() -> Case:
+    return nnx_state()._replace(params=NnxMLP(nnx.Rngs(0)), forward=lambda m, x: m(x))
+
+
+def haiku() -> Case:
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([4, 2], activation=jnp.tanh)(x)))
+    paths = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
+    return Case(model.init(jax.random.key(0), X), model.apply, paths)
+
+
+def equinox() -> Case:
+    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    paths = ["layers/0/bias", "layers/0/weight", "layers/1/bias", "layers/1/weight"]
+    return Case(model, lambda m, x: jax.vmap(m)(x), paths)
+
+
+def _weights() -> list[Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, [(3, 4), (4,), (4, 2), (2,)], strict=True)]
+
+
+def plain_dict() -> Case:
+    w1, b1, w2, b2 = _weights()
+    params = {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
+    paths = ["l1/bias", "l1/kernel", "l2/bias", "l2/kernel"]
+    return Case(params, lambda p, x: _dense(jnp.tanh(_dense(x, **p["l1"])), **p["l2"]), paths)
+
+
+def list_of_tuples() -> Case:
+    w1, b1, w2, b2 = _weights()
+    paths = ["0/0", "0/1", "1/0", "1/1"]
+    return Case([(w1, b1), (w2, b2)], lambda p, x: _dense(jnp.tanh(_dense(x, *p[0])), *p[1]), paths)
+
+
+def named_tuples() -> Case:
+    w1, b1, w2, b2 = _weights()
+    paths = ["0/bias", "0/kernel", "1/bias", "1/kernel"]
+    return list_of_tuples()._replace(params=(Dense(w1, b1), Dense(w2, b2)), paths=paths)
+
+
+def ordered_dict() -> Case:
+    return plain_dict()._replace(params=OrderedDict(plain_dict().params))
+
+
+def bare_array() -> Case:
+    return Case(_weights()[0], lambda w, x: x @ w, [""])
+
+
+CASES = [
+    linen,
+    linen_variables,
+    linen_frozen,
+    linen_boxes,
+    nnx_state,
+    nnx_pure_dict,
+    nnx_module,
+    haiku,
+    equinox,
+    plain_dict,
+    list_of_tuples,
+    named_tuples,
+    ordered_dict,
+    bare_array,
+]
+
+every_library = pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+
+
+def _arrays(tree: Any) -> list[Array]:
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
+def _by_path(tree: Any) -> dict[str, Array]:
+    paths, leaves, _ = named(eqx.filter(tree, eqx.is_array))
+    return {path_text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _assert_identical(got: Any, want: Any) -> None:
+    """Same structure, and bit for bit the same arrays."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(_arrays(got), _arrays(want), strict=True):
+        assert x.dtype == y.dtype
+        assert x.tobytes() == y.tobytes()
+
+
+def _assert_close(got: Any, want: Any) -> None:
+    """Same structure, and arrays that agree within the rounding of a few operations in float32."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(_arrays(got), _arrays(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+# What every user of every library does. ---------------------------------------------------------------------------
+
+
+@every_library
+def test_fold_of_init_gives_the_original_weights_back(build: Callable[[], Case]) -> None:
+    params = build().params
+    _assert_close(CHAIN.fold(CHAIN.init(params)), params)
+
+
+@every_library
+def test_init_leaves_the_function_of_the_model_unchanged(build: Callable[[], Case]) -> None:
+    case = build()
+    folded = CHAIN.fold(CHAIN.init(case.params))
+    np.testing.assert_allclose(case.forward(folded, X), case.forward(case.params, X), rtol=1e-5, atol=1e-6)
+
+
+@every_library
+def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: Array) -> None:
+    params, again = build().params, build().params
+    raw = CHAIN.init(params)
+    CHAIN.apply(raw, key)
+    _assert_identical(params, again)
+    _assert_identical(raw, CHAIN.init(again))
+
+
+@every_library
+def test_a_noisy_training_step_is_jitted_and_moves_every_raw_array(build: Callable[[], Case], key: Array) -> None:
+    case = build()
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.075, where=lambda path, w: w.shape == (3, 4) or w.shape == (4, 3))
+    raw = p.init(case.params)
+
+    def loss(raw: Any) -> Array:
+        return jnp.sum(case.forward(p.apply(raw, key), X) ** 2)
+
+    noisy, gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss))(raw)
+    assert abs(noisy - jnp.sum(case.forward(case.params, X) ** 2)) > 1e-4
+    assert len(_arrays(gradient)) == len(_arrays(raw))
+    for g in _arrays(gradient):
+        assert bool(jnp.all(jnp.isfinite(g)))
+        assert bool(jnp.any(g != 0))
+
+
+@every_library
+def test_a_predicate_sees_the_same_paths_in_every_library(build: Callable[[], Case]) -> None:
+    case = build()
+    seen: list[str] = []
+
+    def where(path: str, array: Array) -> bool:
+        seen.append(path)
+        return True
+
+    rpx.VarNoise(0.1, where=where).init(case.params)
+    assert sorted(seen) == case.paths
+
+
+@every_library
+def test_a_predicate_sees_the_same_paths_on_the_raw_tree(build: Callable[[], Case], key: Array) -> None:
+    case = build()
+    seen: list[str] = []
+
+    def where(path: str, array: Array) -> bool:
+        seen.append(path)
+        return True
+
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1, where=where)
+    jax.eval_shape(lambda: _arrays(p.apply(rpx.WeightNorm().init(case.params), key)))
+    assert sorted(seen) == case.paths
+
+
+@pytest.mark.parametrize("build", [linen_boxes, linen_frozen, nnx_state, haiku], ids=lambda build: build.__name__)
+def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build: Callable[[], Case]) -> None:
+    p = rpx.SpectralNorm() >> rpx.WeightNorm()
+    tx = optax.partition({"free": optax.sgd(1.0), "fixed": optax.set_to_zero()}, rpx.labels)
+    raw = p.init(build().params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
+    free, fixed = rpx.partition(optax.apply_updates(raw, updates))
+    _assert_identical(fixed, rpx.partition(raw)[1])
+    _assert_close(free, jax.tree.map(lambda w: w - 1, rpx.partition(raw)[0]))
+    p.check(rpx.combine(free, fixed), like=build().params)
+
+
+@every_library
+def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Case], key: Array) -> None:
+    params = build().params
+    noisy = _by_path(rpx.VarNoise(0.1).apply(params, key))
+    assert sorted(noisy) == build().paths
+    nested = unflatten_dict(_by_path(params), sep="/")
+    for path, want in _by_path(rpx.VarNoise(0.1).apply(nested, key)).items():
+        np.testing.assert_array_equal(noisy[path], want)
+
+
+# Transforms. ------------------------------------------------------------------------------------------------------
+
+TRANSFORMED = [
+    rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    rpx.SpectralNorm(),
+    rpx.LowRank(4) >> rpx.WeightDropout(0.3),
+    rpx.Freeze() >> rpx.WeightNorm(),
+]
+
+every_chain = pytest.mark.parametrize("p", TRANSFORMED, ids=repr)
+
+
+@functools.cache
+def _layers() -> dict[str, Array]:
+    """Five kernels, stacked."""
+    return {"kernel": jax.random.normal(jax.random.key(3), (5, 4, 4))}
+
+
+def _member(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def _types(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@every_chain
+def test_an_ensemble_under_vmap_is_its_members(p: rpx.Parametrization, key: Array) -> None:
+    keys = jax.random.split(key, 5)
+    raw = jax.vmap(p.init)(_layers())
+    effective = jax.vmap(p.apply)(raw, keys)
+    for i in range(5):
+        alone = p.init(_member(_layers(), i))
+        assert _types(_member(raw, i)) == _types(alone)
+        np.testing.assert_allclose(_member(effective, i)["kernel"], p.apply(alone, keys[i])["kernel"], atol=1e-5)
+
+
+@every_chain
+def test_apply_inside_a_scan_over_layers_is_the_loop_over_layers(p: rpx.Parametrization, key: Array) -> None:
+    raw = jax.vmap(p.init)(_layers())
+    keys = jax.random.split(key, 5)
+
+    def layer(x: Array, inputs: tuple[Any, Array]) -> tuple[Array, None]:
+        return jnp.tanh(x @ p.apply(*inputs)["kernel"]), None
+
+    scanned, _ = jax.lax.scan(layer, jnp.ones((2, 4)), (raw, keys))
+    looped = jnp.ones((2, 4))
+    for i in range(5):
+        looped, _ = layer(looped, (_member(raw, i), keys[i]))
+    np.testing.assert_allclose(scanned, looped, rtol=1e-5, atol=1e-6)
+
+
+def test_a_static_argument_and_a_closure_and_a_bound_method_give_the_same(key: Array) -> None:
+    raw = CHAIN.init(_member(_layers(), 0))
+    argument = jax.jit(lambda p, raw, key: p.apply(raw, key), static_argnums=0)(CHAIN, raw, key)
+    _assert_identical(jax.jit(lambda raw, key: CHAIN.apply(raw, key))(raw, key), argument)
+    _assert_identical(jax.jit(CHAIN.apply)(raw, key), argument)
+    _assert_close(CHAIN.apply(raw, key), argument)
+
+
+@every_chain
+def test_shapes_are_known_without_computing(p: rpx.Parametrization, key: Array) -> None:
+    params = _member(_layers(), 0)
+    raw = p.init(params)
+    assert _types(jax.eval_shape(p.init, jax.eval_shape(lambda: params))) == _types(raw)
+    assert _types(jax.eval_shape(p.apply, raw, key)) == _types(params)
+    assert _types(jax.eval_shape(p.update, raw)) == _types(raw)
+
+
+@every_chain
+def test_an_exported_apply_gives_the_same_values(p: rpx.Parametrization) -> None:
+    raw = p.init(_member(_layers(), 0))
+    apply = jax.jit(lambda raw, seed: p.apply(raw, jax.random.key(seed)))
+    exported = jax.export.export(apply)(raw, jnp.uint32(5))
+    _assert_close(exported.call(raw, jnp.uint32(5)), p.apply(raw, jax.random.key(5)))
+
+
+@every_chain
+def test_no_tracer_leaks(p: rpx.Parametrization, key: Array) -> None:
+    gc.freeze()  # what other tests have left, which each search for leaks would go through
+    with jax.checking_leaks():
+        raw = jax.jit(p.init)(_member(_layers(), 0))
+        jax.jit(p.update)(raw)
+        assert jnp.isfinite(jax.jit(jax.value_and_grad(lambda raw: p.apply(raw, key)["kernel"].sum()))(raw)[0])
+
+
+@every_chain
+def test_no_key_is_used_twice(p: rpx.Parametrization, key: Array) -> None:
+    chain = p >> rpx.VarNoise(0.1, where="kernel") >> rpx.VarNoise(0.2)
+    params = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
+    with jax.debug_key_reuse(new_val=True):
+        raw = jax.jit(chain.init)(params, jax.random.key(1))
+        effective = jax.jit(chain.apply)(raw, key)
+    assert _types(effective) == _types(params)
+
+
+def test_one_draw_serves_every_step_of_a_recurrent_loop(key: Array) -> None:
+    raw = CHAIN.init({"w": jnp.eye(4)})
+
+    def states(raw: Any) -> Array:
+        w = CHAIN.apply(raw, key)["w"]
+        return jax.lax.scan(lambda h, _: (h @ w, h @ w), jnp.ones(4), None, length=3)[1]
+
+    w = np.asarray(CHAIN.apply(raw, key)["w"])
+    want = [np.ones(4) @ w, np.ones(4) @ w @ w, np.ones(4) @ w @ w @ w]
+    np.testing.assert_allclose(jax.jit(states)(raw), want, rtol=1e-5)
+
+
+# Eight devices. ---------------------------------------------------------------------------------------------------
+
+SPECS = [P("data", "model"), P(None, "model"), P(("data", "model"), None)]
+LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, -1)]
+COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+every_local_stage = pytest.mark.parametrize("p", LOCAL, ids=repr)
+
+
+def _mesh(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+
+
+@functools.cache
+def _whole() -> dict[str, Array]:
+    return {"w": jax.random.normal(jax.random.key(2), (16, 32))}
+
+
+def _sharded(kind: AxisType, spec: P) -> dict[str, Array]:
+    return jax.device_put(_whole(), NamedSharding(_mesh(kind), spec))
+
+
+@every_spec
+@every_local_stage
+def test_perturbations_of_a_sharded_weight_stay_where_it_is(p: rpx.Parametrization, spec: P, key: Array) -> None:
+    raw = _sharded(AxisType.Auto, spec)
+    compiled = jax.jit(p.apply).lower(raw, key).compile()
+    got = compiled(raw, key)["w"]
+    assert [name for name in COLLECTIVES if name in compiled.as_text()] == []
+    assert got.sharding.is_equivalent_to(raw["w"].sharding, 2)
+    np.testing.assert_allclose(got, p.apply(_whole(), key)["w"], rtol=1e-6, atol=1e-6)
+
+
+@every_spec
+def test_weight_norm_of_a_sharded_weight_stays_where_it_is(spec: P) -> None:
+    params = _sharded(AxisType.Auto, spec)
+    raw = jax.jit(CHAIN.init)(params)
+    folded = jax.jit(CHAIN.fold)(raw)["w"]
+    assert raw["w"]["@weight_norm"]["v"].sharding.is_equivalent_to(params["w"].sharding, 2)
+    assert folded.sharding.is_equivalent_to(params["w"].sharding, 2)
+    np.testing.assert_allclose(folded, _whole()["w"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("p", [CHAIN, rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, -1)], ids=repr)
+def test_explicit_meshes_keep_the_sharding_and_the_values(p: rpx.Parametrization, spec: P, key: Array) -> None:
+    params = _sharded(AxisType.Explicit, spec)
+    with jax.set_mesh(_mesh(AxisType.Explicit)):
+        effective = jax.jit(lambda params, key: p.apply(p.init(params), key))(params, key)["w"]
+    assert jax.typeof(effective).sharding.spec == spec
+    np.testing.assert_allclose(effective, p.apply(p.init(_whole()), key)["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_raw_shardings_follow_from_shapes_on_an_explicit_mesh() -> None:
+    sharding = NamedSharding(_mesh(AxisType.Explicit), P("data", "model"))
+    shapes = {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=sharding)}
+    raw = jax.eval_shape(rpx.WeightNorm().init, shapes)["w"]["@weight_norm"]
+    assert (raw["g"].sharding.spec, raw["v"].sharding.spec) == (P(None, "model"), P("data", "model"))
+
+
+def test_weight_norm_inside_shard_map_agrees_with_the_whole_weight() -> None:
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    fold = jax.shard_map(
+        lambda w: rpx.WeightNorm().apply(rpx.WeightNorm().init(w)),
+        mesh=mesh,
+        in_specs=P(None, "model"),
+        out_specs=P(None, "model"),
+    )
+    _assert_close(jax.jit(fold)(_whole()), _whole())
+
+
+@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, -1)], ids=repr)
+def test_inside_shard_map_each_shard_draws_as_a_weight_of_its_shape_does(p: rpx.Parametrization, key: Array) -> None:
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+
+    def shard(w: Array, key: Array) -> Array:
+        return p.apply({"w": w}, jax.random.fold_in(key, jax.lax.axis_index("model")))["w"]
+
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("model", None), P()), out_specs=P("model", None))
+    w = _whole()["w"]
+    want = [p.apply({"w": w[2 * i : 2 * i + 2]}, jax.random.fold_in(key, i))["w"] for i in range(8)]
+    np.testing.assert_allclose(jax.jit(sharded)(w, key), np.concatenate(want), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,154 @@
+"""Low rank and Kronecker factors against numpy in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from one_array import normal, reproduced
+
+import reparax as rpx
+
+
+def rotated(*shape):
+    """Complex numbers whose real and imaginary parts are independent."""
+    return (normal(*shape) + 1j * normal(*shape, seed=1)).astype(np.complex64)
+
+
+def nearest(w, rank):
+    """The nearest matrix of that rank, by numpy in double precision."""
+    left, singular, right = np.linalg.svd(w.astype(complex), full_matrices=False)
+    return (left[..., :rank] * singular[..., None, :rank]) @ right[..., :rank, :]
+
+
+# ---- LowRank
+
+
+@pytest.mark.parametrize(
+    ("w", "p"),
+    [
+        pytest.param(normal(6, 4), rpx.LowRank(1), id="rank 1"),
+        pytest.param(normal(6, 4), rpx.LowRank(3), id="rank 3"),
+        pytest.param(normal(4, 6), rpx.LowRank(3), id="wide"),
+        pytest.param(normal(6, 4), rpx.LowRank(4), id="full rank"),
+        pytest.param(normal(2, 3, 6, 4), rpx.LowRank(2, stacked=(0, 1)), id="leading axes"),
+        pytest.param(rotated(6, 4), rpx.LowRank(2), id="complex"),
+        pytest.param(normal(6, 4, scale=1e-25), rpx.LowRank(2), id="1e-25"),
+        pytest.param(normal(6, 4, scale=1e30), rpx.LowRank(2), id="1e30"),
+    ],
+)
+def test_low_rank_starts_at_the_nearest_matrix_of_its_rank(w, p):
+    got, expected = reproduced(p, w), nearest(w, p.rank)
+    assert got.dtype == w.dtype
+    np.testing.assert_allclose(got, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_low_rank_has_an_effective_matrix_of_its_rank(rank):
+    got = reproduced(rpx.LowRank(rank), normal(6, 4))
+    assert np.linalg.matrix_rank(got.astype(np.float64), tol=1e-5) == rank
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_low_rank_reproduces_a_matrix_whose_rank_is_low(rank):
+    w = normal(8, 2) @ normal(2, 5, seed=1)
+    np.testing.assert_allclose(reproduced(rpx.LowRank(rank), w), w, rtol=0, atol=4e-6 * np.abs(w).max())
+
+
+def test_low_rank_factors_have_the_shapes_that_are_promised():
+    raw = rpx.LowRank(2, stacked=0).init({"w": jnp.ones((3, 6, 4))})["w"]["@low_rank"]
+    assert jax.tree.map(jnp.shape, raw) == {"u": (3, 6, 2), "v": (3, 2, 4)}
+
+
+def test_low_rank_splits_singular_values_evenly_between_the_factors():
+    w = normal(6, 4)
+    raw = rpx.LowRank(2).init({"w": jnp.asarray(w)})["w"]["@low_rank"]
+    root = np.sqrt(np.linalg.svd(w.astype(np.float64), compute_uv=False)[:2])
+    np.testing.assert_allclose(np.linalg.norm(raw["u"], axis=0), root, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(raw["v"], axis=1), root, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
+    p, w = rpx.LowRank(2), normal(6, 4, dtype=dtype)
+    raw = p.init({"w": jnp.asarray(w)})["w"]["@low_rank"]
+    got = reproduced(p, w)
+    # Half a unit of rounding in each factor and in the product.
+    sizes = np.abs(np.asarray(raw["u"], np.float64)) @ np.abs(np.asarray(raw["v"], np.float64))
+    assert {got.dtype, raw["u"].dtype, raw["v"].dtype} == {np.dtype(dtype)}
+    error = np.abs(got.astype(np.float64) - nearest(w, 2).real)
+    assert (error <= 1.5 * 1.01 * float(jnp.finfo(dtype).eps) * sizes).all()
+
+
+def test_low_rank_of_half_precision_multiplies_in_float32():
+    factors = {"u": jnp.full((512, 512), 1 / 16, jnp.bfloat16), "v": jnp.full((512, 512), 1 / 16, jnp.bfloat16)}
+    got = rpx.LowRank(512).apply({"w": {"@low_rank": factors}})["w"]
+    np.testing.assert_array_equal(got, np.full((512, 512), 2.0))
+    program = jax.make_jaxpr(rpx.LowRank(512).apply_leaf)(factors)  # CPUs add up in float32 whatever it says
+    products = [equation for equation in program.eqns if equation.primitive.name == "dot_general"]
+    assert [x.aval.dtype for equation in products for x in equation.invars] == [jnp.float32, jnp.float32]
+
+
+def test_low_rank_of_float64_has_float64_precision():
+    w = normal(6, 4, dtype=np.float64)
+    with jax.enable_x64():
+        got = reproduced(rpx.LowRank(2), w)
+    np.testing.assert_allclose(got, nearest(w, 2).real, rtol=0, atol=1e-14)
+
+
+def test_low_rank_trains_a_layer_that_starts_at_zero():
+    p, x = rpx.LowRank(2), jnp.asarray(normal(64, 8))
+    y = x @ jnp.asarray(normal(8, 2, seed=1) @ normal(2, 4, seed=2))
+
+    def loss(raw):
+        return jnp.mean(jnp.square(x @ p.apply(raw)["w"] - y))
+
+    def step(_, raw):
+        return jax.tree.map(lambda value, slope: value - 0.1 * slope, raw, jax.grad(loss)(raw))
+
+    raw = p.init({"w": jnp.zeros((8, 4))})
+    trained = jax.jit(lambda raw: jax.lax.fori_loop(0, 200, step, raw))(raw)
+    assert loss(raw) > 1
+    assert loss(trained) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.Kronecker((2, 2))], ids=repr)
+def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
+    # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.
+    target = jnp.asarray(np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3), dtype)
+
+    def loss(raw):
+        return jnp.sum(jnp.abs(p.apply(raw)["w"] - target) ** 2)
+
+    raw = start = p.init({"w": jnp.zeros((6, 4), dtype)})
+    np.testing.assert_array_equal(p.fold(start)["w"], np.zeros((6, 4)))
+    for _ in range(3):
+        raw = jax.tree.map(lambda x, slope: x - 0.1 * slope.conj(), raw, jax.grad(loss)(raw))
+    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), raw, start)
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    other = p.init({"w": jnp.zeros((6, 4), dtype)}, jax.random.key(1))
+    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (start, other)), strict=True))
+
+
+def test_low_rank_of_a_zero_matrix_is_zero():
+    np.testing.assert_array_equal(reproduced(rpx.LowRank(2), np.zeros((6, 4), np.float32)), np.zeros((6, 4)))
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 5])
+def test_low_rank_refuses_a_rank_that_the_matrix_cannot_have(rank):
+    with pytest.raises(ValueError, match=rf"'w': expected 1 <= rank <= min\(6, 4\) = 4, got rank {rank}\."):
+        rpx.LowRank(rank).init({"w": jnp.ones((6, 4))})
+
+
+@pytest.mark.parametrize("rank", [1.5, "2", None], ids=str)
+def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
+    with pytest.raises((TypeError, ValueError), match="LowRank"):
+        rpx.LowRank(rank).init({"w": jnp.ones((6, 4))})
+
+
+def test_low_rank_refuses_a_vector():
+    with pytest.raises(ValueError, match=r"'b': expected an array of two or more dimensions, got shape \(3,\)"):
+        rpx.LowRank(1, where="b").init({"b": jnp.ones(3)})
+
+
+# ---- Positive

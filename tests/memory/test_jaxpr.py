@@ -1,0 +1,379 @@
+"""How JAX writes programs down: one test for each thing that the library takes for granted.
+
+Each fails where JAX changes it, and names the version that changed it last, if one did since jax 0.8.0.
+"""
+
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from jax.experimental import io_callback
+from jax.extend.core import primitives
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+import reparax as rpx
+from reparax._core.recompute import recompute
+from reparax.memory import _bodies, _jaxpr, _rehearsal
+
+ROOT = Path(__file__).parents[2]
+W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
+KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+def program(f, *args):
+    return jax.make_jaxpr(f)(*args).jaxpr
+
+
+def equation(name, f, *args):
+    """The one equation of this name."""
+    (found,) = [eqn for eqn in program(f, *args).eqns if eqn.primitive.name == name]
+    return found
+
+
+def same(got, want):
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# ---- versions
+
+
+def test_the_jax_that_runs_is_one_that_was_tested():
+    assert _jaxpr.is_tested(), "Run `make test-versions`; where all is well, NEWEST in _jaxpr.py is this version."
+
+
+def test_the_package_and_its_readme_say_which_jax_was_tested():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"jax>={_jaxpr.OLDEST}"]
+    assert f"JAX {_jaxpr.OLDEST} to {_jaxpr.NEWEST}." in (ROOT / "README.md").read_text()
+
+
+# ---- programs
+
+
+def test_a_closed_program_has_constants_which_become_its_first_inputs():
+    # Since jax 0.11.0 Jaxpr and ClosedJaxpr are one class.
+    closed = jax.make_jaxpr(lambda x: x @ W)(X)
+    opened, consts = _jaxpr.opened(closed)
+    assert [v.aval.shape for v in opened.invars] == [(2, 3), (4, 2)]
+    assert not opened.constvars
+    same([*consts, *_jaxpr.evaluate(opened, [*consts, X])], [W, X @ W])
+
+
+def test_an_open_program_is_opened_as_it_is():
+    # Until jax 0.10.2 checkpoint held an open program, and jit a closed one.
+    inside, consts = _jaxpr.opened(_jaxpr.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
+    assert consts == []
+    same(_jaxpr.evaluate(inside, [W]), [jnp.sin(W)])
+
+
+def test_without_the_name_of_closed_programs_all_are_closed(monkeypatch):
+    # That name has been an alias since jax 0.11.0, which may go; in older versions this test says nothing.
+    jaxpr = program(jnp.sin, W)
+    monkeypatch.setattr(_jaxpr, "_Closed", type(jax.make_jaxpr(jnp.sin)(W)))
+    same(_jaxpr.evaluate(jaxpr, [W]), [jnp.sin(W)])
+
+
+def test_numbers_in_a_program_are_literals_with_a_value():
+    # In jax 0.8 to 0.12 some are of private types, with a dtype of their own.
+    (eqn,) = program(lambda w: w * 2, W).eqns
+    _, two = _jaxpr.values({eqn.invars[0]: W}, eqn.invars)
+    assert (two.dtype, two.shape, float(two)) == (jnp.float32, (), 2.0)
+    assert _jaxpr.variables(eqn.invars) == eqn.invars[:1]
+
+
+def test_dead_code_goes_also_from_the_body_of_a_loop():
+    def two(w, x):
+        return jax.lax.scan(lambda c, x: ((c[0] * 2, c[1] + x @ w), None), (w[0], jnp.zeros(3)), x)[0]
+
+    jaxpr = program(two, W, X)
+    first = _jaxpr.live(_jaxpr.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
+    (scan,) = [eqn for eqn in first.eqns if _jaxpr.is_scan(eqn)]
+    assert [v.aval.shape for v in scan.outvars] == [(3,)]
+
+
+def test_a_linearized_function_is_a_tree_of_what_it_keeps():
+    _, linear = jax.linearize(lambda w: jnp.sin(w) * 2, W)
+    kept, tree = _jaxpr.residuals(linear)
+    assert any(np.array_equal(x, jnp.cos(W)) for x in kept)
+    same([jax.tree.unflatten(tree, kept)(jnp.ones_like(W))], [2 * jnp.cos(W)])
+
+
+# ---- equations
+
+
+def sharded(w, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"mesh": mesh, "in_specs": (Spec(), Spec("data")), "out_specs": (Spec(), Spec("data"))}
+    return jax.shard_map(lambda w, x: (jnp.sin(w), x @ w), **specs)(w, x)
+
+
+@jax.custom_vjp
+def by_hand(w, x):
+    return jnp.sin(w), x @ w
+
+
+by_hand.defvjp(lambda w, x: (by_hand(w, x), None), lambda _, dots: (dots[0], None))
+
+CALLS = {
+    "jit": jax.jit(lambda w, x: (jnp.sin(w), x @ w)),
+    "remat2": jax.checkpoint(lambda w, x: (jnp.sin(w), x @ w)),
+    "custom_jvp_call": jax.custom_jvp(lambda w, x: (jnp.sin(w), x @ w)),
+    "custom_vjp_call": by_hand,
+    "shard_map": sharded,
+}
+CALLS["custom_jvp_call"].defjvp(lambda primals, tangents: (CALLS["custom_jvp_call"](*primals), tangents))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_holds_one_program_which_takes_and_gives_what_it_does(name):
+    eqn = equation(name, CALLS[name], W, X)
+    (inside,) = _jaxpr.inner(eqn)
+    assert _jaxpr.is_call(eqn)
+    assert (len(inside.invars), len(inside.outvars)) == (len(eqn.invars), len(eqn.outvars)) == (2, 2)
+
+
+def test_a_cond_chooses_by_its_first_operand_and_gives_its_branches_all_others():
+    eqn = equation("cond", lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), W, X)
+    assert _jaxpr.is_cond(eqn)
+    assert not _jaxpr.is_call(eqn)
+    assert [len(branch.invars) for branch in _jaxpr.inner(eqn)] == [len(eqn.invars) - 1] * 2
+
+
+def test_a_while_loop_is_no_call():
+    eqn = equation("while", lambda w: jax.lax.while_loop(lambda w: w[0, 0] < 3, lambda w: w + 1, w), W)
+    assert [_jaxpr.is_call(eqn), _jaxpr.is_scan(eqn), _jaxpr.is_cond(eqn)] == [False] * 3
+
+
+def test_a_reduction_that_holds_a_program_is_no_call():
+    eqn = equation("reduce", lambda w: jax.lax.reduce(w, 0.0, lambda a, b: a * b + a, (0, 1)), W)
+    assert len(_jaxpr.inner(eqn)) == 1
+    assert not _jaxpr.is_call(eqn)
+
+
+def test_apply_is_told_from_the_users_checkpoint():
+    ours = program(lambda w: recompute(lambda w, key: w * 2, w, None), W)
+    theirs = program(jax.checkpoint(lambda w: w * 2), W)
+    assert [_bodies.is_apply(eqn) for jaxpr in (ours, theirs) for eqn in jaxpr.eqns] == [True, False]
+
+
+def test_what_prints_or_calls_back_runs_once():
+    def calling(w):
+        jax.debug.print("{}", w)
+        io_callback(lambda w: None, None, w, ordered=True)
+        return w * 2
+
+    assert [_jaxpr.has_effects(eqn) for eqn in program(calling, W).eqns] == [True, True, False]
+
+
+def test_the_name_of_an_axis_of_a_mesh_is_an_effect_that_may_happen_twice():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"mesh": mesh, "in_specs": Spec("data"), "out_specs": Spec("data")}
+
+    def numbered(x):
+        return x + jax.lax.axis_index("data").astype(x.dtype)
+
+    (inside,) = _jaxpr.inner(equation("shard_map", jax.shard_map(numbered, **specs), X))
+    named = [eqn for eqn in inside.eqns if eqn.effects]
+    assert [eqn.primitive.name for eqn in named] == ["axis_index"]
+    assert not _jaxpr.has_effects(named[0])
+
+
+def test_mutable_arrays_are_told_by_their_type():
+    def mutable(w):
+        ref = jax.new_ref(w)
+        ref[...] = w * 2
+        return ref[...]
+
+    assert _jaxpr.has_refs(program(mutable, W))
+    assert not _jaxpr.has_refs(program(jnp.sin, W))
+
+
+def test_the_lines_of_source_begin_with_the_innermost():
+    (eqn,) = program(lambda w: jnp.sin(w), W).eqns
+    assert "test_jaxpr.py" in _jaxpr.lines(eqn)[0]
+
+
+# ---- scans
+
+
+def carried(w, x):
+    return jax.lax.scan(lambda c, x: (c + x @ w, c), jnp.zeros(3), x)
+
+
+def of_keys(w, keys):
+    return jax.lax.scan(lambda c, key: (c + 1, c * jax.random.normal(key)), w, keys)
+
+
+SCANS = {
+    "all three": (carried, (W, X), (1, 1)),
+    "keys in steps": (of_keys, (W, KEYS), (0, 1)),
+    "nothing carried": (lambda w, x: jax.lax.map(lambda x: x @ w, x), (W, X), (1, 0)),
+    "no steps": (lambda w: jax.lax.scan(lambda c, _: (c * w, c), w, length=3), (W,), (1, 1)),
+    "a counted loop": (lambda w: jax.lax.fori_loop(0, 3, lambda i, c: c * w, w), (W,), (1, 2)),
+    "numbers": (lambda x: jax.lax.scan(lambda c, x: (c + x, x), 0.0, x), (X[:, 0],), (0, 1)),
+    "vmap": (lambda w, x: jax.vmap(carried, (None, 0))(w, x), (W, jnp.stack([X, X])), (1, 1)),
+    "vmap of the constant": (lambda w, x: jax.vmap(carried, (0, None))(w, x), (jnp.stack([W, W]), X), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_the_types_of_a_scan_tell_constants_carries_and_steps(name):
+    # Since jax 0.11.0 there is no num_consts and no num_carry, but ft_in and ft_out.
+    f, args, expected = SCANS[name]
+    eqn = equation("scan", f, *args)
+    assert _jaxpr.is_scan(eqn)
+    assert _jaxpr.counts(eqn) == expected
+
+
+def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
+    def pushed(w):
+        return jax.jvp(lambda w: carried(w, X)[0], (w,), (w,))
+
+    # The constant and what is carried, each with its tangent.
+    assert _jaxpr.counts(equation("scan", pushed, W)) == (2, 2)
+
+
+def again(eqn, args, body=None):
+    """The values of an equation that is written again, by default with its own body."""
+    inside, consts = _jaxpr.body(eqn)
+    return _jaxpr.rebound(eqn)(body or (lambda *args: _jaxpr.evaluate(inside, [*consts, *args])), *args)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
+def test_a_scan_is_written_again(settings):
+    # Its linear and _split_transpose went with jax 0.10.0.
+    def f(init, x):
+        carry, ys = jax.lax.scan(lambda c, x: (2 * c + x @ W, c), init, x, **settings)
+        return carry, ys
+
+    eqn = equation("scan", f, jnp.zeros(3), X)
+    operands = [{(2, 3): W, (3,): jnp.zeros(3), (4, 2): X}[v.aval.shape] for v in eqn.invars]
+    same(again(eqn, operands), f(jnp.zeros(3), X))
+    rewritten = equation("scan", lambda *args: again(eqn, args), *operands)
+    for setting in ("length", "reverse", "unroll"):
+        assert rewritten.params[setting] == eqn.params[setting]
+
+
+def test_a_jit_without_shardings_is_written_again_as_its_body():
+    eqn = equation("jit", CALLS["jit"], W, X)
+    assert [e.primitive.name for e in program(lambda *args: again(eqn, args), W, X).eqns] == ["sin", "dot_general"]
+
+
+def test_a_jit_with_shardings_keeps_them():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spread = NamedSharding(mesh, Spec("data"))
+    eqn = equation("jit", jax.jit(jnp.sin, out_shardings=spread), X)
+    rewritten = equation("jit", lambda *args: again(eqn, args), X)
+    assert rewritten.params["out_shardings"] == (spread,)
+
+
+def test_a_shard_map_is_written_again():
+    # Its manual_axes are newly_manual_axes since jax 0.10.2.
+    eqn = equation("shard_map", sharded, W, X)
+    same(again(eqn, (W, X)), sharded(W, X))
+    rewritten = equation("shard_map", lambda *args: again(eqn, args), W, X)
+    others = set(eqn.params) - {"jaxpr"}
+    assert {name: rewritten.params[name] for name in others} == {name: eqn.params[name] for name in others}
+
+
+def test_other_equations_are_not_written_again():
+    assert _jaxpr.rebound(equation("remat2", CALLS["remat2"], W, X)) is None
+
+
+# ---- a JAX that writes otherwise
+
+
+def unreadable(what):
+    return raises(
+        RuntimeError,
+        f"remat and saved cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX 0.8.0 to "
+        f"{_jaxpr.NEWEST}. Install one of these, or a newer reparax.",
+    )
+
+
+@pytest.mark.parametrize("name", ["scan", "shard_map"])
+def test_a_parameter_that_is_not_known_is_refused(name):
+    eqn = equation(name, {"scan": carried, "shard_map": sharded}[name], W, X)
+    newer = eqn.replace(params={**eqn.params, "zigzag": True})
+    with unreadable(f"a {name} with the parameter 'zigzag'"):
+        again(newer, (W, jnp.zeros(3), X))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("scan", "reverse"), ("shard_map", "mesh"), ("shard_map", "newly_manual_axes"), ("jit", "in_shardings")],
+)
+def test_a_parameter_that_is_not_there_is_refused(name, missing):
+    eqn = equation(name, {"scan": carried, "shard_map": sharded, "jit": CALLS["jit"]}[name], W, X)
+    gone = {missing, "manual_axes"}
+    newer = eqn.replace(params={key: value for key, value in eqn.params.items() if key not in gone})
+    with unreadable(f"a {name} without the parameter {missing!r}"):
+        again(newer, (W, X))
+
+
+P = rpx.VarNoise(0.1)
+
+
+def loss(w, key, xs):
+    w = P.apply(w, key)
+    return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ jnp.sin(w)), None), jnp.zeros(3), xs)[0])
+
+
+EVERYONE = {
+    "remat": lambda: rpx.remat(loss)(W, KEYS[0], X),
+    "saved": lambda: rpx.saved(loss, W, KEYS[0], X),
+}
+everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
+
+
+@everyone
+def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
+    monkeypatch.setattr(_jaxpr, "_SCAN", ("length", "reverse"))
+    with unreadable("a scan with the parameter 'unroll'"):
+        run()
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """JAX is newer than those that were tested."""
+    monkeypatch.setattr(_jaxpr, "NEWEST", "0.7.2")
+    _rehearsal.rehearse.cache_clear()
+    yield
+    _rehearsal.rehearse.cache_clear()
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_newer_jax_that_writes_programs_in_the_same_way_works():
+    assert rpx.saved(loss, W, KEYS[0], X).bytes("weights") > 0
+    assert rpx.saved(rpx.remat(loss), W, KEYS[0], X).bytes("weights") == 0
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("primitive", ["scan_p", "jit_p", "cond_p", "custom_jvp_call_p"])
+@everyone
+def test_a_newer_jax_with_another_name_for_an_equation_is_refused(run, primitive, monkeypatch):
+    monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
+    with unreadable("a small network"):
+        run()
+
+
+CHANGES = {
+    "a derivative is no tree": ("residuals", lambda linear: ([], None)),
+    "checkpoint hides its policy": ("holds", lambda eqn, policy: False),
+    "a function is gone": ("partial_eval", None),
+}
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("change", CHANGES)
+@everyone
+def test_a_newer_jax_that_writes_programs_in_another_way_is_refused(run, change, monkeypatch):
+    monkeypatch.setattr(_jaxpr, *CHANGES[change])
+    with unreadable("a small network"):
+        run()

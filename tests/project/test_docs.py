@@ -1,0 +1,74 @@
+"""Every Python block of the README runs, and the API pages have every name. `make docs` runs the notebooks."""
+
+import doctest
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+COMING_FROM = ROOT / "docs" / "coming_from.md"
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_short(path):
+    assert 0 < path.read_text().count("```{code-cell}") <= 12
+
+
+def test_readme_runs(blocks):
+    globs: dict[str, object] = {}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for number, block in enumerate(blocks):
+        name = f"README block {number}"
+        examples = doctest.DocTestParser().get_doctest(block, globs, name, str(README), 0)
+        code = "" if examples.examples else block
+        examples.globs = globs
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            exec(compile(code, name, "exec"), globs)
+            runner.run(examples, clear_globs=False)
+        globs |= examples.globs
+    assert runner.summarize(verbose=False).failed == 0
+    assert len(blocks) >= 6
+
+
+def test_our_side_of_every_task_runs():
+    globs: dict[str, object] = {}
+    with jax.numpy_rank_promotion("allow"):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", COMING_FROM.read_text(), flags=re.DOTALL)):
+            exec(compile(block, f"{COMING_FROM.name}, block {number}", "exec"), globs)
+    assert globs["grads"]["scale"]["@positive"]["x"].tolist() == [0.5, 2.0]  # of x in exp x, at x = log 0.5, log 2
+
+
+def test_the_new_stage_of_five_minutes_keeps_the_laws(key):
+    (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), flags=re.DOTALL)
+    globs: dict[str, object] = {"__name__": "five_minutes"}
+    exec(compile(block, CONTRIBUTING.name, "exec"), globs)
+    params = {"w": jax.random.normal(key, (4, 3))}
+    check_laws(globs["Grid"](), params)
+    loose = type("Loose", (globs["Grid"],), {"fixed": (), "__module__": "five_minutes"})
+    with pytest.raises(AssertionError, match="breaks the law of right inverse"):
+        check_laws(loose(), params)
+
+
+def test_the_api_pages_have_every_public_name_once():
+    documented = [
+        f"{module}.{name}"
+        for page in API
+        for block in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        for module, name in [(block[0], name) for name in re.findall(r"auto(?:class|function):: (\w+)", block[1])]
+    ]
+    public = [f"reparax.{name}" for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
+    assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])

@@ -1,0 +1,68 @@
+"""The plan of the house: which wing may import which, read from the imports."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import reparax as rpx
+
+ROOT = Path(rpx.__file__).parent
+
+FLOORS = ["_tree", "_numerics", "_axes", "_core", "_stage"]
+"""Each imports those before it alone."""
+FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared"]
+"""Each imports the floors, and no other family."""
+ALLOWED = {
+    **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
+    **{family: set(FLOORS) for family in FAMILIES},
+    "training": set(FLOORS),
+    "memory": {"_tree", "_core"},
+    "testing": {*FLOORS, "training"},
+    "_torch": {*FLOORS, *FAMILIES, "training"},
+}
+
+
+def imported(file: Path) -> set[tuple[str, ...]]:
+    """The modules of this package, and the names in them, that a file imports."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    paths = [[*(node.module or "").split("."), name.name] for node in nodes for name in node.names]
+    return {tuple(path[1:]) for path in paths if path[0] == "reparax"}
+
+
+def files(wing: str) -> list[Path]:
+    return sorted((ROOT / wing).glob("*.py"))
+
+
+def test_every_folder_has_a_place_in_the_plan():
+    assert {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))} == set(ALLOWED)
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "demo.py"}
+
+
+@pytest.mark.parametrize("wing", ALLOWED)
+def test_a_wing_imports_those_that_it_may(wing):
+    found = {(file.name, path[0]) for file in files(wing) for path in imported(file)}
+    assert [(file, other) for file, other in sorted(found) if other not in {wing, *ALLOWED[wing]}] == []
+
+
+def test_what_reads_programs_knows_of_the_core_by_one_name():
+    found = {path for file in files("memory") for path in imported(file) if path[0] == "_core"}
+    assert {path[1] for path in found} == {"recompute"}
+
+
+@pytest.mark.parametrize("wing", ALLOWED)
+def test_nothing_private_to_a_wing_is_used_by_another(wing):
+    others = [file for other in ALLOWED if other != wing for file in files(other)]
+    found = {(file.parent.name, file.name, path) for file in others for path in imported(file) if path[0] == wing}
+    private = [each for each in found if any(name.startswith("_") for name in each[2][1:])]
+    assert [each for each in private if each[0] != "_torch"] == []  # which reads the raw values of several families
+
+
+@pytest.mark.parametrize("wing", [*FAMILIES, "training", "memory"])
+def test_the_names_of_a_family_are_those_of_the_package(wing):
+    family = importlib.import_module(f"reparax.{wing}")
+    names = [name for name in vars(family) if not name.startswith("_")]
+    assert names
+    for name in names:
+        assert getattr(rpx, name) is getattr(family, name)

@@ -1,0 +1,76 @@
+"""The notebooks with outputs are those of the documentation, and say nothing of the machine that ran them."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
+# Folders at the root of a file system, those of packages and of kernels, and addresses in memory.
+MACHINE = re.compile(r"/(?:home|root|tmp|usr|Users|work|var|private|opt)/|site-packages|ipykernel|0x[0-9a-f]{6}")
+
+of_each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+
+
+def written(source):
+    return nbformat.read(ROOT / "notebooks" / f"{source.stem}.ipynb", as_version=4)
+
+
+def cells(notebook):
+    """Code, and text without the targets of its links, which depend on where a notebook lies."""
+    return [(cell.cell_type, LINK.sub("](", cell.source).strip()) for cell in notebook.cells]
+
+
+def test_there_is_one_for_each_in_the_documentation():
+    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == [path.stem for path in SOURCES]
+
+
+@of_each
+def test_cells_are_those_of_the_source_after_one_that_installs(source):
+    first, *others = cells(written(source))
+    assert first == ("code", '%pip install -q "reparax[notebooks]"')
+    assert others == cells(jupytext.read(source)), "run: make notebooks"
+
+
+@of_each
+def test_links_lead_to_files(source):
+    for cell in written(source).cells:
+        for target in LINK.findall(cell.source) if cell.cell_type == "markdown" else []:
+            assert (ROOT / "notebooks" / target).exists()
+
+
+@of_each
+def test_it_is_a_notebook_whose_cells_are_numbered_and_were_run_in_their_order(source):
+    notebook = written(source)
+    nbformat.validate(notebook)
+    assert [cell.id for cell in notebook.cells] == [f"cell-{n}" for n in range(len(notebook.cells))]
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == [None, *range(1, len(counts))]
+
+
+@of_each
+def test_there_are_outputs_and_none_names_a_path_or_an_address_of_the_machine(source):
+    outputs = [output for cell in written(source).cells for output in cell.get("outputs", [])]
+    assert any(output.output_type == "stream" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    for output in outputs:
+        texts = {**output.get("data", output)}
+        texts.pop("image/png", None)
+        said = json.dumps(texts)
+        assert not MACHINE.search(said)
+        assert str(ROOT) not in said
+        assert str(Path.home()) not in said
+
+
+@of_each
+def test_text_stands_in_one_piece_and_is_no_warning(source):
+    for cell in written(source).cells:
+        kinds = [output.output_type for output in cell.get("outputs", [])]
+        assert all(pair != ("stream", "stream") for pair in itertools.pairwise(kinds))
+        assert all(output.get("name", "stdout") == "stdout" for output in cell.get("outputs", []))

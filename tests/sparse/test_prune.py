@@ -1,0 +1,326 @@
+"""Masks and prunings against sorted magnitudes in numpy, and their schedules against the paper."""
+
+from fractions import Fraction
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiled import pulled, read
+from errors import raises
+
+import reparax as rpx
+from reparax.sparse import _amount
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def rotated(*shape):
+    return (normal(*shape) + 1j * normal(*shape, seed=1)).astype(np.complex64)
+
+
+@jax.jit
+def projected(p, arrays):
+    return [p.project(w) for w in arrays]
+
+
+def without_smallest(w, count):
+    """``w`` with its ``count`` smallest entries at zero, the later ones first where they are equal."""
+    flat = np.array(w).reshape(-1)
+    flat[sorted(range(flat.size), key=lambda i: (abs(flat[i]), -i))[:count]] = 0
+    return flat.reshape(w.shape)
+
+
+def mask_of(raw, kind):
+    return raw["w"][f"@{kind}"]["@fixed"]["mask"]
+
+
+# ---- one array
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "count"),
+    [
+        (0, 0),
+        (0.0, 0),
+        (0.5, 15),
+        (0.52, 16),
+        (0.95, 28),
+        (0.99, 30),
+        (7, 7),
+        (30, 30),
+        ((0.5, 0.5), 23),
+        ((10, 0.3), 16),
+    ],
+    ids=str,
+)
+def test_magnitude_pruning_takes_the_smallest_weights(sparsity, count):
+    # Thirty weights: 0.95 is 28.5 of them, which rounds to even; half of 15 is 7.5, which rounds to 8.
+    arrays = [normal(5, 6), normal(3, 2, 5, scale=1e30), rotated(5, 6), normal(5, 6, dtype=jnp.bfloat16)]
+    for w, got in zip(arrays, projected(rpx.MagnitudePrune(sparsity), arrays), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), without_smallest(w, count))
+
+
+@pytest.mark.parametrize("size", [45, 1000, 4097**2, 2**31 - 1])
+@pytest.mark.parametrize("share", [0.0, 1e-9, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.99])
+def test_a_traced_share_is_as_many_weights_as_the_known_one(share, size):
+    known = _amount.left((share, 0.5), size)
+    traced = jax.jit(lambda share: _amount.left((share, 0.5), size))(share)
+    assert traced == known
+    # The float32 number in units of 2^-31, exactly multiplied; Python rounds fractions as it does floats.
+    units = Fraction(round(Fraction(float(np.float32(share))) * 2**31), 2**31)
+    left = size - round(units * size)
+    assert known == left - round(Fraction(left, 2))
+
+
+def test_a_schedule_prunes_as_many_weights_as_a_number():
+    w = jnp.arange(45.0)[None]
+    masks = [p.init({"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"] for p in (rpx.MagnitudePrune(0.7),)]
+    masks.append(
+        jax.jit(lambda s: rpx.MagnitudePrune(s).init({"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"])(0.7)
+    )
+    assert [int(np.sum(np.asarray(mask) == 0)) for mask in masks] == [31, 31]
+
+
+def test_of_equal_weights_the_first_stay():
+    w = np.array([[1, -1, 2], [1, 1, -1]], np.float32)
+    for sparsity in (1, 2, 3, 4):
+        np.testing.assert_array_equal(rpx.MagnitudePrune(sparsity).project(w), without_smallest(w, sparsity))
+
+
+@pytest.mark.parametrize(("order", "score"), [(1, 1), (2, 2), (3.5, 3.5), (np.inf, np.inf)])
+@pytest.mark.parametrize(("axis", "others"), [(-1, (0, 1, 2)), (0, (1, 2, 3)), (2, (0, 1, 3))])
+def test_slices_are_pruned_by_their_norm(axis, others, order, score):
+    w = normal(4, 3, 4, 6)
+    norms = np.max(np.abs(w), others) if order == np.inf else np.sum(np.abs(w.astype(float)) ** score, others)
+    kept = norms > np.sort(norms)[1]  # half of four, or a third of six, but two
+    expected = w * np.expand_dims(kept, others)
+    (got,) = projected(rpx.MagnitudePrune(2, axis, order), [w])
+    np.testing.assert_array_equal(got, expected)
+    mask = jax.eval_shape(rpx.MagnitudePrune(2, axis, order).init, {"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"]
+    assert mask.shape == np.expand_dims(norms, others).shape
+
+
+def test_masked_weights_get_no_gradient_and_a_mask_that_has_decayed_still_holds():
+    p, w = rpx.MagnitudePrune(0.5), normal(4, 4)
+    raw = p.init({"w": w})
+    raw["w"]["@magnitude_prune"]["@fixed"]["mask"] *= 0.9
+    np.testing.assert_array_equal(read(p, raw), without_smallest(w, 8))
+    slopes = pulled(p, raw, np.ones_like(w))["@magnitude_prune"]
+    np.testing.assert_array_equal(slopes["w"], without_smallest(w, 8) != 0)
+    assert not np.any(slopes["@fixed"]["mask"])
+
+
+def test_an_update_prunes_what_earlier_stages_give_now():
+    p, w = rpx.WeightNorm() >> rpx.MagnitudePrune(0.5), normal(6, 4)
+    raw = p.init({"w": w})
+    raw["w"]["@magnitude_prune"]["w"]["@weight_norm"]["g"] *= jnp.array([[9.0, 1.0, 1.0, 9.0]])
+    scaled = w * np.array([9, 1, 1, 9], np.float32)
+    kept = without_smallest(w, 12) != 0
+    np.testing.assert_allclose(p.apply(raw)["w"], scaled * kept, rtol=1e-5)
+    updated = p.update(raw)
+    np.testing.assert_allclose(p.apply(updated)["w"], without_smallest(scaled, 12), rtol=1e-5)
+    held, new = (tree["w"]["@magnitude_prune"]["w"]["@weight_norm"]["v"] for tree in (raw, updated))
+    np.testing.assert_array_equal(held, new)
+
+
+def test_weight_norm_of_a_pruned_direction_keeps_the_length_and_the_mask():
+    p, w = rpx.MagnitudePrune(0.5) >> rpx.WeightNorm(), normal(6, 4)
+    got = p.fold(p.init({"w": w}))["w"]
+    np.testing.assert_allclose(np.linalg.norm(got, axis=0), np.linalg.norm(w, axis=0), rtol=1e-6)
+    np.testing.assert_array_equal(got == 0, without_smallest(w, 12) == 0)
+
+
+def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():
+    w = normal(6, 4)
+    pruned = rpx.MagnitudePrune(0.9).init({"w": w})
+    np.testing.assert_array_equal(rpx.MagnitudePrune(0.5).update(pruned)["w"]["@magnitude_prune"]["w"], w)
+    np.testing.assert_array_equal(read(rpx.MagnitudePrune(0.9), rpx.MagnitudePrune(0).update(pruned)), w)
+
+
+def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
+    w = normal(8, 4)
+    for kind in (rpx.MagnitudePrune, rpx.GlobalPrune):
+        assert (read(kind((0.5, 8, 0.25)), kind((0.5, 8, 0.25)).init({"w": w})) != 0).sum() == 6
+        p = kind(0.5) >> kind(8)
+        assert (read(p, p.init({"w": w})) != 0).sum() == 16
+
+
+def test_a_cubic_schedule_compiles_once_and_follows_the_paper():
+    schedule = optax.polynomial_schedule(0.0, 0.9, 3, transition_steps=10, transition_begin=2)
+    w = normal(20, 25)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def updated(raw, step):
+        return rpx.MagnitudePrune((schedule(step), 0.0)).update(raw)
+
+    raw = rpx.MagnitudePrune(0.0).init({"w": w})
+    for step in (0, 2, 3, 7, 11, 12, 40):
+        raw = updated(raw, step)
+        # Zhu and Gupta 2017, equation 1.
+        share = 0.9 - 0.9 * (1 - np.clip((step - 2) / 10, 0, 1)) ** 3
+        assert float(mask_of(raw, "magnitude_prune").sum()) == 500 - round(share * 500)
+
+
+# ---- all arrays together
+
+
+def test_global_pruning_ranks_the_weights_of_all_arrays():
+    params = {
+        "a": {"kernel": normal(5, 6), "bias": normal(6)},
+        "b": {"kernel": normal(4, 3, seed=1, scale=3, dtype=jnp.bfloat16)},
+        "c": {"kernel": normal(3, 3, seed=2, scale=0.1)},
+    }
+    p = rpx.GlobalPrune(0.5)
+    got = p.fold(p.init(params))
+    kernels = [np.asarray(params[name]["kernel"], np.float32) for name in "abc"]
+    flat = without_smallest(np.concatenate([w.reshape(-1) for w in kernels]), 26)  # half of 51, rounded to even
+    ends = np.cumsum([w.size for w in kernels])[:-1]
+    for name, part, w in zip("abc", np.split(flat, ends), kernels, strict=True):
+        np.testing.assert_array_equal(np.asarray(got[name]["kernel"], np.float32), part.reshape(w.shape))
+    np.testing.assert_array_equal(got["a"]["bias"], params["a"]["bias"])
+
+
+def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
+    p = rpx.Scale(2.0, where="a") >> rpx.GlobalPrune(0.5)
+    raw = p.init({"a": jnp.array([[1.0, 2.0]]), "c": jnp.array([[3.0, 4.0]])})
+    raw["a"]["@global_prune"]["w"]["@scale"]["x"] *= 10
+    got = p.fold(p.update(raw))
+    np.testing.assert_array_equal(got["a"], [[10, 20]])
+    np.testing.assert_array_equal(got["c"], [[0, 0]])
+
+
+# ---- given masks, groups and random masks
+
+
+def test_a_mask_keeps_the_zeros_of_the_weight():
+    p, w = rpx.Mask(), np.tril(normal(4, 4))
+    raw = p.init({"w": w})
+    np.testing.assert_array_equal(mask_of(raw, "mask"), np.tril(np.ones((4, 4))))
+    raw["w"]["@mask"]["w"] = jnp.full((4, 4), 7.0)
+    np.testing.assert_array_equal(read(p, raw), 7 * np.tril(np.ones((4, 4))))
+    assert isinstance(p >> rpx.Mask(where="w"), rpx.Chain)
+
+
+@pytest.mark.parametrize(("axis", "n", "m"), [(-1, 2, 4), (0, 1, 2), (1, 1, 3), (0, 0, 4), (0, 4, 4)], ids=str)
+def test_n_of_every_m_weights_stay(axis, n, m):
+    arrays = [normal(4, 6, 8), normal(4, 6, 8, dtype=np.float16), rotated(4, 6, 8), np.ones((4, 6, 8), np.float32)]
+    for w, got in zip(arrays, projected(rpx.NofM(n, m, axis), arrays), strict=True):
+        groups = np.moveaxis(w, axis, -1).reshape(-1, m)
+        expected = np.stack([without_smallest(group, m - n) for group in groups])
+        np.testing.assert_array_equal(np.moveaxis(got, axis, -1).reshape(-1, m), expected)
+
+
+def test_an_update_of_n_of_m_makes_the_mask_anew():
+    p = rpx.NofM(1, 2)
+    raw = p.init({"w": jnp.array([[1.0, 2.0]])})
+    raw["w"]["@nof_m"]["w"] = jnp.array([[3.0, 2.0]])
+    np.testing.assert_array_equal(read(p, p.update(raw)), [[3, 0]])
+
+
+def test_random_pruning_takes_a_given_number_at_random(key):
+    w = normal(40, 50)
+    masks = jax.vmap(lambda k: mask_of(rpx.RandomPrune(0.3).init({"w": w}, k), "random_prune"))(
+        jax.random.split(key, 50)
+    )
+    np.testing.assert_array_equal(masks.sum((1, 2)), np.full(50, 1400))
+    # Each place is kept a binomial number of times; so is the count over the places of any row.
+    np.testing.assert_allclose(masks.mean(), 0.7, rtol=1e-6)
+    np.testing.assert_allclose(masks.mean((0, 2)), 0.7, atol=5 * np.sqrt(0.21 / 2500))
+    np.testing.assert_allclose(masks.mean(0).var(), 0.21 / 50, rtol=5 * np.sqrt(2 / 2000))
+
+
+def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest():
+    w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
+    p = rpx.RandomPrune(1, axis=-1)
+    np.testing.assert_array_equal(read(p, p.init({"w": w}, jax.random.key(3))), w)
+    mask = mask_of(rpx.RandomPrune(2, axis=-1).init({"w": w}), "random_prune")
+    assert {(0, 0), (1, 1)} == {(float(column.min()), float(column.max())) for column in mask.T}
+    np.testing.assert_array_equal(rpx.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
+    with_zeros = normal(6, 4) * np.array([1, 0, 1, 1], np.float32)
+    assert [bool(rpx.RandomPrune(count).contains(with_zeros)) for count in (6, 7)] == [True, False]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (
+            lambda: rpx.MagnitudePrune(1.0),
+            ValueError,
+            "MagnitudePrune got sparsity=1.0, but a share of weights is at least 0 and less than 1.",
+        ),
+        (
+            lambda: rpx.RandomPrune((0.5, -1)),
+            ValueError,
+            "RandomPrune got sparsity=-1, but cannot prune fewer weights than none.",
+        ),
+        (
+            lambda: rpx.GlobalPrune("half"),
+            TypeError,
+            "GlobalPrune takes a real number or a real scalar array as sparsity, but got 'half'.",
+        ),
+        (
+            lambda: rpx.MagnitudePrune(0.5, order=0),
+            ValueError,
+            "MagnitudePrune got order=0.0, but takes the order of a norm, greater than 0.",
+        ),
+        (
+            lambda: rpx.MagnitudePrune(7).init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "MagnitudePrune(7).init at 'w': expected to prune at most 6, as many as there are, got sparsity 7. Give a "
+            "share, which fits arrays of every size, or narrow the stage with `where`.",
+        ),
+        (
+            lambda: rpx.MagnitudePrune((2, 1), axis=-1).init({"w": jnp.ones((3, 2))}),
+            ValueError,
+            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, as many as there are, got "
+            "sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the stage with `where`.",
+        ),
+        (
+            lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
+            ValueError,
+            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape (). Leave "
+            "it out with `where`, or give it a stage of its own.",
+        ),
+        (
+            lambda: rpx.GlobalPrune(13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
+            ValueError,
+            "GlobalPrune(13): expected to prune at most 12, as many as there are, got sparsity 13. Give a share, which "
+            "fits arrays of every size, or narrow the stage with `where`.",
+        ),
+        (
+            lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "c": jnp.array([[1.0, jnp.nan]])}),
+            ValueError,
+            "GlobalPrune(0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, or leave "
+            "it out with `where`.",
+        ),
+        (
+            lambda: rpx.NofM(5, 4),
+            ValueError,
+            "NofM got n=5 and m=4, but keeps n of every m weights, 0 <= n <= m.",
+        ),
+        (
+            lambda: rpx.NofM(2, 4).init({"w": jnp.ones((4, 6))}),
+            ValueError,
+            "NofM(2, 4).init at 'w': expected an axis -1 whose length is divisible by 4, got shape (4, 6). Leave it "
+            "out with `where`, or choose another axis.",
+        ),
+        (
+            lambda: rpx.NofM(2, 4, outside="refuse").init({"w": jnp.ones((4, 4))}),
+            ValueError,
+            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
+            "`stage.project(w)`, or let `outside='project'` do it.",
+        ),
+    ],
+)
+def test_what_prunings_cannot_take(build, error, text):
+    with raises(error, text):
+        build()
