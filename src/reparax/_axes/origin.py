@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from reparax._tree.differences import abstract
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 from reparax._tree.raw import parameter
 
 Init = Callable[[PyTree], PyTree]
@@ -80,7 +80,7 @@ def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
         for together in ([*waiting, length], [length]) if waiting else ([length],):
             try:
                 traced = trace([*doubled, *together])
-            except Exception:  # a stage says in its own way that it cannot take such shapes
+            except (ValueError, TypeError):  # by which a stage says that it cannot take such shapes
                 continue
             if _ranks(traced) == _ranks(first):
                 yield traced
@@ -101,7 +101,7 @@ def _grown(x: Any, doubled: Collection[Length]) -> jax.ShapeDtypeStruct:
 
 
 def _shapes(tree: PyTree) -> Shapes:
-    return {path: x.shape for path, x in zip(*named(tree)[:2], strict=True) if is_array(x)}
+    return {path: x.shape for path, x in items(tree) if is_array(x)}
 
 
 def _ranks(traced: tuple[Shapes, Shapes]) -> dict[Names, int]:

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from reparax._axes.origin import Init, inherited
 from reparax._tree.differences import abstract
-from reparax._tree.paths import Names, PyTree, describe, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -19,7 +19,7 @@ def shardings_of_raw(who: str, init: Init, traced: Init, specs: PyTree, mesh: An
     ``traced`` is ``init`` but for what that does to boxes, to be traced many times.
     """
     params = specs if like is None else like
-    arrays = {path_text(path): x for path, x in zip(*named(params)[:2], strict=True) if is_array(x)}
+    arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
     cuts = {path: _cuts(f"{who} at {path!r}", x, arrays[path], mesh) for path, x in _found(who, specs, arrays).items()}
     taken = inherited(traced, params, cuts)
     paths, leaves, treedef = named(abstract(init, params))
@@ -53,12 +53,12 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       >>> state[0].trace["w"]["@weight_norm"]["g"].spec
       P(None, 'model')
     """
-    shapes = {path: x.shape for path, x in zip(*named(raw)[:2], strict=True) if is_array(x)}
-    known = {path: x for path, x in zip(*named(shardings)[:2], strict=True) if isinstance(x, NamedSharding)}
-    for path in sorted(shapes.keys() - known.keys()):
+    shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
+    known = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
+    if lacking := sorted(shapes.keys() - known.keys()):
         raise ValueError(
-            f"state_shardings: the raw tree holds {path_text(path)!r}, for which there is no sharding. Pass the raw "
-            f"tree, and what `p.shardings` gives for it."
+            f"state_shardings: the raw tree holds {path_text(lacking[0])!r}, for which there is no sharding. Pass the "
+            f"raw tree, and what `p.shardings` gives for it."
         )
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
 
@@ -73,9 +73,7 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
 
 def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """What ``specs`` holds for each array, by its path."""
-    found = {
-        path_text(path): x for path, x in zip(*named(specs)[:2], strict=True) if is_array(x) or _spec(x) is not None
-    }
+    found = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec(x) is not None}
     if found and not arrays:
         raise ValueError(
             f"{who} got specs alone, which tell no shapes. Pass like=params, the parameters or their shapes and dtypes."

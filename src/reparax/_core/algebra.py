@@ -250,7 +250,8 @@ class Chain(Parametrization):
         return compose(tuple(stage.deterministic for stage in self.stages))
 
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
-        for path, mark in outer_markers(params).items():
+        if marks := outer_markers(params):
+            path, mark = next(iter(marks.items()))
             raise ValueError(
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."

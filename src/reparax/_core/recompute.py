@@ -22,22 +22,24 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-    found: list[Any] = []
+    found: list[tuple[Any, dict[int, int]]] = []
     failed: list[Exception] = []
 
-    def of_arrays(arrays: list[Any], key: Array | None) -> list[Any]:
+    def of_arrays(arrays: list[Any], key: Array | None) -> dict[int, Any]:
         inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
         origins = {id(x): i for i, x in inputs.items()}
         try:
             outs, outdef = jax.tree.flatten(fun(treedef.unflatten(inputs.values()), key))
         except Exception as error:  # raised below, where JAX does not add to its text
             failed.append(error)
-            return []
-        found[:] = [outdef, [origins.get(id(out)) for out in outs]]
-        return [out for out in outs if id(out) not in origins]
+            return {}
+        passed = {place: origins[id(out)] for place, out in enumerate(outs) if id(out) in origins}
+        found.append((outdef, passed))
+        return {place: out for place, out in enumerate(outs) if place not in passed}
 
-    made = iter(jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key))
-    for error in failed:
-        raise error
-    outdef, origins = found
-    return outdef.unflatten([next(made) if i is None else leaves[i] for i in origins])
+    made = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)
+    if failed:
+        raise failed[0]
+    outdef, passed = found[0]
+    outs = made | {place: leaves[i] for place, i in passed.items()}
+    return outdef.unflatten([outs[place] for place in range(len(outs))])

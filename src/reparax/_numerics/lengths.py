@@ -1,4 +1,10 @@
-"""Lengths of vectors, in arithmetic that neither overflows nor dies at zero."""
+"""Lengths of vectors, in arithmetic that neither overflows nor dies at zero.
+
+Weight norm in one line is ``w = g * v / jnp.sqrt(jnp.sum(v * v))``. In float32 the squares of numbers beyond 2e19 are
+infinite and those of numbers below 1e-23 are zero, and the gradient of a root at zero is NaN, also where another branch
+is chosen afterwards. So numbers are brought near 1 before they are squared, and a length of zero is replaced before its
+root is taken.
+"""
 
 import functools
 

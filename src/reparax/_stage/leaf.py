@@ -420,9 +420,9 @@ class Reparametrization(_Leafwise):
 
         places = list(map(place, range(len(leaves))))
         chosen = choose(who, self.where, places, is_state(tree, is_node))
-        for slot in (slots[i] for i, flag in enumerate(chosen) if flag and i not in nodes):
+        if plain := [slots[i].path for i, flag in enumerate(chosen) if flag and i not in nodes]:
             raise ValueError(
-                f"{who} selects {slot.path!r}, which never went through init. Call `raw = p.init(params)` once, with "
+                f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
         own = {i: fitting.get(i) or self._fitting(node, names[i]) for i, node in nodes.items() if chosen[i]}

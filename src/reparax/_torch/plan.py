@@ -17,7 +17,7 @@ from reparax._torch.names import Held, Naming, Twin, is_marked
 from reparax._torch.values import Form, read_values, write_values
 from reparax._tree.differences import abstract
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
 from reparax.training import _transfer
 
 Rules = Mapping[str, str] | None
@@ -43,7 +43,7 @@ class Plan:
 
     def written(self, raw: PyTree) -> dict[str, Array]:
         """The state dict of a raw tree, real or abstract."""
-        arrays, state = dict(zip(*named(raw)[:2], strict=True)), dict[str, Array]()
+        arrays, state = dict(items(raw)), dict[str, Array]()
         for held in self.held:
             values = {value: jnp.asarray(arrays[keys]) for value, keys in held.keys.items()}
             with locate_errors(repr(held.parameter)):
@@ -77,7 +77,7 @@ def make_plan(
     effective = {path: x for path, x in _by_path(abstract(weights.fold, raw)).items() if is_array(x)}
     tensors, chosen = _tensors(list(effective), names or {}), _chosen(list(effective), layouts or {})
     naming, held, tied = Naming(_transfer.makers(weights, raw), by_hook), list[Held](), dict[str, str]()
-    for keys, node in zip(*named(raw, is_marked)[:2], strict=True):
+    for keys, node in items(raw, is_marked):
         path = path_text(keys)
         if path in effective and jax.tree.leaves(node):
             held += naming.held(node, keys, tensors[path])
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
-    return {path_text(names): x for names, x in zip(*named(tree)[:2], strict=True)}
+    return {path_text(names): x for names, x in items(tree)}
 
 
 def _tensors(paths: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:

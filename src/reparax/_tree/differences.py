@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, named, path_text
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
 from reparax._tree.raw import parameter
 
 
@@ -32,7 +32,7 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
 def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:
     """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
     found: dict[str, dict[str, str]] = {}
-    for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
+    for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (names and is_empty(leaf)):
             base = parameter(names)
             rest = path_text(names).removeprefix(base).removeprefix("/")

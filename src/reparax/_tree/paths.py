@@ -119,6 +119,12 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
     return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
 
 
+def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
+    """Each leaf, after the names that lead to it."""
+    paths, leaves, _ = named(tree, is_leaf)
+    return list(zip(paths, leaves, strict=True))
+
+
 def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
     """Refuses an nnx variable that two modules share: a tree would hold it twice, and the two would part."""
     places: dict[int, Any] = {}

@@ -8,9 +8,9 @@ so every question about a raw tree is a question about key paths, and no tree is
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from reparax._tree.paths import IsLeaf, Names, PyTree, is_empty, named, path_text
+from reparax._tree.paths import IsLeaf, Names, PyTree, is_empty, items, named, path_text
 
 FIXED = "@fixed"
 OTHER_CHAIN = (
@@ -115,8 +115,26 @@ def _stage(path: Names, i: int) -> Kind:
     return _kinds[kind]
 
 
-def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
-    """For each marker along ``path``: the names up to it, the value taken there, whether main, fixed, in the path."""
+class _Value(NamedTuple):
+    """A value under a marker.
+
+    Attributes:
+      node: The names up to the marker, which is the last one.
+      name: The name of the value.
+      main: Whether it is a main value.
+      fixed: Whether it does not train.
+      seen: Whether its name is part of the path under which stages see it.
+    """
+
+    node: Names
+    name: str
+    main: bool
+    fixed: bool
+    seen: bool
+
+
+def _values(path: Names) -> Iterator[_Value]:
+    """The value that ``path`` takes under each marker along it."""
     for i, name in enumerate(path):
         if _is_mark(name):
             stage = _stage(path, i)
@@ -125,30 +143,30 @@ def _values(path: Names) -> Iterator[tuple[Names, str, bool, bool, bool]]:
                 raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
             value = path[i + 2] if fixed else path[i + 1]
             main = value not in stage.fixed if stage.main is None else value in stage.main
-            yield path[: i + 1], value, main, fixed, stage.parts or not main
+            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main)
 
 
 def aligned(path: Names) -> bool:
     """Whether a value has the axes of the parameter that it belongs to: as the main value of aligned stages only."""
-    return all(main and _stage(node, -1).aligned for node, _, main, *_ in _values(path))
+    return all(value.main and _stage(value.node, -1).aligned for value in _values(path))
 
 
 def _slots(paths: list[Names]) -> list[Slot]:
     mains: dict[Names, set[str]] = {}
     for path in paths:
-        for node, value, main, *_ in _values(path):
-            mains.setdefault(node, set()).update([value] if main else [])
+        for value in _values(path):
+            mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
     def slot(path: Names) -> Slot:
         shown = draw = own = parameter(path)
         all_main = visible = True
-        for node, value, main, fixed, in_path in _values(path):
-            if in_path:
-                shown, draw = f"{shown}/{value}", f"{draw}/{node[-1]}/{value}"
-            elif len(mains[node]) > 1:
-                draw = f"{draw}/{value}"
-            all_main = all_main and main
-            visible = visible and (main or not fixed)
+        for value in _values(path):
+            if value.seen:
+                shown, draw = f"{shown}/{value.name}", f"{draw}/{value.node[-1]}/{value.name}"
+            elif len(mains[value.node]) > 1:
+                draw = f"{draw}/{value.name}"
+            all_main = all_main and value.main
+            visible = visible and (value.main or not value.fixed)
         return Slot(shown, draw, own, all_main, FIXED in path, visible)
 
     return [slot(path) for path in paths]
@@ -185,8 +203,7 @@ def all_nodes(tree: PyTree) -> list[Names]:
 
 def empty_nodes(tree: PyTree) -> list[Names]:
     """The names that lead to each empty node: the places that hold no value of their own."""
-    paths, leaves, _ = named(tree, is_empty)
-    return [path for path, leaf in zip(paths, leaves, strict=True) if is_empty(leaf)]
+    return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
 
 
 def outer_markers(tree: PyTree) -> dict[str, str]:
@@ -199,20 +216,33 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
     return found
 
 
+def changes(before: PyTree, after: PyTree) -> dict[Names, Any]:
+    """What ``after`` holds anew: each leaf and empty node that is not the very one that ``before`` has there.
+
+    A function of JAX that leaves an array alone hands on the same object, traced or not, so nothing is compared.
+    """
+    old = dict(items(before, is_empty))
+
+    def is_new(path: Names, leaf: Any) -> bool:
+        return path not in old or (leaf is not old[path] and not (is_empty(leaf) and is_empty(old[path])))
+
+    return {path: leaf for path, leaf in items(after, is_empty) if is_new(path, leaf)}
+
+
 def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:
     """``raw`` with each fixed value, and if ``free`` each free one, that ``after`` holds anew in place of ``before``.
 
     A value is found in ``raw`` by its path; behind a stage that moves values about, by being the same object.
     """
-    old = dict(zip(*named(before)[:2], strict=True))
-    new = dict(zip(*named(after)[:2], strict=True))
-    fresh = {path: leaf for path, leaf in new.items() if (free or FIXED in path) and leaf is not old.get(path)}
+    old = dict(items(before))
+    found = changes(before, after).items()
+    fresh = {path: leaf for path, leaf in found if (free or FIXED in path) and not is_empty(leaf)}
     paths, leaves, treedef = named(raw)
     moved = {id(old.get(path)): path for path in fresh.keys() - set(paths)}
     places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
-    for path in fresh.keys() - set(places):
+    if lost := sorted(fresh.keys() - set(places)):
         raise ValueError(
-            f"{method} changed {path_text(path)!r}, but found no place for it in the raw tree: an earlier stage makes "
-            f"that value anew. Let that stage pass the value through as it is."
+            f"{method} changed {path_text(lost[0])!r}, but found no place for it in the raw tree: an earlier stage "
+            f"makes that value anew. Let that stage pass the value through as it is."
         )
     return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])

@@ -8,7 +8,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, is_array, named, path_text
+from reparax._tree.paths import PyTree, is_array, items, path_text
 from reparax.shared._block import names
 from reparax.shared._cells import Blocks, blocks, read, write
 
@@ -41,12 +41,11 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
       >>> jax.tree.map(jnp.shape, rpx.convert(cell, "equinox.lstm", "haiku.lstm"))
       {'linear': {'b': (8,), 'w': (5, 8)}}
     """
-    paths, leaves, _ = named(tree)
-    arrays = {path_text(path).replace(".", "/"): x for path, x in zip(paths, leaves, strict=True) if is_array(x)}
+    arrays = {path_text(path).replace(".", "/"): x for path, x in items(tree) if is_array(x)}
     with locate_errors(f"convert from {source!r} to {target!r}"):
         old, new = blocks(source), blocks(target)
-        for path in [path for path in arrays if path not in old]:
-            raise ValueError(f"{path!r} is no array of that layout. Pass the parameters of one cell.")
+        if strange := [path for path in arrays if path not in old]:
+            raise ValueError(f"{strange[0]!r} is no array of that layout. Pass the parameters of one cell.")
         values = _shifted(read(old, arrays, dict(sizes)), _added(source))
         wanted = [name for block in new.values() for name in names(block)]
         back = {name: -added for name, added in _added(target).items()}
@@ -58,8 +57,10 @@ def _added(layout: str | Blocks) -> Mapping[str, float]:
 
 
 def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
-    for name in [name for name in by if name not in values]:
-        raise ValueError(f"one cell adds a number to {name!r}, which the other lacks. Give that one a bias of zeros.")
+    if lacking := [name for name in by if name not in values]:
+        raise ValueError(
+            f"one cell adds a number to {lacking[0]!r}, which the other lacks. Give that one a bias of zeros."
+        )
     return values | {name: values[name] + one for name, one in by.items()}
 
 

@@ -45,10 +45,10 @@ class _Rearranged(Stage):
         model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
-        for name in sorted(set(model) ^ set(stored)):
+        if lacking := sorted(set(model) ^ set(stored)):
             raise ValueError(
-                f"{type(self).__name__} got two layouts of which only one holds {name!r}. Choose two that hold the "
-                f"same values, or change the parameters of the model by `convert` first."
+                f"{type(self).__name__} got two layouts of which only one holds {lacking[0]!r}. Choose two that hold "
+                f"the same values, or change the parameters of the model by `convert` first."
             )
 
     def __repr__(self) -> str:
@@ -112,9 +112,9 @@ class _Rearranged(Stage):
                 raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
-        for path in sorted(effective.keys() ^ nodes.keys()):
+        if lacking := sorted(effective.keys() ^ nodes.keys()):
             raise ValueError(
-                f"found nothing at {path!r}, where `init` leaves an empty node, which flattened formats lose. "
+                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node, which flattened formats lose. "
                 f"Restore into the structure that `jax.eval_shape(p.init, params)` gives."
             )
         return effective

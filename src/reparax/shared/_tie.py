@@ -84,10 +84,10 @@ class Tie(Stage):
             "init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
         )
         for target, (source, transform) in places.items():
-            for path in filter(lambda path: is_node(values[path]), (target, source)):
+            if tied := [path for path in (target, source) if is_node(values[path])]:
                 raise ValueError(
-                    f"{call(self, 'init')} names {path!r}, which a later Tie of the chain has tied already. Name each "
-                    f"place as a target once, and as a source the array that owns it."
+                    f"{call(self, 'init')} names {tied[0]!r}, which a later Tie of the chain has tied already. Name "
+                    f"each place as a target once, and as a source the array that owns it."
                 )
             self._require_equal(target, values[target], source, values[source], transform)
         numbers = [next_number(path, self.kind) for path in named(tree, is_node)[0]]
@@ -170,8 +170,9 @@ class Tie(Stage):
         for target, source, transform in self.ties:
             pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
             missing = [path for _, path in pairs if path not in paths] if pairs else [target]
-            for path in missing:
-                raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, paths)}.")
+            if missing:
+                near = nearest(missing[0], paths)
+                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
             found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
         _require_one_source(who, found)
         _require_no_loop(who, {target: source for target, source, _ in found})

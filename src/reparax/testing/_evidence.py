@@ -17,7 +17,7 @@ from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._numerics.arithmetic import widened
 from reparax._stage.mean import Mean
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, items, path_text
 from reparax.training import combine, partition
 
 
@@ -163,8 +163,7 @@ def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound
 
 
 def arrays(tree: PyTree) -> list[tuple[str, Array]]:
-    paths, leaves, _ = named(tree)
-    return [(path_text(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    return [(path_text(path), leaf) for path, leaf in items(tree)]
 
 
 def rounding(*trees: PyTree) -> float:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax._stage.where import is_state
-from reparax._tree.paths import PyTree, is_array, named, with_names
+from reparax._tree.paths import PyTree, is_array, items, with_names
 from reparax._tree.raw import FIXED, flatten_slots
 
 
@@ -78,9 +78,8 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
 
 def are_free(raw: PyTree) -> list[bool]:
     """For each leaf of a raw tree, whether it trains."""
-    paths, leaves, _ = named(raw)
-    kept = [FIXED in path or state for path, state in zip(paths, is_state(raw), strict=True)]
-    return [not held and _has_gradient(leaf) for held, leaf in zip(kept, leaves, strict=True)]
+    leaves = zip(items(raw), is_state(raw), strict=True)
+    return [not (FIXED in path or state) and _has_gradient(leaf) for (path, leaf), state in leaves]
 
 
 def _has_gradient(x: Any) -> bool:

@@ -13,8 +13,8 @@ from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._tree.differences import abstract
 from reparax._tree.folding import Line, folded
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, named, path_text
-from reparax._tree.raw import parameter
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
+from reparax._tree.raw import changes, parameter
 from reparax._tree.sizes import readable, size_in_bytes
 from reparax.training._partition import are_free
 
@@ -152,31 +152,21 @@ class _Watched(Chain):
             tree, keys = self._init(params, Keys(None)), Keys(jax.random.key(0))
             for stage in self.stages:
                 before, tree = tree, stage._apply(tree, keys)
-                old, new = _objects(before), _objects(tree)
-                for path in new:
-                    if new[path] != old.get(path):
-                        found[path] = (*found.get(path, ()), type(stage).__name__)
+                for path in dict.fromkeys(map(parameter, changes(before, tree))):
+                    found[path] = (*found.get(path, ()), type(stage).__name__)
             return settle(tree, keys)
 
         abstract(watched, params)
         return found
 
 
-def _objects(tree: PyTree) -> dict[str, list[tuple[str, int]]]:
-    """For each parameter, where its arrays stand and which objects they are: a stage that acts makes others."""
-    found: dict[str, list[tuple[str, int]]] = {}
-    for names, leaf in zip(*named(tree, is_empty)[:2], strict=True):
-        found.setdefault(parameter(names), []).append((path_text(names), id(leaf) if is_array(leaf) else 0))
-    return found
-
-
 def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
-    flags = iter(are_free(raw))
-    for names, leaf in zip(*named(raw, is_empty)[:2], strict=True):
-        path, is_free = parameter(names), not is_empty(leaf) and next(flags)
+    free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
+    for names, leaf in items(raw, is_empty):
+        path = parameter(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
         if is_array(leaf):
-            free, held = (leaf.size, 0) if is_free else (0, leaf.size)
-            yield Row(path, value, describe(leaf), free, held, size_in_bytes(leaf), acting.get(path, ()))
+            trained, held = (leaf.size, 0) if names in free else (0, leaf.size)
+            yield Row(path, value, describe(leaf), trained, held, size_in_bytes(leaf), acting.get(path, ()))
         elif value:
             yield Row(path, value, "", 0, 0, 0, acting.get(path, ()))

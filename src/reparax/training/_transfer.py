@@ -13,7 +13,7 @@ from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.keys import Keys
 from reparax._tree.differences import abstract
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
 from reparax._tree.raw import FIXED, kind_of, node_predicate, outer_markers, own_mark
 from reparax.training._partition import are_free
 
@@ -128,7 +128,7 @@ def plain(path: Names) -> Names:
 def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
     """What stands under the innermost markers of a kind, by the path of each."""
     is_node = node_predicate(kind)
-    pairs = zip(*named(tree, is_node)[:2], strict=True)
+    pairs = items(tree, is_node)
     return {plain(path): x[own_mark(x, kind)] for path, x in pairs if is_node(x)}
 
 
@@ -209,7 +209,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
 
 def _arrays(tree: PyTree) -> dict[Names, Any]:
     """The arrays of a tree by their paths."""
-    return {plain(path): x for path, x in zip(*named(tree)[:2], strict=True) if is_array(x)}
+    return {plain(path): x for path, x in items(tree) if is_array(x)}
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
