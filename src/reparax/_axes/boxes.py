@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from reparax._axes.names import keyword, stated
-from reparax._axes.origin import Init, inherited
+from reparax._axes.origin import Follow, inherit
 from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, named, path_text
 
 
@@ -31,14 +31,14 @@ class PartNames(tuple[Any, ...]):
     __hash__ = tuple.__hash__
 
 
-def spread_boxes(init: Init, params: PyTree, raw: PyTree) -> PyTree:
-    """``raw``, which ``init`` made of ``params``, with the box around each marker dict put around each value in it."""
+def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
+    """``raw``, made of ``params``, with the box around each marker dict put around each value in it."""
     paths, nodes, treedef = named(raw, _holds_values)
     if not any(map(_holds_values, nodes)):
         return raw
     boxes = {path_text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
     entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
-    taken = inherited(init, params, entries) if entries else {}
+    taken = inherit(follow, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
         if not jax.tree.leaves(box):

@@ -1,10 +1,11 @@
-"""Which axis of its parameter an axis of a raw array follows, found from shapes alone.
+"""Which axis of its parameter an axis of a raw array follows.
 
-``init`` is traced again and again, each time with one more length of the parameters doubled: a raw axis follows the
-axis of its parameter with which it grows, whatever the stages compute. The largest lengths are doubled first, so that
-no two of them change their order and the smaller of two stays the smaller. Equal lengths of different arrays are
-doubled together, as ties and joint formulas rely on them; so are those that a stage does not take apart, such as the
-two of a square matrix. An axis of a square one then follows that in its own place.
+Each stage says which axes of an array the axes of its raw values follow, and a chain puts these answers together. A
+stage that does not know is probed, on shapes alone: ``init`` is traced again and again, each time with one more length
+doubled, and an axis follows the one with which it grows, whatever is computed. The largest lengths are doubled first,
+so that no two of them change their order and the smaller of two stays the smaller. Equal lengths of different arrays
+are doubled together, as ties and joint formulas rely on them; so are those that a stage does not take apart, such as
+the two of a square matrix. An axis of a square one then follows that in its own place.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,31 +18,63 @@ from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 from reparax._tree.raw import parameter
 
 Init = Callable[[PyTree], PyTree]
+Places = tuple[int | None, ...]
+Origins = dict[Names, tuple[Names, Places]]
+"""For each array that was made, the array that it is made of, and for each axis which of that one's it follows."""
+Follow = Callable[[PyTree], tuple[PyTree, Origins]]
 Length = tuple[int, int]  # a number of entries, and how many axes before this one in the same array have as many
 Shapes = dict[Names, tuple[int, ...]]
 
 
-def inherited(init: Init, params: PyTree, entries: Mapping[str, Sequence[Any]]) -> dict[Names, tuple[Any, ...]]:
-    """For each array of ``init(params)``, what its axes have from the axes of its parameter that they follow.
+def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]) -> dict[Names, tuple[Any, ...]]:
+    """For each raw array of ``params``, what its axes have from the axes of its parameter that they follow.
 
     Args:
-      init: What makes a raw tree of parameters.
+      follow: What gives the raw tree of shapes, and where its arrays come from.
       params: The parameters, or their shapes and dtypes.
       entries: For the path of a parameter, something for each of its axes.
 
     Returns:
       For the names that lead to each raw array, an entry for each axis; None where an axis follows none.
     """
-    traces = list(_traces(init, params))
+
+    def of(source: Names, places: Places) -> tuple[Any, ...]:
+        given = entries.get(path_text(source))
+        return tuple(None if given is None or place is None else given[place] for place in places)
+
+    return {path: of(*origin) for path, origin in follow(params)[1].items()}
+
+
+def same(tree: PyTree) -> Origins:
+    """The origins of arrays that stay as they are."""
+    return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes(tree).items()}
+
+
+def chain(origins: Origins, earlier: Origins) -> Origins:
+    """Where arrays come from whose sources come from somewhere themselves."""
+
+    def of(source: Names, places: Places) -> tuple[Names, Places]:
+        if source not in earlier:
+            return source, (None,) * len(places)
+        first, axes = earlier[source]
+        return first, tuple(None if place is None else axes[place] for place in places)
+
+    return {path: of(*origin) for path, origin in origins.items()}
+
+
+def probe(init: Init, tree: PyTree) -> tuple[PyTree, Origins]:
+    """The shapes that ``init`` makes of ``tree``, and where they come from, as found by doubling lengths."""
+    traces = list(_traces(init, tree))
     before, after = ([trace[i] for trace in traces] for i in range(2))
-    own = {path_text(path): _growths(before, path) for path in before[0]}
+    own = {path: _growths(before, path) for path in before[0]}
+    main = {parameter(path): path for path in reversed(own)}
 
-    def of(path: Names) -> tuple[Any, ...]:
-        name, axes = parameter(path), _growths(after, path)
-        places = _places(own[name] if name in entries else [], axes)
-        return tuple(None if place is None else entries[name][place] for place in places)
+    def of(path: Names) -> tuple[Names, Places]:
+        within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in own]
+        source = within[0] if within else main.get(parameter(path), ())
+        return source, _places(own.get(source, []), _growths(after, path))
 
-    return {path: of(path) for path in after[0]}
+    return abstract(init, tree), {path: of(path) for path in after[0]}
 
 
 def _growths(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
@@ -53,7 +86,7 @@ def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
-def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> list[int | None]:
+def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> Places:
     """For each axis of a raw array, the axis of its parameter that it follows; none is followed twice."""
     places: list[int | None] = []
     for axis, growth in enumerate(axes):
@@ -61,7 +94,7 @@ def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]])
         if len(own) == len(axes) and axis in found:
             found = [axis]
         places.append(found[0] if len(found) == 1 and found[0] not in places else None)
-    return places
+    return tuple(places)
 
 
 def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:

@@ -6,22 +6,22 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from reparax._axes.origin import Init, inherited
+from reparax._axes.origin import Follow, Init, inherit
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def shardings_of_raw(who: str, init: Init, traced: Init, specs: PyTree, mesh: AnyMesh, like: PyTree) -> PyTree:
+def shardings_of_raw(who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree) -> PyTree:
     """The shardings of ``init(like)``: each axis is cut as the axis of its parameter is that it follows.
 
-    ``traced`` is ``init`` but for what that does to boxes, to be traced many times.
+    ``follow`` tells which, and ``init`` puts boxes around the shardings.
     """
     params = specs if like is None else like
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
     cuts = {path: _cuts(f"{who} at {path!r}", x, arrays[path], mesh) for path, x in _found(who, specs, arrays).items()}
-    taken = inherited(traced, params, cuts)
+    taken = inherit(follow, params, cuts)
     paths, leaves, treedef = named(abstract(init, params))
     return treedef.unflatten(
         [NamedSharding(mesh, _fitting(taken[path], x.shape, mesh)) for path, x in zip(paths, leaves, strict=True)]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, overload
 import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
+from reparax._axes.origin import Origins, chain, probe, same
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
@@ -111,6 +112,10 @@ class Parametrization(Static, ABC):
     def _rebase(self, tree: PyTree) -> PyTree:
         return self.rebase(tree)
 
+    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
+        """The shapes that ``init`` makes of ``tree``, and which axes of it theirs follow."""
+        return probe(functools.partial(self._init, keys=Keys(None)), tree)
+
     @property
     def deterministic(self) -> "Parametrization":
         """The same chain with each random stage replaced by its mean: to evaluate, fold and export with."""
@@ -172,8 +177,8 @@ class Parametrization(Static, ABC):
     def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
 
-        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: ``init`` is
-        traced once for each length of an axis in ``like``.
+        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: a
+        stage is traced a few times for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays that lie on a mesh.
@@ -188,8 +193,7 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        traced = functools.partial(self._init, keys=Keys(None))
-        return shardings_of_raw(call(self, "shardings"), self.init, traced, specs, mesh, like)
+        return shardings_of_raw(call(self, "shardings"), self.init, self._follow, specs, mesh, like)
 
 
 class Chain(Parametrization):
@@ -257,7 +261,7 @@ class Chain(Parametrization):
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
         raw = self._init(params, Keys(_checked_key(self, "init", key)))
-        return spread_boxes(functools.partial(self._init, keys=Keys(None)), params, raw)
+        return spread_boxes(self._follow, params, raw)
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         effective = recompute(self._run, gather_boxes(raw), self._checked(key))
@@ -307,6 +311,13 @@ class Chain(Parametrization):
         for stage in reversed(self.stages):
             tree = stage._init(tree, keys)
         return tree
+
+    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
+        origins = same(tree)
+        for stage in reversed(self.stages):
+            tree, own = stage._follow(tree)
+            origins = chain(own, origins)
+        return tree, origins
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         for stage in self.stages:

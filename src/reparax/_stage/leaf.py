@@ -13,6 +13,7 @@ from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_leaves, require_names_fit
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds
+from reparax._axes.origin import Origins, Places, probe, same
 from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
 from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.keys import Keys, split_key
@@ -21,6 +22,7 @@ from reparax._core.value import argument
 from reparax._stage.mean import Mean
 from reparax._stage.stage import Stage
 from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
+from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.markers import (
     Types,
     abstract,
@@ -35,7 +37,7 @@ from reparax._tree.markers import (
     types_under,
     values_under,
 )
-from reparax._tree.paths import IsLeaf, PyTree, is_array, named
+from reparax._tree.paths import IsLeaf, Names, PyTree, is_array, items, named
 from reparax._tree.raw import FIXED, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
 
 
@@ -208,6 +210,9 @@ class Perturbation(_Leafwise):
         self._selection("init", tree)
         return tree
 
+    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
+        return tree, same(tree)
+
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("apply", tree)
         leaves = [w for w, _, _ in found]
@@ -339,6 +344,25 @@ class Reparametrization(_Leafwise):
         for (i, (slot, stage)), number, key in zip(acting.items(), numbers, own, strict=True):
             leaves[i] = {marker(self.kind, number): stage._opened(f"{who} at {slot.path!r}", leaves[i], key)}
         return treedef.unflatten(leaves)
+
+    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
+        made, found = abstract_of(partial(self._init, keys=Keys(None)), tree), dict(items(tree))
+        known = dict(zip(found, self._axis_names(tree, len(found)), strict=True))
+
+        def of(path: Names) -> tuple[Names, Places]:
+            source = path[: -3 if path[-2] == FIXED else -2]
+            w = found[source]
+            stage, types = self._numbered(known[source]), (("w", tuple(w.shape), w.dtype),)
+            followed = _remembered(Reparametrization._followed, stage, types)
+            return source, followed[path[-1]]
+
+        return made, {path: origin if path in known else of(path) for path, origin in same(made).items()}
+
+    def _followed(self, types: Types) -> dict[str, Places]:
+        """For each raw value of an array of that type, which axes of the array its own follow."""
+        w = abstract(types)
+        origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)[1]
+        return {path[-1]: places for path, (_, places) in origins.items()}
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from reparax._axes.origin import Origins
 from reparax._core.keys import Keys
 from reparax._stage.stage import Stage
 from reparax._tree.paths import PyTree
@@ -43,6 +44,9 @@ class Mean(Stage):
 
     def _init(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.stage._init(tree, keys)
+
+    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
+        return self.stage._follow(tree)
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.stage._averaged(tree, keys)
