@@ -232,8 +232,8 @@ class Decoder(nnx.Module):
         self.embed = nnx.Embed(7, 4, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
         self.norm = nnx.LayerNorm(4, rngs=rngs)
-        self.output = nnx.Linear(4, 7, use_bias=False, kernel_metadata=metadata, rngs=rngs)
-        self.output.kernel.set_value(self.embed.embedding[...].T)
+        self.output = nnx.Linear(4, 7, use_bias=False, rngs=rngs)
+        self.output.kernel = nnx.Param(self.embed.embedding[...].T, **metadata)
 
     def __call__(self, tokens: Array) -> Array:
         x = self.embed(tokens)
