@@ -51,15 +51,14 @@ def test_a_second_pruning_counts_among_what_the_first_leaves(amounts):
     w, peer = normal(5, 7), module(normal(5, 7))
     for amount in amounts:
         prune.l1_unstructured(peer, "w0", amount)
-    chain = rpx.Chain(tuple(rpx.MagnitudePrune(amount) for amount in amounts))
-    np.testing.assert_array_equal(pruned(chain, w), seen(peer.w0))
+    np.testing.assert_array_equal(pruned(rpx.MagnitudePrune(amounts), w), seen(peer.w0))
 
 
 @pytest.mark.parametrize("amounts", [(0.5,), (0.2, 0.6), (9,)])
 def test_global_pruning_is_global_unstructured(amounts):
     weights = {"w0": normal(5, 7), "w1": normal(3, 4, seed=1), "w2": 5 * normal(2, 2, seed=2)}
     peer = module(*weights.values())
-    p = rpx.Chain(tuple(rpx.GlobalPrune(amount) for amount in amounts))
+    p = rpx.GlobalPrune(amounts)
     for amount in amounts:
         prune.global_unstructured([(peer, name) for name in weights], prune.L1Unstructured, amount=amount)
     got = p.fold(p.init({name: jnp.asarray(w) for name, w in weights.items()}))

@@ -42,13 +42,12 @@ def left(sparsity: Any, size: int) -> Any:
     return rest
 
 
-# A share is read as a number of float32, known or traced, in units of 2^-31, so that a schedule prunes as many weights
-# as a number does. The product is one of integers: float32 cannot count beyond 2^24.
 def _share(amount: Any, count: Any) -> Any:
     """The share ``amount`` of ``count``, rounded to a whole number, and half of one to the even one."""
     if isinstance(amount, float) and isinstance(count, int):
-        whole, part = divmod(round(float(np.float32(amount)) * 2**31) * count, 2**31)
-        return whole + (part + whole % 2 > 2**30)
+        return round(amount * count)
+    # A traced share is the number of float32 that it has become, in units of 2^-31, and the product one of integers, as
+    # float32 cannot count beyond 2^24.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _product(jnp.asarray(count).astype(jnp.uint32), units)
     whole, part = (high << 1) | (low >> 31), low & (2**31 - 1)

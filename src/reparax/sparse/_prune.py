@@ -64,7 +64,8 @@ class MagnitudePrune(_Prune):
 
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
-        for one after the other. A share may be a traced scalar.
+        for one after the other. A share may be a traced scalar, read in float32: it may
+        prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: single weights.
       order: The norm by which slices compare, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
@@ -102,7 +103,8 @@ class RandomPrune(_Prune):
 
     Args:
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
-        for one after the other, each among what is left. A share may be a traced scalar.
+        for one after the other, each among what is left. A share may be a traced scalar, read in float32: it may
+        prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
