@@ -122,6 +122,18 @@ def test_a_stage_of_no_library_class_is_followed_too():
     assert specs(raw) == {"gram": P(None, None), "w": P("data", "model", None)}
 
 
+def test_a_stage_may_refuse_other_lengths_in_its_own_way():
+    class Four(rpx.Reparametrization):
+        def init_leaf(self, w):
+            assert w.shape[0] == 4
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+    assert specs(Four().shardings({"w": BOTH}, MESH, like=shapes(w=(4, 16)))) == {"w": {"@four": {"x": BOTH}}}
+
+
 def test_arrays_that_lie_on_a_mesh_say_their_specs():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, BOTH)

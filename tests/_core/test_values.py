@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -679,3 +680,35 @@ def test_numbers_that_must_be_known_are_not_traced(who, name, build):
         return x
 
     jax.eval_shape(traced, jnp.float32(0.5))
+
+
+def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():
+    class Louder(rpx.VarNoise):
+        std: Any = 0.5
+
+    class Rows(rpx.WeightNorm):
+        axis: Any = 0
+
+    assert Louder().std == 0.5
+    with raises(ValueError, "Louder got std=-1.0, but a standard deviation is finite and not negative."):
+        Louder(-1.0)
+    assert hash(Rows([0, 1])) == hash(Rows((0, 1)))
+
+
+def test_what_others_note_in_fields_is_theirs():
+    class Noted(rpx.Perturbation):
+        size: int = dataclasses.field(default=1, metadata={"check": "positive"})
+        axis: Any = ()
+
+        stochastic = False
+        axis_fields = ("axis",)
+
+        def apply_leaf(self, w, key):
+            return w + self.size
+
+    assert Noted(2, axis=range(2)).apply({"w": jnp.ones((2, 2))})["w"][0, 0] == 3
+
+
+def test_an_array_is_no_word():
+    with raises(ValueError, "Orthogonal takes map='cayley', 'expm' or 'householder', but got array([1., 1.])."):
+        rpx.Orthogonal(np.ones(2))

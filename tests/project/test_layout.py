@@ -26,13 +26,18 @@ ALLOWED = {
 
 def imported(file: Path) -> set[tuple[str, ...]]:
     """The modules of this package, and the names in them, that a file imports."""
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    tree = list(ast.walk(ast.parse(file.read_text())))
+    assert not any(
+        name.name.startswith("reparax") for node in tree if isinstance(node, ast.Import) for name in node.names
+    )
+    nodes = [node for node in tree if isinstance(node, ast.ImportFrom)]
+    assert not any(node.level for node in nodes), "write the whole path"
     paths = [[*(node.module or "").split("."), name.name] for node in nodes for name in node.names]
     return {tuple(path[1:]) for path in paths if path[0] == "reparax"}
 
 
 def files(wing: str) -> list[Path]:
-    return sorted((ROOT / wing).glob("*.py"))
+    return sorted((ROOT / wing).rglob("*.py"))
 
 
 def test_every_folder_has_a_place_in_the_plan():

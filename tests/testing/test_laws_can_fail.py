@@ -120,6 +120,44 @@ class Keyless(OneDraw):
         return rpx.VarNoise(1.0).apply(raw, jax.random.key(0) if key is None else key)
 
 
+@jax.custom_batching.custom_vmap
+def not_batched(w):
+    return 1.0 * w
+
+
+@not_batched.def_vmap
+def _first_is_wrong(size, batched, w):
+    return w.at[0].mul(2.0), batched[0]
+
+
+class UnlikeInABatch(rpx.Reparametrization):
+    """Starts at twice the first array of a batch."""
+
+    def init_leaf(self, w):
+        return {"x": not_batched(w)}
+
+    def apply_leaf(self, values):
+        return values["x"]
+
+
+class MeanUnlikeInABatch(rpx.Perturbation):
+    def apply_leaf(self, w, key):
+        return w + 0.1 * jax.random.normal(key, w.shape)
+
+    def mean_leaf(self, w):
+        return not_batched(w)
+
+
+class FoldsToComplex(rpx.Perturbation):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w
+
+    def fold(self, raw):
+        return jax.tree.map(lambda w: w.astype(jnp.complex64), self.apply(raw))
+
+
 class InPlace(Identity):
     def apply(self, raw, key=None):
         if isinstance(raw["a"], np.ndarray):
@@ -312,6 +350,7 @@ def params():
     return {"a": jax.random.normal(k[0], (8, 4)), "b": jax.random.normal(k[1], (8, 4))}
 
 
+IN_A_BATCH = "transformations: vmap of init differs from eager evaluation at 'a', by # of the largest entry."
 BROKEN = {  # in the texts, # is a number
     "twice as large": (
         TwiceAsLarge(),
@@ -329,6 +368,9 @@ BROKEN = {  # in the texts, # is a number
         transformations,
         "transformations: jit differs from eager evaluation at 'a', by # of the largest entry.",
     ),
+    "unlike in a batch": (UnlikeInABatch(), transformations, IN_A_BATCH),
+    "mean unlike in a batch": (MeanUnlikeInABatch(), transformations, IN_A_BATCH),
+    "folds to complex": (FoldsToComplex(), types_kept, "types: 'a' is complex64(8, 4), but was float32(8, 4)."),
     "one draw": (OneDraw(), keys, "keys: the noise of 'a' and of 'b' has correlation 1.00."),
     "split by count": (SplitByCount(), keys, "keys: the draws of old parameters change with a new one."),
     "hidden draw": (HiddenDraw(), keys, "keys: its deterministic chain is random."),

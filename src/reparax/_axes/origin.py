@@ -113,7 +113,7 @@ def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
         for together in ([*waiting, length], [length]) if waiting else ([length],):
             try:
                 traced = trace([*doubled, *together])
-            except (ValueError, TypeError):  # by which a stage says that it cannot take such shapes
+            except Exception:  # whoever wrote the stage says in their own way that it cannot take such a shape
                 continue
             if _ranks(traced) == _ranks(first):
                 yield traced

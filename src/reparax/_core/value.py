@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
@@ -20,7 +20,7 @@ Check = Callable[[Any, str, str], Any]
 
 def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
     """A field whose value goes through a check where the stage is built."""
-    return field(default=default, kw_only=kw_only, metadata={"check": check})
+    return field(default=default, kw_only=kw_only, metadata={argument: check})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, argument))
@@ -38,6 +38,7 @@ class Static:
     """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
     aligned: ClassVar[bool] = False
     """Whether the axes of the main values are those of the array, so that names of axes hold for them too."""
+    _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -47,6 +48,9 @@ class Static:
             _refuse_init(cls)
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
+            # A subclass that gives a field another default keeps its check.
+            own = {each.name: each.metadata[argument] for each in _fields(cls) if argument in each.metadata}
+            cls._checks = {**cls._checks, **own}
             cls.__init__ = _with_plain_values(cls.__init__)
             # Whoever decorates the class as a frozen dataclass as well finds room for it, and the methods stay these.
             del cls.__setattr__, cls.__delattr__
@@ -59,10 +63,8 @@ class Static:
             register_class(cls)
 
     def __post_init__(self) -> None:
-        for each in _fields(self):
-            if "check" in each.metadata:
-                checked = each.metadata["check"](getattr(self, each.name), type(self).__name__, each.name)
-                object.__setattr__(self, each.name, checked)
+        for name, check in self._checks.items():
+            object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or type(other) is not type(self):

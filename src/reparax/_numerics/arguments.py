@@ -56,7 +56,7 @@ def one_of(*words: str) -> Callable[[Any, str, str], str]:
     *most, last = map(repr, words)
 
     def check(value: Any, who: str, name: str) -> str:
-        if value not in words:
+        if not isinstance(value, str) or value not in words:
             raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {value!r}.")
         return value
 

@@ -51,7 +51,7 @@ class _Leafwise(Stage):
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
     axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers in its bounds."""
+    """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers."""
 
     def default(self, w: Array) -> bool:
         """Whether the stage acts on ``w``, by its type, where no ``where`` is given."""
@@ -75,7 +75,8 @@ class _Leafwise(Stage):
 
     def _out_of_bounds(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self.axis_fields)
+        checked = [name for name in self.axis_fields if name in self._checks]
+        reasons = (out_of_bounds(getattr(self, name), w, name) for name in checked)
         return next(filter(None, reasons), None)
 
     def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:

@@ -1,7 +1,8 @@
 """How JAX writes programs down: all that this library knows of it, and on which versions of JAX it was tested.
 
-Little of this is documented, so each fact has a test in ``tests/test_jaxpr.py``, which names the version of JAX that
-moved it last. Where a type tells as much as the name of a parameter, the type is read. What is not known is refused.
+Little of this is documented, so each fact has a test in ``tests/memory/test_jaxpr.py``, which names the version of JAX
+that moved it last. Where a type tells as much as the name of a parameter, the type is read. What is not known is
+refused.
 """
 
 from collections.abc import Callable, Iterable, Sequence

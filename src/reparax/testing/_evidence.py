@@ -241,11 +241,6 @@ def twice(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
 
 
-def last(batch: Array) -> Array:
-    """The last array of a batch."""
-    return jnp.asarray(np.asarray(batch)[-1])
-
-
 def zeros(params: PyTree) -> PyTree:
     return jax.tree.map(lambda w: jnp.asarray(np.zeros(w.shape, w.dtype)), params)
 

@@ -38,7 +38,6 @@ from reparax.testing._evidence import (
     equal,
     has_functions,
     keeps,
-    last,
     moved,
     normal,
     paths,
@@ -108,7 +107,7 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
 def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage exists to change them."""
     raw = compiled_init(p, params, key)
-    for effective in (compiled_fold(p, raw), compiled_effective(p, raw, key)):
+    for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
         require(p, "types", paths(effective) == paths(params), "the effective tree has other paths")
         for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
@@ -156,24 +155,28 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
 
     # All in one program, as most of the time goes to compiling.
     @jax.jit
-    def ways(params: PyTree, raw: PyTree, raws: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-        nested = jax.lax.scan(lambda carry, k: (carry, apply_all(raws, jnp.stack([k, keys[1]]))), 0, keys)[1]
-        return init_all(params, key), {"scan of vmap of checkpoint": nested, "shard_map": apply_shard(raw, key)}
+    def ways(params: PyTree, raw: PyTree, raws: PyTree) -> dict[str, PyTree]:
+        def step(carry: int, k: Array) -> tuple[int, PyTree]:
+            return carry, apply_all(raws, jnp.stack([k, keys[1]]))
 
-    raws, applied = ways(twice(params), raw, twice(raw))
+        return {
+            "vmap of init": jax.vmap(p.fold)(init_all(params, key)),
+            "scan of vmap of checkpoint": jax.lax.scan(step, 0, keys)[1],
+            "shard_map": apply_shard(raw, key),
+        }
+
     compiled = {
         "jit": compiled_apply(p, raw, key),
         "jit of init": compiled_fold(p, compiled_init(p, params, key)),
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
-        "vmap of init": compiled_fold(p, jax.tree.map(last, raws)),
-        **applied,
+        **ways(twice(params), raw, twice(raw)),
     }
     first, folded = p.apply(raw, key), p.fold(raw)
     second = compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": folded,
         "jit of update": p.fold(p.update(raw, key)),
-        "vmap of init": folded,
+        "vmap of init": twice(folded),
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first, second),
     }
     for way, got in compiled.items():
