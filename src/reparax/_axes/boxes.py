@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from reparax._axes.names import keyword, stated
 from reparax._axes.origin import Follow, inherit
-from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, named, path_text
+from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, items, named, path_text
 
 
 class PartNames(tuple[Any, ...]):
@@ -36,7 +36,7 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
     paths, nodes, treedef = named(raw, _holds_values)
     if not any(map(_holds_values, nodes)):
         return raw
-    boxes = {path_text(path): node for path, node in zip(*named(params, is_box)[:2], strict=True) if is_box(node)}
+    boxes = {path_text(path): node for path, node in items(params, is_box) if is_box(node)}
     entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
     taken = inherit(follow, params, entries) if entries else {}
 

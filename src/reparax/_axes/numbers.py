@@ -1,4 +1,4 @@
-"""Axes and sizes as users write them: one number, or several."""
+"""Axes as users write them: a number or a name, or several."""
 
 from typing import Any
 
@@ -39,11 +39,6 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     if any(axis < 0 for axis in numbers) or len(set(_each(found))) < len(_each(found)):
         raise ValueError(f"{who} got {name}={axes!r}, but counts each of these axes once, from the front. Write it so.")
     return found
-
-
-def list_axes(axes: Axes) -> tuple[int, ...]:
-    """Axes that a formula on one array can count, in the order in which they are given."""
-    return _numbers(axes)
 
 
 def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
@@ -98,8 +93,8 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
     return several if isinstance(axes, tuple) else several[0]
 
 
-def _numbers(axes: Axes) -> tuple[int, ...]:
-    """Axes that a formula on one array can count."""
+def list_axes(axes: Axes) -> tuple[int, ...]:
+    """Axes that a formula on one array can count, in the order in which they are given."""
     several = _each(axes)
     for axis in several:
         if isinstance(axis, str):
@@ -109,7 +104,7 @@ def _numbers(axes: Axes) -> tuple[int, ...]:
 
 def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
-    if axes is None or all(-w.ndim <= axis < w.ndim for axis in _numbers(axes)):
+    if axes is None or all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
@@ -119,7 +114,7 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
 
 def count_from_front(axes: Axes, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front."""
-    return tuple(sorted(axis % w.ndim for axis in _numbers(axes)))
+    return tuple(sorted(axis % w.ndim for axis in list_axes(axes)))
 
 
 def position(axis: Axis, w: Array) -> int:
@@ -140,5 +135,5 @@ def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
 
 def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
     """``axes``, which count the axes of ``w`` but those of ``stacked``, counted from the front of ``w``."""
-    own = [axis for axis in range(w.ndim) if axis not in _numbers(stacked)]
-    return tuple(sorted(own[axis] for axis in _numbers(axes)))
+    own = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
+    return tuple(sorted(own[axis] for axis in list_axes(axes)))

@@ -45,12 +45,12 @@ def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
     return {path: of(*origin) for path, origin in follow(params)[1].items()}
 
 
-def same(tree: PyTree) -> Origins:
+def keep_origins(tree: PyTree) -> Origins:
     """The origins of arrays that stay as they are."""
     return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes(tree).items()}
 
 
-def chain(origins: Origins, earlier: Origins) -> Origins:
+def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     """Where arrays come from whose sources come from somewhere themselves."""
 
     def of(source: Names, places: Places) -> tuple[Names, Places]:
@@ -62,8 +62,8 @@ def chain(origins: Origins, earlier: Origins) -> Origins:
     return {path: of(*origin) for path, origin in origins.items()}
 
 
-def probe(init: Init, tree: PyTree) -> tuple[PyTree, Origins]:
-    """The shapes that ``init`` makes of ``tree``, and where they come from, as found by doubling lengths."""
+def probe(init: Init, tree: PyTree) -> Origins:
+    """Where the arrays come from that ``init`` makes of ``tree``, as found by doubling lengths."""
     traces = list(_traces(init, tree))
     before, after = ([trace[i] for trace in traces] for i in range(2))
     own = {path: _growths(before, path) for path in before[0]}
@@ -74,7 +74,7 @@ def probe(init: Init, tree: PyTree) -> tuple[PyTree, Origins]:
         source = within[0] if within else main.get(parameter(path), ())
         return source, _places(own.get(source, []), _growths(after, path))
 
-    return abstract(init, tree), {path: of(path) for path in after[0]}
+    return {path: of(path) for path in after[0]}
 
 
 def _growths(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:

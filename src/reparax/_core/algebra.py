@@ -9,7 +9,7 @@ from typing import Any, ClassVar, overload
 import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
-from reparax._axes.origin import Origins, chain, probe, same
+from reparax._axes.origin import Origins, compose_origins, keep_origins, probe
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
@@ -18,7 +18,7 @@ from reparax._core.recompute import recompute
 from reparax._core.value import Static
 from reparax._tree.differences import abstract, require_no_differences
 from reparax._tree.paths import PyTree
-from reparax._tree.raw import OTHER_CHAIN, flatten_slots, follow, graft, kind_of, outer_markers
+from reparax._tree.raw import OTHER_CHAIN, flatten_slots, graft, kind_of, outer_markers, resolve_owners
 
 
 class Parametrization(Static, ABC):
@@ -114,7 +114,8 @@ class Parametrization(Static, ABC):
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes that ``init`` makes of ``tree``, and which axes of it theirs follow."""
-        return probe(functools.partial(self._init, keys=Keys(None)), tree)
+        init = functools.partial(self._init, keys=Keys(None))
+        return abstract(init, tree), probe(init, tree)
 
     @property
     def deterministic(self) -> "Parametrization":
@@ -136,7 +137,7 @@ class Parametrization(Static, ABC):
         tree = abstract(lambda x: x, params)
         owners = {slot.path: slot.path for slot in flatten_slots(tree)[1]}
         for stage in reversed(_stages(self)):
-            owners = follow(owners, stage._sources(tree))
+            owners = resolve_owners(owners, stage._sources(tree))
             tree = abstract(functools.partial(stage._init, keys=Keys(None)), tree)
         return owners
 
@@ -177,8 +178,8 @@ class Parametrization(Static, ABC):
     def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
 
-        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: a
-        stage is traced a few times for each type of array.
+        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: a stage
+        is traced a few times for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays that lie on a mesh.
@@ -313,10 +314,10 @@ class Chain(Parametrization):
         return tree
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        origins = same(tree)
+        origins = keep_origins(tree)
         for stage in reversed(self.stages):
             tree, own = stage._follow(tree)
-            origins = chain(own, origins)
+            origins = compose_origins(own, origins)
         return tree, origins
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:

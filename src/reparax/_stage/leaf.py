@@ -13,7 +13,7 @@ from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_leaves, require_names_fit
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds
-from reparax._axes.origin import Origins, Places, probe, same
+from reparax._axes.origin import Origins, Places, keep_origins, probe
 from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
 from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.keys import Keys, split_key
@@ -212,7 +212,7 @@ class Perturbation(_Leafwise):
         return tree
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        return tree, same(tree)
+        return tree, keep_origins(tree)
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("apply", tree)
@@ -224,7 +224,9 @@ class Perturbation(_Leafwise):
         own = _leaf_keys(keys, self.kind, numbers, paths) if self.stochastic else [None] * len(paths)
         who = call(self, "apply")
         for (i, (slot, stage)), w, key in zip(acting.items(), ready, own, strict=True):
-            leaves[i] = stage._changed(f"{who} at {slot.path!r}", jnp.asarray(w), key)
+            w = jnp.asarray(w)
+            each_key = None if key is None else stage._each_key(key, w)
+            leaves[i] = stage._changed(f"{who} at {slot.path!r}", "apply_leaf", w, each_key)
         return treedef.unflatten(leaves)
 
     def _averaged(self, tree: PyTree, keys: Keys) -> PyTree:
@@ -234,22 +236,15 @@ class Perturbation(_Leafwise):
         acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
         ready = draw_all([leaves[i] for i in acting], keys)
         for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
-            leaves[i] = stage._mean(f"{who} at {slot.path!r}", jnp.asarray(w))
+            leaves[i] = stage._changed(f"{who} at {slot.path!r}", "mean_leaf", jnp.asarray(w))
         return treedef.unflatten(leaves)
 
-    def _mean(self, who: str, before: Array) -> Array:
+    def _changed(self, who: str, method: str, before: Array, *keys: Array | None) -> Array:
+        """What ``apply_leaf`` or ``mean_leaf`` makes of an array."""
         with locate_errors(who):
-            after = map_stacked(self._places(None), self.mean_leaf)(before)
+            after = map_stacked(self._places(None), getattr(self, method))(before, *keys)
             if not self.changes_type:
-                require_type("mean_leaf", after, before)
-        return after
-
-    def _changed(self, who: str, before: Array, key: Any) -> Array:
-        places = self._places(None)
-        with locate_errors(who):
-            after = map_stacked(places, self.apply_leaf)(before, None if key is None else self._each_key(key, before))
-            if not self.changes_type:
-                require_type("apply_leaf", after, before)
+                require_type(method, after, before)
         return after
 
 
@@ -357,12 +352,12 @@ class Reparametrization(_Leafwise):
             followed = _remembered(Reparametrization._followed, stage, types)
             return source, followed[path[-1]]
 
-        return made, {path: origin if path in known else of(path) for path, origin in same(made).items()}
+        return made, {path: origin if path in known else of(path) for path, origin in keep_origins(made).items()}
 
     def _followed(self, types: Types) -> dict[str, Places]:
         """For each raw value of an array of that type, which axes of the array its own follow."""
         w = abstract(types)
-        origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)[1]
+        origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)
         return {path[-1]: places for path, (_, places) in origins.items()}
 
     def _apply(self, tree: PyTree, keys: Keys) -> PyTree:

@@ -187,7 +187,7 @@ def flatten_slots(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any
     return leaves, slots, treedef
 
 
-def follow(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
     """``owners`` with each one that takes its value from a source replaced by where that ends."""
     found = dict(owners)
     for path in found:
