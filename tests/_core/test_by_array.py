@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -420,3 +421,22 @@ def test_a_value_of_fewer_axes_than_are_stacked_is_refused():
     text = f"{p!r}.apply at 'w': expected a value with 2 stacked axes, got one of 1 axes."
     with raises(ValueError, text):
         p.apply(raw)
+
+
+def test_a_stage_with_a_traced_number_is_traced_once_for_each_type_of_array():
+    calls = []
+
+    class Traced(rpx.Reparametrization):
+        by: Any
+
+        def init_leaf(self, w):
+            calls.append(w.shape)
+            return {"x": w / self.by}
+
+        def apply_leaf(self, values):
+            return values["x"] * self.by
+
+    raw = Traced(2.0).init({"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones((3, 2))})
+    calls.clear()
+    jax.jit(lambda by, raw: Traced(by).apply(raw))(2.0, raw)
+    assert sorted(calls) == [(3,), (3, 2)]

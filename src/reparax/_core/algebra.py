@@ -266,7 +266,8 @@ class Chain(Parametrization):
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         effective = recompute(self._run, gather_boxes(raw), self._checked(key))
-        for path, mark in outer_markers(effective).items():
+        if marks := outer_markers(effective):
+            path, mark = next(iter(marks.items()))
             if kind_of(mark) in [stage.kind for stage in self.stages]:
                 raise ValueError(
                     f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "

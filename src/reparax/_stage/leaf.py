@@ -40,6 +40,9 @@ from reparax._tree.markers import (
 from reparax._tree.paths import IsLeaf, Names, PyTree, is_array, items, named
 from reparax._tree.raw import FIXED, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
 
+Known = dict[tuple[AxisNames | None, Types], dict[str, tuple[int, ...]] | None]
+"""The shapes that raw values must have, for values of these types on an array of these axis names."""
+
 
 class _Leafwise(Stage):
     where: Where = argument(check_where, default=None, kw_only=True)
@@ -431,7 +434,8 @@ class Reparametrization(_Leafwise):
         nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
         if not nodes:
             raise no_own_node(who, self.kind, tree)
-        fitting = {} if by_path(self.where) else self._all_fitting(nodes, names)
+        known: Known = {}
+        fitting = {} if by_path(self.where) else self._all_fitting(nodes, names, known)
 
         def place(i: int) -> Place:
             array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
@@ -445,7 +449,7 @@ class Reparametrization(_Leafwise):
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
-        own = {i: fitting.get(i) or self._fitting(node, names[i]) for i, node in nodes.items() if chosen[i]}
+        own = {i: fitting.get(i) or self._fitting(node, names[i], known) for i, node in nodes.items() if chosen[i]}
         ready = settle([node.held for node in own.values()], keys)
         return leaves, treedef, {i: replace(own[i], held=held) for i, held in zip(own, ready, strict=True)}
 
@@ -455,19 +459,23 @@ class Reparametrization(_Leafwise):
             require_values(x, mark)
         return _Node(who, self, mark, x[mark])
 
-    def _all_fitting(self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None]) -> dict[int, _Node]:
+    def _all_fitting(
+        self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None], known: Known
+    ) -> dict[int, _Node]:
         """Those of the nodes that the stage could have made."""
         found: dict[int, _Node] = {}
         for i, node in nodes.items():
             with suppress(Exception):  # a formula may fail in any way on the values of another stage
-                found[i] = self._fitting(node, names[i])
+                found[i] = self._fitting(node, names[i], known)
         return found
 
-    def _fitting(self, node: _Node, names: AxisNames | None) -> _Node:
-        """``node``, once its values are known to be those of the stage."""
+    def _fitting(self, node: _Node, names: AxisNames | None, known: Known) -> _Node:
+        """``node``, once its values are ``known`` to be those of the stage, which is traced once for each type."""
         with locate_errors(node.who):
-            stage = self._numbered(names)
-            require_fit(node.held, _remembered(Reparametrization._expected, stage, types_under(node.held)))
+            stage, types = self._numbered(names), types_under(node.held)
+            if (names, types) not in known:
+                known[names, types] = _remembered(Reparametrization._expected, stage, types)
+            require_fit(node.held, known[names, types])
         return replace(node, stage=stage)
 
     def _type(self, node: _Node, names: AxisNames | None) -> Any:

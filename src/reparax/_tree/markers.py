@@ -17,7 +17,8 @@ Types = tuple[tuple[str, tuple[int, ...], Any], ...]
 def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
     """What is said where a stage finds nothing that it has made."""
     mark = marker(kind, 1)
-    for path, other in outer_markers(tree).items():
+    if marks := outer_markers(tree):
+        path, other = next(iter(marks.items()))
         if kind_of(other) == kind:
             return ValueError(f"{who} does not know what stands under {other!r} at {path!r}: {OTHER_CHAIN}")
         return ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {OTHER_CHAIN}")
