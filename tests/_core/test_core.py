@@ -275,6 +275,55 @@ def test_a_stage_cannot_be_changed():
     assert p == rpx.VarNoise(0.1)
 
 
+class Marked(rpx.Parametrization):
+    """A stage on whole trees by its hooks, which a chain of one gives all checks."""
+
+    stochastic = True
+
+    def init_tree(self, tree, keys):
+        return {**tree, "w": {"@marked": {"x": tree["w"]}}}
+
+    def apply_tree(self, tree, keys):
+        return {**tree, "w": tree["w"]["@marked"]["x"] + jax.random.normal(keys.of_stage(self.kind))}
+
+
+def test_a_stage_on_a_whole_tree_has_the_checks_of_a_chain():
+    raw = Marked().init(ONES)
+    assert set(raw["w"]) == {"@marked"}
+    with pytest.raises(ValueError, match=r"^Marked\(\)\.init takes the model's own parameters, but got a raw tree: "):
+        Marked().init(raw)
+    with pytest.raises(
+        ValueError, match=r"^Marked\(\)\.apply draws random numbers, so it needs a key, but got key=None"
+    ):
+        Marked().apply(raw)
+    with pytest.raises(TypeError, match=r"^Marked\(\)\.apply needs a PRNG key, but got 3 of type int"):
+        Marked().apply(raw, 3)
+    with pytest.raises(ValueError, match=r"^Marked\(\)\.apply does not know '@weight_norm' at 'v'"):
+        Marked().apply(raw | rpx.WeightNorm().init({"v": jnp.ones((2, 2))}), jax.random.key(0))
+    alone, chained = (p.apply(raw, jax.random.key(0)) for p in (Marked(), rpx.Chain() >> Marked() >> rpx.VarNoise(0.0)))
+    assert jnp.array_equal(alone["w"], chained["w"])
+
+
+def test_noise_is_drawn_before_a_stage_on_the_whole_tree_sees_it():
+    p, key = rpx.VarNoise(0.1) >> Swap(), jax.random.key(0)
+    tree = {"a": jnp.zeros(3), "b": jnp.ones(3)}
+    noisy = rpx.VarNoise(0.1).apply(tree, key)
+    assert jnp.array_equal(p.apply(tree, key)["a"], noisy["b"])
+
+
+def test_a_stage_without_formulas_says_so():
+    class Empty(rpx.Parametrization):
+        pass
+
+    for method in ("init", "apply"):
+        with pytest.raises(TypeError) as error:
+            getattr(Empty(), method)(ONES)
+        assert str(error.value) == f"Empty defines neither {method}_tree nor {method}. Define one."
+    with pytest.raises(TypeError) as error:
+        rpx.Mean(Marked())
+    assert str(error.value).startswith("Mean takes a Perturbation that draws random numbers, but got Marked()")
+
+
 class Packed(rpx.Parametrization):
     def init(self, params, key=None):
         return {"packed": params}

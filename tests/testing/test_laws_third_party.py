@@ -122,6 +122,20 @@ class Doubled(rpx.Parametrization):
         return jax.tree.map(lambda w: w * 2, raw)
 
 
+class Doubling(rpx.Parametrization):
+    """A stage on the whole tree by its hooks, with the checks of a chain."""
+
+    def init_tree(self, tree, keys):
+        return jax.tree.map(lambda w: {"@doubling": {"half": w / 2}}, tree)
+
+    def apply_tree(self, tree, keys):
+        return jax.tree.map(lambda x: 2 * x["@doubling"]["half"], tree, is_leaf=lambda x: "@doubling" in dict_of(x))
+
+
+def dict_of(x):
+    return x if isinstance(x, dict) else {}
+
+
 RIGHT = [
     LoRA(2),
     rpx.Freeze(where=".") >> TrainedLoRA(2),
@@ -141,6 +155,7 @@ RIGHT = [
     RunningScale(),
     rpx.WeightNorm() >> RunningScale(),
     Doubled(),
+    Doubling(),
 ]
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import ABC
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
 
 import jax
@@ -31,8 +31,19 @@ class Parametrization(Static, ABC):
 
     Subclasses become frozen dataclasses on their own, without a decorator: hashable, comparable, picklable, static
     to JAX, with a ``repr`` that builds them. Most stages are a :class:`Reparametrization` or a
-    :class:`Perturbation`; a stage that must see the whole tree derives from this class and writes ``init`` and
-    ``apply`` itself.
+    :class:`Perturbation`; a stage that must see the whole tree derives from this class and writes ``init_tree`` and
+    ``apply_tree``, or the two public methods themselves, where it needs none of their checks.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class UnitTree(rpx.Parametrization):  # all arrays together have length one
+      ...     def init_tree(self, tree, keys):
+      ...         return tree
+      ...     def apply_tree(self, tree, keys):
+      ...         length = jnp.sqrt(sum(jnp.sum(w * w) for w in jax.tree.leaves(tree)))
+      ...         return jax.tree.map(lambda w: w / length, tree)
+      >>> (UnitTree() >> rpx.Scale(2.0)).apply({"a": jnp.ones(1), "b": jnp.ones(3)})
+      {'a': Array([1.], dtype=float32), 'b': Array([1., 1., 1.], dtype=float32)}
     """
 
     stochastic: ClassVar[bool] = False
@@ -41,6 +52,9 @@ class Parametrization(Static, ABC):
     """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
     straight_through: ClassVar[bool] = False
     """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
+
+    draws_late: ClassVar[bool] = False
+    """Whether noise of earlier stages may wait on arrays that the stage does not act on; else it is drawn before."""
 
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
@@ -56,7 +70,6 @@ class Parametrization(Static, ABC):
         shown = {*self._for_users, *(each.name for each in dataclasses.fields(self)), *added}
         return [name for name in super().__dir__() if name in shown or name.startswith("_")]
 
-    @abstractmethod
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
@@ -67,8 +80,15 @@ class Parametrization(Static, ABC):
           params: The model's parameters.
           key: For stages that draw their start; without one, ``jax.random.key(0)`` serves.
         """
+        if marks := outer_markers(params):
+            path, mark = next(iter(marks.items()))
+            raise ValueError(
+                f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
+                f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
+            )
+        raw = self.init_tree(params, Keys(_checked_key(self, "init", key)))
+        return spread_boxes(self._follow, params, raw)
 
-    @abstractmethod
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """The effective tree of ``raw``.
 
@@ -76,11 +96,25 @@ class Parametrization(Static, ABC):
           raw: What ``init`` made, or an optimizer made of it.
           key: A typed or legacy PRNG key; needed exactly where ``stochastic`` is true.
         """
+        effective = recompute(self._run, gather_boxes(raw), self._needed(key))
+        if marks := outer_markers(effective):
+            path, mark = next(iter(marks.items()))
+            if kind_of(mark) in [stage.kind for stage in _stages(self)]:
+                raise ValueError(
+                    f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                    f"made it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+                )
+            raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """``raw`` with its fixed values advanced by one training step; free values are left alone."""
-        del key
-        return raw
+        keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
+        for i, stage in enumerate(_stages(self)):
+            if stage.advances:
+                seen = self._before(i, tree)
+                tree = graft("update", tree, seen, stage.update_tree(seen, keys), free=False)
+        return spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
         """``raw`` with each stage's base at the current point, and the values that lead there from it at zero.
@@ -88,33 +122,74 @@ class Parametrization(Static, ABC):
         The effective tree stays the same. Momentum that an optimizer holds for these values is that of the old base,
         where the same numbers mean another direction: set it to zero, or rebase seldom.
         """
-        return raw
+        tree = gather_boxes(raw)
+        for i, stage in enumerate(_stages(self)):
+            if stage.has_base:
+                seen = self._before(i, tree)
+                tree = graft("rebase", tree, seen, stage.rebase_tree(seen), free=True)
+        return spread_like(raw, tree)
 
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
-        return type(self).update is not Parametrization.update
+        return overrides(self, "update", "update_tree")
 
-    # What a chain calls: as the public four, on a tree in which other stages have left their markers.
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.init(tree, keys.of_stage(self.kind))
+    @property
+    def has_base(self) -> bool:
+        """Whether ``rebase`` does anything."""
+        return overrides(self, "rebase", "rebase_tree")
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.apply(tree, keys.of_stage(self.kind))
+    # What a chain calls, and a stage writes: on a tree in which other stages have left their markers, which it hands
+    # on. A stage that writes a public method instead has none of that method's checks when it stands alone.
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        """The tree that this stage makes of one that later stages made; ``keys.of_stage(self.kind)`` is its key."""
+        return self._public("init")(tree, keys.of_stage(self.kind))
 
-    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.update(tree, keys.of_stage(self.kind))
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        """The tree that later stages see, of one that earlier stages made."""
+        return self._public("apply")(tree, keys.of_stage(self.kind))
 
-    def _ready(self, tree: PyTree, keys: Keys) -> PyTree:
-        """``tree`` with all noise drawn that this stage must see."""
-        return settle(tree, keys)
+    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        """The tree with this stage's fixed values advanced."""
+        return self._public("update")(tree, keys.of_stage(self.kind))
 
-    def _rebase(self, tree: PyTree) -> PyTree:
-        return self.rebase(tree)
+    def rebase_tree(self, tree: PyTree) -> PyTree:
+        """The tree with this stage's base at the current point."""
+        return self._public("rebase")(tree)
+
+    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        """The mean of ``apply_tree`` over all keys of this stage: what :class:`Mean` calls."""
+        del tree, keys
+        raise TypeError(f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`.")
+
+    def _public(self, method: str) -> Callable[..., PyTree]:
+        """A public method that the stage writes itself."""
+        if not overrides(self, method):
+            raise TypeError(f"{type(self).__name__} defines neither {method}_tree nor {method}. Define one.")
+        return getattr(self, method)
+
+    def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
+        keys = Keys(key)
+        return settle(self.apply_tree(tree, keys), keys)
+
+    def _needed(self, key: jax.Array | None) -> jax.Array | None:
+        """The key of ``apply``; None where nothing is drawn."""
+        if not self.stochastic:
+            return None
+        if key is None:
+            raise ValueError(
+                f"{call(self, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+                f"Pass a key, or evaluate with `p.deterministic`."
+            )
+        return _checked_key(self, "apply", key)
+
+    def _before(self, i: int, tree: PyTree) -> PyTree:
+        """What the stage number ``i`` sees of a raw tree, without noise."""
+        return Chain(_stages(self)[:i]).deterministic.apply_tree(tree, Keys(None))
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes that ``init`` makes of ``tree``, and which axes of it theirs follow."""
-        init = functools.partial(self._init, keys=Keys(None))
+        init = functools.partial(self.init_tree, keys=Keys(None))
         return abstract(init, tree), probe(init, tree)
 
     @property
@@ -138,7 +213,7 @@ class Parametrization(Static, ABC):
         owners = {slot.path: slot.path for slot in flatten_slots(tree)[1]}
         for stage in reversed(_stages(self)):
             owners = resolve_owners(owners, stage._sources(tree))
-            tree = abstract(functools.partial(stage._init, keys=Keys(None)), tree)
+            tree = abstract(functools.partial(stage.init_tree, keys=Keys(None)), tree)
         return owners
 
     def _sources(self, tree: PyTree) -> dict[str, str]:
@@ -251,67 +326,16 @@ class Chain(Parametrization):
         return any(stage.advances for stage in self.stages)
 
     @property
+    def has_base(self) -> bool:
+        return any(stage.has_base for stage in self.stages)
+
+    @property
     def deterministic(self) -> Parametrization:
         return compose(tuple(stage.deterministic for stage in self.stages))
 
-    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
-        if marks := outer_markers(params):
-            path, mark = next(iter(marks.items()))
-            raise ValueError(
-                f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
-                f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
-            )
-        raw = self._init(params, Keys(_checked_key(self, "init", key)))
-        return spread_boxes(self._follow, params, raw)
-
-    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        effective = recompute(self._run, gather_boxes(raw), self._checked(key))
-        if marks := outer_markers(effective):
-            path, mark = next(iter(marks.items()))
-            if kind_of(mark) in [stage.kind for stage in self.stages]:
-                raise ValueError(
-                    f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                    f"made it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
-                )
-            raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
-        return effective
-
-    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
-        for i, stage in enumerate(self.stages):
-            if stage.advances:
-                seen = self._before(i, tree)
-                tree = graft("update", tree, seen, stage._update(seen, keys), free=False)
-        return spread_like(raw, tree)
-
-    def rebase(self, raw: PyTree) -> PyTree:
-        tree = gather_boxes(raw)
-        for i, stage in enumerate(self.stages):
-            seen = self._before(i, tree)
-            tree = graft("rebase", tree, seen, stage._rebase(seen), free=True)
-        return spread_like(raw, tree)
-
-    def _checked(self, key: jax.Array | None) -> jax.Array | None:
-        if not self.stochastic:
-            return None
-        if key is None:
-            raise ValueError(
-                f"{call(self, 'apply')} draws random numbers, so it needs a key, but got key=None. "
-                f"Pass a key, or evaluate with `p.deterministic`."
-            )
-        return _checked_key(self, "apply", key)
-
-    def _before(self, i: int, tree: PyTree) -> PyTree:
-        """What the stage number ``i`` sees of a raw tree, without noise."""
-        return self[:i].deterministic._apply(tree, Keys(None))
-
-    def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        keys = Keys(key)
-        return settle(self._apply(tree, keys), keys)
-
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         for stage in reversed(self.stages):
-            tree = stage._init(tree, keys)
+            tree = stage.init_tree(tree, keys)
         return tree
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
@@ -321,9 +345,9 @@ class Chain(Parametrization):
             origins = compose_origins(own, origins)
         return tree, origins
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         for stage in self.stages:
-            tree = stage._apply(stage._ready(tree, keys), keys)
+            tree = stage.apply_tree(tree if stage.draws_late else settle(tree, keys), keys)
         return tree
 
 
@@ -337,6 +361,11 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
     """The chain of ``stages``; the stage itself where there is only one."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
+
+
+def overrides(stage: Parametrization, *methods: str) -> bool:
+    """Whether the class of a stage writes one of these methods itself."""
+    return any(getattr(type(stage), method) is not getattr(Parametrization, method) for method in methods)
 
 
 def call(p: Parametrization, method: str) -> str:

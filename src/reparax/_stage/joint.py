@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.algebra import call
+from reparax._core.algebra import Parametrization, call
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
-from reparax._stage.stage import Stage
 from reparax._stage.where import check_where, nothing
 from reparax._tree.markers import (
     locate_errors,
@@ -29,7 +28,7 @@ from reparax._tree.raw import Slot, flatten_slots, marker, next_number, node_pre
 Leaves = dict[str, dict[str, Array]]
 
 
-class Joint(Stage):
+class Joint(Parametrization):
     """A stage whose formula takes several arrays at once and gives several.
 
     A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
@@ -62,6 +61,7 @@ class Joint(Stage):
     arrays: Any
 
     main: ClassVar[tuple[str, ...] | None] = None
+    draws_late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
@@ -74,7 +74,7 @@ class Joint(Stage):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
         leaves, slots, treedef = flatten_slots(tree)
         marks = [marker(self.kind, next_number(path, self.kind)) for path in named(tree)[0]]
@@ -86,7 +86,7 @@ class Joint(Stage):
                 leaves[i] = {marks[i]: nodes[name]}
         return treedef.unflatten(leaves)
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         is_node = node_predicate(self.kind)
         leaves, slots, treedef = flatten_slots(tree, is_node)
         marks = {i: str(own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}

@@ -20,7 +20,6 @@ from reparax._core.keys import Keys, split_key
 from reparax._core.pending import draw_all, settle, without_noise
 from reparax._core.value import argument
 from reparax._stage.mean import Mean
-from reparax._stage.stage import Stage
 from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.markers import (
@@ -44,10 +43,11 @@ Known = dict[tuple[AxisNames | None, Types], dict[str, tuple[int, ...]] | None]
 """The shapes that raw values must have, for values of these types on an array of these axis names."""
 
 
-class _Leafwise(Stage):
+class _Leafwise(Parametrization):
     where: Where = argument(check_where, default=None, kw_only=True)
     stacked: Axes = argument(check_front_axes, default=(), kw_only=True)
 
+    draws_late: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of an array that the stage takes by default. With two or more, the stage leaves alone by
     default what is called a bias or a scale, whatever its dimensions."""
@@ -209,7 +209,7 @@ class Perturbation(_Leafwise):
             return self
         return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
         self._selection("init", tree)
         return tree
@@ -217,7 +217,7 @@ class Perturbation(_Leafwise):
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return tree, keep_origins(tree)
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("apply", tree)
         leaves = [w for w, _, _ in found]
         acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
@@ -232,7 +232,7 @@ class Perturbation(_Leafwise):
             leaves[i] = stage._changed(f"{who} at {slot.path!r}", "apply_leaf", w, each_key)
         return treedef.unflatten(leaves)
 
-    def _averaged(self, tree: PyTree, keys: Keys) -> PyTree:
+    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         """The tree with the mean of each array that the stage acts on."""
         found, treedef = self._selection("fold", tree)
         leaves, who = [w for w, _, _ in found], call(self, "fold")
@@ -328,11 +328,15 @@ class Reparametrization(_Leafwise):
         return type(self).update_leaf is not Reparametrization.update_leaf
 
     @property
+    def has_base(self) -> bool:
+        return type(self).rebase_leaf is not Reparametrization.rebase_leaf
+
+    @property
     def _draws(self) -> bool:
         """Whether the start is drawn."""
         return type(self).draw_leaf is not Reparametrization.draw_leaf
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("init", tree)
         names, leaves, _ = named(tree)
         acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
@@ -345,7 +349,7 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten(leaves)
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        made, found = abstract_of(partial(self._init, keys=Keys(None)), tree), dict(items(tree))
+        made, found = abstract_of(partial(self.init_tree, keys=Keys(None)), tree), dict(items(tree))
         known = dict(zip(found, self._axis_names(tree, len(found)), strict=True))
 
         def of(path: Names) -> tuple[Names, Places]:
@@ -363,20 +367,17 @@ class Reparametrization(_Leafwise):
         origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)
         return {path[-1]: places for path, (_, places) in origins.items()}
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))
 
-    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         def advanced(node: _Node) -> dict[str, Any]:
             anew = node.stage._over(node.stage.update_leaf)(node.values)
             return {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
 
         return self._at_nodes("update", tree, keys, advanced)
 
-    def _rebase(self, tree: PyTree) -> PyTree:
-        if type(self).rebase_leaf is Reparametrization.rebase_leaf:
-            return tree
-
+    def rebase_tree(self, tree: PyTree) -> PyTree:
         def rebased(node: _Node) -> dict[str, Any]:
             return {node.mark: node_of(node.stage._over(node.stage.rebase_leaf)(node.values), self.fixed)}
 

@@ -1,14 +1,14 @@
 """The mean of a random stage, in its place."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from reparax._axes.origin import Origins
+from reparax._core.algebra import Parametrization, overrides
 from reparax._core.keys import Keys
-from reparax._stage.stage import Stage
 from reparax._tree.paths import PyTree
 
 
-class Mean(Stage):
+class Mean(Parametrization):
     """The mean of a random stage: what stands in its place in ``p.deterministic`` where it is not the array itself.
 
     A :class:`Perturbation` that defines ``mean_leaf`` gets it; nobody else needs to write it. It acts on the arrays
@@ -32,21 +32,23 @@ class Mean(Stage):
       Array([1.25, 1.25], dtype=float32)
     """
 
-    stage: Stage
+    stage: Parametrization
+
+    draws_late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         got: Any = self.stage
-        known = isinstance(got, Stage) and got.stochastic and type(got)._averaged is not Stage._averaged
+        known = isinstance(got, Parametrization) and got.stochastic and overrides(got, "mean_tree")
         if not known:
             raise TypeError(f"Mean takes a Perturbation that draws random numbers, but got {got!r}. Leave it out.")
         for said in ("changes_type", "straight_through"):
             object.__setattr__(self, said, getattr(got, said))
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage._init(tree, keys)
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage.init_tree(tree, keys)
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return self.stage._follow(tree)
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage._averaged(tree, keys)
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage.mean_tree(tree, keys)

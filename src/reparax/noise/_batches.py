@@ -39,7 +39,7 @@ class Drawn(Perturbation):
     def apply_leaf(self, w: Array, key: Array) -> Array:
         return self.perturb(w, self.draw(w, key))
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("apply", tree)
         leaves = [w for w, _, _ in found]
         acting = {i: (slot.draw, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}

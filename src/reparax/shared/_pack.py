@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 
 from jax import Array
 
-from reparax._core.algebra import call
+from reparax._core.algebra import Parametrization, call
 from reparax._core.config import arguments
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._numerics.arguments import check_whole
-from reparax._stage.stage import Stage
 from reparax._stage.where import matches, nearest
 from reparax._tree.markers import locate_errors, no_own_node
 from reparax._tree.paths import IsLeaf, PyTree, describe, is_array, named
@@ -23,7 +22,7 @@ from reparax.shared._cells import blocks, optional, read, write
 Places = dict[str, int]
 
 
-class _Rearranged(Stage):
+class _Rearranged(Parametrization):
     """What both directions share: the arrays of the model and the raw arrays hold the same values in two layouts.
 
     A raw array stands at the place of the first array of the model with which it shares a value; the other places
@@ -35,6 +34,7 @@ class _Rearranged(Stage):
     sizes: Any = field(default=(), kw_only=True)
 
     parts: ClassVar[bool] = True
+    draws_late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _pairs(self.layout))
@@ -69,7 +69,7 @@ class _Rearranged(Stage):
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
         leaves, slots, treedef = flatten_slots(tree)
         cells = self._cells("init", _found(leaves, slots, is_array))
@@ -83,7 +83,7 @@ class _Rearranged(Stage):
                 leaves[i] = {marks[i]: {_label(name): stored[name] for name in stored if self._home(name) == path}}
         return treedef.unflatten(leaves)
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         is_node = node_predicate(self.kind)
         leaves, slots, treedef = flatten_slots(tree, is_node)
         marks = {i: str(own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax._core.algebra import call
+from reparax._core.algebra import Parametrization, call
 from reparax._core.config import code
 from reparax._core.keys import Keys
 from reparax._core.pending import draw_all
-from reparax._stage.stage import Stage
 from reparax._stage.where import matches, nearest
 from reparax._tree.paths import PyTree, describe, is_array, named
 from reparax._tree.raw import Slot, flatten_slots, marker, next_number, node_predicate
@@ -24,7 +23,7 @@ Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
 
 
-class Tie(Stage):
+class Tie(Parametrization):
     r"""One parameter in several places: each target is its source, or a pure function of it.
 
     The raw tree holds each parameter once, at its owner; a tied place holds the empty node ``{"@tie": {}}``, so
@@ -61,6 +60,8 @@ class Tie(Stage):
     ties: Any
     unequal: str = field(default="refuse", kw_only=True)
 
+    draws_late: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         ties = _entries(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
@@ -75,7 +76,7 @@ class Tie(Stage):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         del keys
         is_node = node_predicate(self.kind)
         leaves, slots, treedef = flatten_slots(tree, is_node)
@@ -111,7 +112,7 @@ class Tie(Stage):
                 f"change the model. Set the target to that first, drop the tie, or say `unequal='overwrite'`."
             )
 
-    def _apply(self, tree: PyTree, keys: Keys) -> PyTree:
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         is_node = node_predicate(self.kind)
         leaves, slots, treedef = flatten_slots(tree, is_node)
         values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}

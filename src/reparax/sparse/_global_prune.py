@@ -69,10 +69,10 @@ class GlobalPrune(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def _init(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self._update(super()._init(tree, keys), keys)
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.update_tree(super().init_tree(tree, keys), keys)
 
-    def _update(self, tree: PyTree, keys: Keys) -> PyTree:
+    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         leaves, treedef, own = self._own_nodes("update", tree, keys)  # all of them first: a mask depends on every one
         masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
         for (i, node), mask in zip(own.items(), masks, strict=True):

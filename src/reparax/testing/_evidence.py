@@ -88,13 +88,13 @@ class Alone(Parametrization):
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
         keys = Keys(key)
-        return settle(self.stage._apply(self._before(raw), keys), keys)
+        return settle(self.stage.apply_tree(self._seen(raw), keys), keys)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return self.stage.deterministic._apply(self._before(raw), Keys(None))
+        return self.stage.deterministic.apply_tree(self._seen(raw), Keys(None))
 
-    def _before(self, raw: PyTree) -> PyTree:
-        return Chain(stages(self.chain)[: self.number]).deterministic._apply(raw, Keys(None))
+    def _seen(self, raw: PyTree) -> PyTree:
+        return Chain(stages(self.chain)[: self.number]).deterministic.apply_tree(raw, Keys(None))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -149,9 +149,9 @@ class _Watched(Chain):
         found: dict[str, tuple[str, ...]] = {}
 
         def watched(params: PyTree) -> PyTree:
-            tree, keys = self._init(params, Keys(None)), Keys(jax.random.key(0))
+            tree, keys = self.init_tree(params, Keys(None)), Keys(jax.random.key(0))
             for stage in self.stages:
-                before, tree = tree, stage._apply(tree, keys)
+                before, tree = tree, stage.apply_tree(tree, keys)
                 for path in dict.fromkeys(map(parameter, changes(before, tree))):
                     found[path] = (*found.get(path, ()), type(stage).__name__)
             return settle(tree, keys)

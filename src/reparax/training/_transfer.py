@@ -95,7 +95,7 @@ class _Reading(Chain):
         """The effective tree, and each marker dict that was taken away, with its stage."""
         found: Nodes = {}
         for stage in Chain((self.deterministic,)):
-            before, tree = _marked(tree, stage.kind), stage._apply(tree, Keys(None))
+            before, tree = _marked(tree, stage.kind), stage.apply_tree(tree, Keys(None))
             after = _marked(tree, stage.kind)
             found |= {path: (stage, node) for path, node in before.items() if path not in after}
         return tree, found
@@ -108,7 +108,7 @@ class _Writing(Chain):
         """The raw tree of ``params`` in which each of ``nodes`` stands again that the same stage makes at its path."""
         tree, kept = params, set[Names]()
         for stage in reversed(self.stages):
-            before, tree = _marked(tree, stage.kind), stage._init(tree, Keys(None))
+            before, tree = _marked(tree, stage.kind), stage.init_tree(tree, Keys(None))
             made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
             again = {
                 path: node
@@ -117,7 +117,7 @@ class _Writing(Chain):
             }
             kept |= again.keys()
             tree = _replaced(tree, stage.kind, again)
-        return _Carried(spread_boxes(functools.partial(self._init, keys=Keys(None)), params, tree), frozenset(kept))
+        return _Carried(spread_boxes(functools.partial(self.init_tree, keys=Keys(None)), params, tree), frozenset(kept))
 
 
 def plain(path: Names) -> Names:
