@@ -1,1 +1,5 @@
-"""Axes of arrays: their numbers and names, what is stacked along them, and where they lie on a mesh."""
+"""The axes of arrays: a raw axis follows the axis of its parameter that it grows with.
+
+That one fact gives raw values the names and the shardings of their parameters. A stage is asked for it by tracing
+alone, or says it itself. Here too: axes by number and by name, and those along which independent arrays are stacked.
+"""

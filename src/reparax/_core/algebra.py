@@ -42,8 +42,8 @@ class Parametrization(Static, ABC):
       ...     def apply_tree(self, tree, keys):
       ...         length = jnp.sqrt(sum(jnp.sum(w * w) for w in jax.tree.leaves(tree)))
       ...         return jax.tree.map(lambda w: w / length, tree)
-      >>> (UnitTree() >> rpx.Scale(2.0)).apply({"a": jnp.ones(1), "b": jnp.ones(3)})
-      {'a': Array([1.], dtype=float32), 'b': Array([1., 1., 1.], dtype=float32)}
+      >>> UnitTree().apply({"a": jnp.ones(1), "b": jnp.ones(3)})
+      {'a': Array([0.5], dtype=float32), 'b': Array([0.5, 0.5, 0.5], dtype=float32)}
     """
 
     stochastic: ClassVar[bool] = False

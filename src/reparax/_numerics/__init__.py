@@ -1,1 +1,1 @@
-"""Formulas that several families share: lengths, linear algebra, and arithmetic that half precision survives."""
+"""Formulas that several families share, safe where the naive one fails: rows of zeros, half precision, huge numbers."""

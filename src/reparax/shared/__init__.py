@@ -1,4 +1,7 @@
-"""Several arrays that share numbers: tied ones, parts of one block, and cells in the layouts of other libraries."""
+"""Several arrays that share numbers: tied ones, parts of one block, and cells in the layouts of other libraries.
+
+A layout is data: which rows of which block hold which gate, in which order. One reader and one writer serve them all.
+"""
 
 from reparax.shared._block import Concat as Concat
 from reparax.shared._cells import gates as gates

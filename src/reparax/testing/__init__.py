@@ -1,4 +1,7 @@
-"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes."""
+"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes.
+
+A law is a function of a chain, parameters and a key that raises where the chain breaks it.
+"""
 
 from reparax.testing._laws import LAWS as LAWS
 from reparax.testing._laws import Law as Law
