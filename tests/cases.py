@@ -16,6 +16,11 @@ def model() -> dict[str, dict[str, jax.Array]]:
     }
 
 
+def flat() -> dict[str, dict[str, jax.Array]]:
+    """The same network without its convolution."""
+    return {name: layer for name, layer in model().items() if name != "conv"}
+
+
 def tied() -> dict[str, dict[str, jax.Array]]:
     """The same network with an output layer that equals the transposed first one."""
     params = model()
@@ -184,6 +189,34 @@ CASES = {
         >> rpx.Hurwitz(0.1, where="also square")
         >> rpx.Fibration(jnp.transpose, jnp.transpose, where="wide"),
         definite,
+    ),
+    "adapters": (
+        rpx.Freeze()
+        >> rpx.LoRA(2, alpha=4.0, where="dense/kernel")
+        >> rpx.VeRA(3, where="out/kernel")
+        >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, start="pissa", where="conv/kernel"),
+        model,
+    ),
+    "differences": (
+        rpx.LowRank(2) >> rpx.Hadamard(where=".*(dense|out)/kernel") >> rpx.Delta(where=".*(dense|out)/kernel"),
+        flat,
+    ),
+    "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
+    "stored >> lora >> weight norm": (
+        rpx.Stored("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
+        flat,
+    ),
+    "stored": (
+        rpx.Stored("int8", axis=-1, where="dense/kernel")
+        >> rpx.Stored("int4", block=4, double_quant=True, where="out/kernel")
+        >> rpx.Stored("float8_e4m3fn", where="conv/kernel"),
+        model,
+    ),
+    "quantize": (
+        rpx.Quantize("int8", axis=-1, where="dense/kernel")
+        >> rpx.Quantize("int4", block=4, scale="learned", where="out/kernel")
+        >> rpx.Quantize("ternary", where="conv/kernel"),
+        model,
     ),
     "tie": (TIE, tied),
     "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), model),

@@ -13,6 +13,11 @@ from reparax._stage.where import all_but as all_but
 from reparax._stage.where import selected as selected
 from reparax._torch.state_dict import from_torch as from_torch
 from reparax._torch.state_dict import to_torch as to_torch
+from reparax.adapters import Delta as Delta
+from reparax.adapters import Gain as Gain
+from reparax.adapters import Hadamard as Hadamard
+from reparax.adapters import LoRA as LoRA
+from reparax.adapters import VeRA as VeRA
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal
 from reparax.matrices import Circulant as Circulant
@@ -51,6 +56,8 @@ from reparax.numbers import Elementwise as Elementwise
 from reparax.numbers import Positive as Positive
 from reparax.numbers import Scale as Scale
 from reparax.numbers import Simplex as Simplex
+from reparax.quantized import Quantize as Quantize
+from reparax.quantized import Stored as Stored
 from reparax.shared import Concat as Concat
 from reparax.shared import CudnnLSTM as CudnnLSTM
 from reparax.shared import Pack as Pack

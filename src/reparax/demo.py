@@ -70,7 +70,7 @@ class Scores(NamedTuple):
     quantized: Array
 
 
-class Quantize(rpx.Perturbation):
+class EvenlySpaced(rpx.Perturbation):
     """Matrices rounded to ``2**bits`` evenly spaced values from ``-m`` to ``m``, their largest magnitude."""
 
     bits: int
@@ -167,7 +167,7 @@ def perturbed_accuracy(params: PyTree, std: float | Array, key: Array, data: Dig
 
 def quantized_accuracy(params: PyTree, data: Digits) -> Array:
     """Accuracy with quantized kernels; the biases stay as they are."""
-    logits: Any = MODEL.apply(Quantize(BITS).apply(params), data.images)
+    logits: Any = MODEL.apply(EvenlySpaced(BITS).apply(params), data.images)
     return accuracy(logits, data.labels)
 
 

@@ -44,6 +44,7 @@ STAGES = {
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.Circulant(where="a")],
     "CudnnLSTM": [rpx.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
+    "Delta": [rpx.Delta(), rpx.Delta(where=".*kernel", stacked=0)],
     "Diagonal": [rpx.Diagonal(outside="refuse")],
     "Elementwise": [
         rpx.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
@@ -53,11 +54,14 @@ STAGES = {
     "Fibration": [rpx.Fibration(jnp.diagonal, jnp.diag), rpx.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky)],
     "FixedRank": [rpx.FixedRank(1, least=0), rpx.FixedRank(2, least=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
+    "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
     "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(3), rpx.GlobalPrune((0.5, 2, 0.25))],
     "Grassmann": [rpx.Grassmann("householder")],
+    "Hadamard": [rpx.Hadamard()],
     "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.Invertible(least=0.5)],
     "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
+    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, scaling="sqrt", start="pissa", rows=0, columns=(1, 2))],
     "LowRank": [rpx.LowRank(1)],
     "MagnitudePrune": [
         rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
@@ -77,6 +81,7 @@ STAGES = {
     "PositiveDefinite": [rpx.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.PositiveSemidefinite(), rpx.PositiveSemidefinite(rank=1)],
+    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", -1, 64, scale="learned")],
     "RandomPrune": [rpx.RandomPrune(0.0, axis=-1)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
     "Simplex": [rpx.Simplex(axis="a name")],
@@ -90,6 +95,7 @@ STAGES = {
         rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.Stiefel("expm")],
+    "Stored": [rpx.Stored("int8"), rpx.Stored("nf4", block=64, double_quant=True, where="a|b")],
     "Symmetric": [rpx.Symmetric(where=".*")],
     "Tie": [
         rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite"),
@@ -97,8 +103,9 @@ STAGES = {
     "Toeplitz": [rpx.Toeplitz()],
     "Triangular": [rpx.Triangular(lower=False, unit_diagonal=True)],
     "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b")],
+    "VeRA": [rpx.VeRA(256), rpx.VeRA(4, 0.5, seed=3, rows=1)],
     "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
-    "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(axis=(0, "heads"))],
+    "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(detach=True), rpx.WeightNorm(axis=(0, "heads"))],
     "WeightStandardization": [rpx.WeightStandardization(axis=(0, 1))],
 }
 

@@ -26,13 +26,13 @@ def scores(perturbed, quantized):
 def test_quantize_rounds_matrices_to_evenly_spaced_values():
     # Two bits between -3 and 3 are -3, -1, 1 and 3.
     params = {"kernel": jnp.array([[-3.0, -2.1, -1.9], [0.5, 1.9, 2.1]]), "bias": jnp.array([0.3, 5.0])}
-    rounded = demo.Quantize(2).apply(params)
+    rounded = demo.EvenlySpaced(2).apply(params)
     np.testing.assert_allclose(rounded["kernel"], [[-3, -3, -1], [1, 1, 3]], rtol=1e-6)
     np.testing.assert_array_equal(rounded["bias"], params["bias"])
 
 
 def test_quantize_uses_every_value_of_its_bits(key):
-    rounded = demo.Quantize(3).apply({"kernel": jax.random.normal(key, (100, 100))})["kernel"]
+    rounded = demo.EvenlySpaced(3).apply({"kernel": jax.random.normal(key, (100, 100))})["kernel"]
     values = np.unique(np.round(rounded, 5))
     assert len(values) == 8
     np.testing.assert_allclose(np.diff(values), 2 * values.max() / 7, rtol=1e-4)

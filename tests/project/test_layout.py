@@ -12,7 +12,7 @@ ROOT = Path(rpx.__file__).parent
 
 FLOORS = ["_tree", "_numerics", "_axes", "_core", "_stage"]
 """Each imports those before it alone."""
-FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared"]
+FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
 """Each imports the floors, and no other family."""
 ALLOWED = {
     **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},

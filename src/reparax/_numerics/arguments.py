@@ -44,6 +44,13 @@ def check_positive_number(value: Any, who: str, name: str) -> Any:
     return checked
 
 
+def check_flag(value: Any, who: str, name: str) -> bool:
+    """``value``, which must be True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{who} takes {name}=True or False, but got {value!r}.")
+    return bool(value)
+
+
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """``value``, which must be a function."""
     if not callable(value):

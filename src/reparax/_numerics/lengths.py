@@ -71,6 +71,11 @@ def _stretched_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[
     return x * factor, dx * factor + x * growth.astype(x.dtype)
 
 
+def stretched_detached(x: Array, length: Array, axes: Indices) -> Array:
+    """As :func:`stretched`, where gradients take the length that ``x`` has for a constant."""
+    return x * (length / jax.lax.stop_gradient(_length(x, axes))).astype(x.dtype)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _length(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, 1 where it is zero.

@@ -53,6 +53,8 @@ class _Leafwise(Parametrization):
     default what is called a bias or a scale, whatever its dimensions."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
+    takes_base: ClassVar[bool] = False
+    """Whether the stage acts on the base of an adapter, in the array's place, and leaves the adapter alone."""
     axis_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers."""
 
@@ -91,7 +93,7 @@ class _Leafwise(Parametrization):
 
     def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, Slot, Self | None]], Any]:
         """Each leaf with what is known of it and the stage that acts on it, if any, its axes by number."""
-        leaves, slots, treedef = flatten_slots(tree)
+        leaves, slots, treedef = flatten_slots(tree, bases=self.takes_base)
         who = call(self, method)
         names = self._axis_names(tree, len(leaves))
         arrays = list(map(without_noise, leaves))
@@ -324,6 +326,11 @@ class Reparametrization(_Leafwise):
         return values
 
     @property
+    def bare(self) -> bool:
+        """Whether the raw value is the array itself, its only main value, in its own place and under no marker."""
+        return False
+
+    @property
     def advances(self) -> bool:
         return type(self).update_leaf is not Reparametrization.update_leaf
 
@@ -338,6 +345,8 @@ class Reparametrization(_Leafwise):
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("init", tree)
+        if self.bare:
+            return tree
         names, leaves, _ = named(tree)
         acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
         numbers = [next_number(names[i], self.kind) for i in acting]
@@ -368,7 +377,20 @@ class Reparametrization(_Leafwise):
         return {path[-1]: places for path, (_, places) in origins.items()}
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        if self.bare:
+            return self._in_place(tree, keys)
         return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))
+
+    def _in_place(self, tree: PyTree, keys: Keys) -> PyTree:
+        """``tree`` with each selected array, which is its own raw value, as its effective one."""
+        found, treedef = self._selection("apply", tree)
+        leaves, who = [w for w, _, _ in found], call(self, "apply")
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = draw_all([leaves[i] for i in acting], keys)
+        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
+            with locate_errors(f"{who} at {slot.path!r}"):
+                leaves[i] = stage._closed(dict.fromkeys(self.main or (), jnp.asarray(w)))
+        return treedef.unflatten(leaves)
 
     def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         def advanced(node: _Node) -> dict[str, Any]:
@@ -430,7 +452,7 @@ class Reparametrization(_Leafwise):
         of an array decides that, whatever this stage could not have made is none of its own.
         """
         is_node, who = node_predicate(self.kind), call(self, method)
-        leaves, slots, treedef = flatten_slots(tree, is_node)
+        leaves, slots, treedef = flatten_slots(tree, is_node, bases=self.takes_base)
         names = self._axis_names(tree, len(leaves), is_node)
         nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
         if not nodes:

@@ -17,18 +17,20 @@ from jax import Array
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
 from reparax._core.value import argument
 from reparax._stage.constraint import Constraint
+from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 
 Places = tuple[int, ...]
 Sizes = tuple[int, ...]
 
 
-class Matrices(Constraint):
+class RowsAndColumns(Reparametrization):
     """A stage of matrices.
 
     A subclass writes its formulas for arrays of two axes. ``value_axes`` says for each raw value that has rows or
-    columns what its axes are: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``. Only a stage that has values of
-    both takes several axes as rows or as columns, as else nothing would tell their sizes.
+    columns what its axes are: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``; ``alike`` names those that have
+    the axes of the array itself. Only a stage that has values of both takes several axes as rows or as columns, as
+    else nothing would tell their sizes.
     """
 
     rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
@@ -37,6 +39,7 @@ class Matrices(Constraint):
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    alike: ClassVar[tuple[str, ...]] = ()
     square: ClassVar[bool] = False
     """Whether rows and columns have the same sizes, so that values of the rows tell both."""
 
@@ -47,7 +50,7 @@ class Matrices(Constraint):
         return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
 
     def refuse(self, w: Array) -> str | None:
-        return self._no_matrix(w) or super(Matrices, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
+        return self._no_matrix(w) or super(RowsAndColumns, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
         """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
@@ -67,7 +70,7 @@ class Matrices(Constraint):
         if len(rows) == len(columns) == 1:
             return None
         kinds = {axis for axes in self.value_axes.values() for axis in axes}
-        if "rows" in kinds and ("columns" in kinds or self.square):
+        if self.alike or ("rows" in kinds and ("columns" in kinds or self.square)):
             return None
         return (
             f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
@@ -96,13 +99,14 @@ class Matrices(Constraint):
             if isinstance(x, Mapping):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
-                made = formula({name: self._merged_value(name, value, counts) for name, value in x.items()}, *others)
                 groups, sizes = self._groups(sum(counts.values())), self._sizes(x, counts)
+                taken = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
+                made = formula(taken, *others)
             else:
                 groups = self._groups(x.ndim)
                 made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
             if isinstance(made, Mapping):
-                return {name: self._parted_value(name, value, sizes) for name, value in made.items()}
+                return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
             if isinstance(x, Mapping) and made.ndim != 2:
                 raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
             return _parted(made, groups, sizes) if made.ndim == 2 else made
@@ -111,6 +115,9 @@ class Matrices(Constraint):
 
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """How many axes of the array are rows, and how many are columns, as its raw values tell."""
+        for whole in (values[name] for name in self.alike if name in values):
+            rows, columns = self._groups(whole.ndim)
+            return {"rows": len(rows), "columns": len(columns)}
         given = {"rows": self.rows, "columns": self.columns}
         known = {group: len(list_axes(axes)) for group, axes in given.items() if axes is not None}
         for name, axes in self.value_axes.items():
@@ -138,22 +145,34 @@ class Matrices(Constraint):
         """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""
         if set(counts.values()) == {1}:
             return None
+        for whole in (values[name] for name in self.alike if name in values):
+            return _sizes(whole, self._groups(whole.ndim))
         found = {axis: size for name, x in values.items() for axis, size in self._parts(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
-    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int]) -> Array:
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
         """A raw value as its formula takes it."""
+        if name in self.alike:
+            return _merged(value, *groups)
         parts = self._parts(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
-    def _parted_value(self, name: str, value: Array, sizes: tuple[Sizes, Sizes] | None) -> Array:
+    def _parted_value(
+        self, name: str, value: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None
+    ) -> Array:
         """A raw value as it stands in the raw tree."""
+        if name in self.alike:
+            return _parted(value, groups, sizes)
         axes = self.value_axes.get(name, ())
         if sizes is None or not axes:
             return value
         parts = {"rows": sizes[0], "columns": sizes[1]}
         shape = [n for axis, size in zip(axes, value.shape, strict=True) for n in parts.get(axis, (size,))]
         return value.reshape(shape)
+
+
+class Matrices(RowsAndColumns, Constraint):
+    """A stage whose effective matrices all lie in one set."""
 
 
 def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:

@@ -24,6 +24,7 @@ class Kind(Protocol):
 
     main: tuple[str, ...] | None
     fixed: tuple[str, ...]
+    base: tuple[str, ...]
     parts: bool
     aligned: bool
 
@@ -124,6 +125,7 @@ class _Value(NamedTuple):
       main: Whether it is a main value.
       fixed: Whether it does not train.
       seen: Whether its name is part of the path under which stages see it.
+      shown: Whether stages nearer to the raw tree see it at all.
     """
 
     node: Names
@@ -131,10 +133,11 @@ class _Value(NamedTuple):
     main: bool
     fixed: bool
     seen: bool
+    shown: bool
 
 
-def _values(path: Names) -> Iterator[_Value]:
-    """The value that ``path`` takes under each marker along it."""
+def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
+    """The value that ``path`` takes under each marker along it; with ``bases``, a base is the main value."""
     for i, name in enumerate(path):
         if _is_mark(name):
             stage = _stage(path, i)
@@ -142,8 +145,10 @@ def _values(path: Names) -> Iterator[_Value]:
             if len(path) <= i + 1 + fixed:
                 raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
             value = path[i + 2] if fixed else path[i + 1]
-            main = value not in stage.fixed if stage.main is None else value in stage.main
-            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main)
+            mains = stage.base if bases and stage.base else stage.main
+            main = value not in stage.fixed if mains is None else value in mains
+            shown = main or not (fixed or mains is stage.base)
+            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, shown)
 
 
 def aligned(path: Names) -> bool:
@@ -151,31 +156,36 @@ def aligned(path: Names) -> bool:
     return all(value.main and _stage(value.node, -1).aligned for value in _values(path))
 
 
-def _slots(paths: list[Names]) -> list[Slot]:
+def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
     mains: dict[Names, set[str]] = {}
     for path in paths:
-        for value in _values(path):
+        for value in _values(path, bases=bases):
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
     def slot(path: Names) -> Slot:
         shown = draw = own = parameter(path)
         all_main = visible = True
-        for value in _values(path):
+        for value in _values(path, bases=bases):
             if value.seen:
                 shown, draw = f"{shown}/{value.name}", f"{draw}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
                 draw = f"{draw}/{value.name}"
             all_main = all_main and value.main
-            visible = visible and (value.main or not value.fixed)
+            visible = visible and value.shown
         return Slot(shown, draw, own, all_main, FIXED in path, visible)
 
     return [slot(path) for path in paths]
 
 
-def flatten_slots(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], list[Slot], Any]:
-    """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back."""
+def flatten_slots(
+    tree: PyTree, is_leaf: IsLeaf | None = None, *, bases: bool = False
+) -> tuple[list[Any], list[Slot], Any]:
+    """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back.
+
+    With ``bases``, the base of an array stands for it, and what is added to the base is not seen.
+    """
     paths, leaves, treedef = named(tree, is_leaf)
-    slots = _slots(paths)
+    slots = _slots(paths, bases=bases)
     seen: set[str] = set()
     for slot in slots:
         if slot.draw in seen:

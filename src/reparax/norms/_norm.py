@@ -10,9 +10,9 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, Axis, check_axis, check_optional_axes, others, position
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_whole
+from reparax._numerics.arguments import check_flag, check_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.lengths import centred, is_zero, norm, scale, stretched, unit
+from reparax._numerics.lengths import centred, is_zero, norm, scale, stretched, stretched_detached, unit
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 
@@ -44,6 +44,8 @@ class WeightNorm(Reparametrization):
       axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
         ``(in, out)`` and for a convolution's ``(height, width, in, out)``. A tuple for several, None for one length
         of the whole array. By number or by name.
+      detach: Whether :math:`\lVert v \rVert` counts as a constant in gradients, as in DoRA, which is
+        ``LoRA(8) >> WeightNorm(detach=True)``: the effective weight is the same, and its gradient is cheaper.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
         scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
@@ -59,15 +61,21 @@ class WeightNorm(Reparametrization):
              [4., 0.]], dtype=float32)
 
     References:
-      Salimans and Kingma, *Weight Normalization*, 2016.
+      Salimans and Kingma, *Weight Normalization*, 2016; Liu, Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA:
+      Weight-Decomposed Low-Rank Adaptation*, 2024.
     """
 
     axis: Axes | None = argument(check_optional_axes, default=-1)
+    detach: bool = argument(check_flag, default=False, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
     aligned: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "straight_through", self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = others(self.axis, w)
@@ -77,8 +85,8 @@ class WeightNorm(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]
         axes = others(self.axis, v)
-        x = widened(v)
-        return stretched(x, g.astype(x.real.dtype), axes).astype(v.dtype)
+        x, length = widened(v), g.astype(widened(v).real.dtype)
+        return (stretched_detached if self.detach else stretched)(x, length, axes).astype(v.dtype)
 
 
 class SpectralNorm(Constraint):

@@ -17,7 +17,8 @@ class Freeze(Reparametrization):
     ``Freeze() >> WeightNorm()`` the direction ``v`` only, ``WeightNorm() >> Freeze(where="encoder/.*")`` a part of the
     model. To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
     weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew
-    with the new raw tree.
+    with the new raw tree. Of an array with an adapter, ``Freeze`` takes the base and leaves the adapter alone:
+    ``Freeze() >> LoRA(8)`` trains the adapters, and nothing else.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter.
@@ -31,6 +32,7 @@ class Freeze(Reparametrization):
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("w",)
+    takes_base: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}

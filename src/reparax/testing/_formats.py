@@ -61,7 +61,7 @@ def installed(raw: PyTree) -> dict[str, Way]:
     """The ways whose library is there and takes the dtypes of ``raw``."""
     ways: dict[str, Way] = {"pickle": by_pickle}
     leaves = jax.tree.leaves(raw)
-    plain = all(isinstance(np.asarray(w).dtype.type(), np.floating | np.integer) for w in leaves)
+    plain = all(issubclass(np.asarray(w).dtype.type, np.floating | np.integer) for w in leaves)
     if importlib.util.find_spec("flax"):
         ways["flax"] = by_flax
     if importlib.util.find_spec("orbax"):

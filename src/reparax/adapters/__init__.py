@@ -1,0 +1,10 @@
+"""Differences to weights that stay: the model's own array is a fixed base, and what is added to it trains.
+
+Stages that store or freeze numbers, to the left in a chain, act on the base; all others act on the difference.
+"""
+
+from reparax.adapters._delta import Delta as Delta
+from reparax.adapters._gain import Gain as Gain
+from reparax.adapters._hadamard import Hadamard as Hadamard
+from reparax.adapters._lora import LoRA as LoRA
+from reparax.adapters._vera import VeRA as VeRA

@@ -1,0 +1,56 @@
+"""Numbers that stretch weights."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axes, check_optional_axes, count_from_front, others
+from reparax._core.value import argument
+from reparax._numerics.arithmetic import widened
+from reparax._stage.leaf import Reparametrization
+
+
+class Gain(Reparametrization):
+    r"""Weights times numbers that train: :math:`w = g \, x`.
+
+    Raw values: ``w`` (main), like ``w``; ``g`` (auxiliary), real, of the sizes of the axes, or one number, ones at the
+    start, in float32 for half-precision weights. ``init`` is exact, bit for bit.
+    ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs;
+    ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
+
+    Args:
+      axis: The axes each index of which has a number of its own. Default: one number for the whole array. By number or
+        by name.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.Gain(axis=-1)
+      >>> raw = p.init({"w": jnp.ones((3, 2))})
+      >>> rpx.partition(raw)[0]["w"]["@gain"]["g"]
+      Array([1., 1.], dtype=float32)
+
+    References:
+      Liu, Tam, Muqeeth, Mohta, Huang, Bansal and Raffel, *Few-Shot Parameter-Efficient Fine-Tuning is Better and
+      Cheaper than In-Context Learning*, 2022; Zhai, Likhomanenko, Littwin, Busbridge, Ramapuram, Zhang, Gu and
+      Susskind, *Stabilizing Transformer Training by Preventing Attention Entropy Collapse*, 2023.
+    """
+
+    axis: Axes | None = argument(check_optional_axes, default=None)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        kept = () if self.axis is None else count_from_front(self.axis, w)
+        return {"w": w, "g": jnp.ones([w.shape[axis] for axis in kept], widened(w).real.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w, g = values["w"], values["g"]
+        x = widened(w)
+        return (jnp.expand_dims(g, others(self.axis, w)).astype(x.dtype) * x).astype(w.dtype)

@@ -1,0 +1,41 @@
+"""Products entry by entry."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._stage.leaf import Reparametrization
+
+
+class Hadamard(Reparametrization):
+    r"""A product entry by entry: :math:`w = x \odot y`.
+
+    Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
+    bit, and a ``w`` of zeros trains. What stands to the left acts on both: ``LowRank(4) >> Hadamard()`` is a product
+    of two matrices of rank 4, which has a rank of up to 16, and with ``Delta`` to its right it is LoHa.
+
+    Args:
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Hadamard().init({"w": jnp.array([[3.0, 3.0]])})
+      {'w': {'@hadamard': {'x': Array([[3., 3.]], dtype=float32), 'y': Array([[1., 1.]], dtype=float32)}}}
+
+    References:
+      Hyeon-Woo, Ye-Bin and Oh, *FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning*,
+      2022.
+    """
+
+    main: ClassVar[tuple[str, ...] | None] = ("x", "y")
+    min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": w, "y": jnp.ones_like(w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return values["x"] * values["y"]

@@ -1,0 +1,140 @@
+"""Adapters of low rank."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_number, check_whole, one_of
+from reparax._numerics.arithmetic import scalar, widened
+from reparax._numerics.linalg import no_rank, product
+from reparax._stage.matrices import RowsAndColumns
+
+
+def _check_alpha(value: Any, who: str, name: str) -> Any:
+    return None if value is None else check_number(value, who, name)
+
+
+class LoRA(RowsAndColumns):
+    r"""A difference of low rank to weights that stay: :math:`W = W_0 + c \, A B`.
+
+    Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
+    base :math:`W_0`, like ``W``. ``init`` keeps the model's function, bit for bit where B starts at zero; the gradient
+    of A is then zero at first, as it should be. ``fold`` merges. Stages to the left see ``a`` and ``b``; those that
+    store or freeze see the base instead. The arithmetic of half-precision matrices is float32.
+
+    ================================  =========================================================
+    LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
+    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, scaling="sqrt")``
+    PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
+    DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
+    QLoRA                             ``Stored("nf4", block=64) >> LoRA(8)``
+    QDoRA                             ``Stored("nf4", block=64) >> LoRA(8) >> WeightNorm(detach=True)``
+    ================================  =========================================================
+
+    ``Freeze`` keeps the rest of the model, biases and norms, where it is. What trains is ``rpx.partition(raw)[0]``.
+
+    Args:
+      rank: The rank of the difference, between 1 and ``min(rows, columns)``.
+      alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
+      scaling: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Without ``alpha`` it says nothing.
+      start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
+        ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
+        singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: :math:`W^T = Q R` gives
+        ``b`` the first columns of Q and ``a`` the first rows of R, transposed, and the base gives up their product.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`: axes of matrices of their own, such as experts.
+      rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
+        does not name; the first of a matrix. Rows are the inputs of a kernel ``(in, out)``; of a weight ``(out, in)``,
+        as in torch and equinox, say ``rows=1``.
+      columns: The axes that are columns. Default: those that ``rows`` does not name; the last of a matrix.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)
+      >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
+      >>> jax.tree.map(jnp.shape, rpx.partition(raw)[0]["kernel"]["@lora"])["a"]
+      (8, 2)
+      >>> p.fold(raw)["kernel"].shape
+      (8, 3)
+
+    References:
+      Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022; Kalajdzievski, *A Rank Stabilization Scaling
+      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Liu,
+      Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*,
+      2023.
+    """
+
+    rank: int = argument(check_whole)
+    alpha: Any = argument(_check_alpha, default=None)
+    scaling: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
+    start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
+
+    main: ClassVar[tuple[str, ...] | None] = ("a", "b")
+    fixed: ClassVar[tuple[str, ...]] = ("w",)
+    base: ClassVar[tuple[str, ...]] = ("w",)
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"a": ("rows", "rank"), "b": ("rank", "columns")}
+    alike: ClassVar[tuple[str, ...]] = ("w",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.alpha, float) and self.alpha == 0 and self.start in ("pissa", "olora"):
+            raise ValueError(
+                f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into the factors that "
+                f"alpha multiplies. Start with another alpha, or with start='kaiming'."
+            )
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return no_rank(self.rank, w)
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        x = widened(w)
+        if self.start == "pissa":
+            a, b = _principal(x, self.rank, self._factor(x))
+        elif self.start == "olora":
+            a, b = _triangular(x, self.rank)
+        else:
+            a, b = self._drawn(x, key), jnp.zeros((self.rank, w.shape[1]), x.dtype)
+            return {"a": a.astype(w.dtype), "b": b.astype(w.dtype), "w": w}
+        a, b = a.astype(w.dtype), b.astype(w.dtype)
+        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w = values["w"]
+        return (widened(w) + self._difference(values["a"], values["b"])).astype(w.dtype)
+
+    def _factor(self, like: Array) -> Array:
+        """The number c."""
+        if self.alpha is None:
+            return jnp.ones((), like.real.dtype)
+        return scalar(self.alpha, like.real) / (self.rank if self.scaling == "rank" else self.rank**0.5)
+
+    def _difference(self, a: Array, b: Array) -> Array:
+        a, b = widened(a), widened(b)
+        return self._factor(a).astype(a.dtype) * product(a, b)
+
+    def _drawn(self, x: Array, key: Array) -> Array:
+        """The start of A where that of B is zero."""
+        shape = (x.shape[0], self.rank)
+        if self.start == "gaussian":
+            return jax.random.normal(key, shape, x.dtype) / self.rank
+        bound = x.shape[0] ** -0.5
+        real = jax.random.uniform(key, shape, x.real.dtype, -bound, bound)
+        return real.astype(x.dtype)
+
+
+def _principal(x: Array, rank: int, factor: Array) -> tuple[Array, Array]:
+    """The factors of the largest singular values."""
+    left, singular, right = jnp.linalg.svd(x, full_matrices=False)
+    root = jnp.sqrt(singular[:rank] / factor).astype(x.dtype)
+    return left[:, :rank] * root[None], root[:, None] * right[:rank]
+
+
+def _triangular(x: Array, rank: int) -> tuple[Array, Array]:
+    """The first factors of the transposed matrix as an orthogonal one times a triangular one."""
+    q, r = jnp.linalg.qr(x.T)
+    return r[:rank].T, q[:, :rank].T

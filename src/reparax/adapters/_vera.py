@@ -1,0 +1,75 @@
+"""Adapters of which only vectors train."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_known_number, check_positive_whole, check_whole
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.linalg import product
+from reparax._stage.matrices import RowsAndColumns
+
+
+class VeRA(RowsAndColumns):
+    r"""Vectors between random factors that are never stored: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
+
+    :math:`D` makes a diagonal matrix of a vector.
+
+    Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
+    :math:`W_0`, like ``W``. A of ``(rows, rank)`` and B of ``(rank, columns)`` are drawn from ``seed`` and their shapes
+    alone, so that all arrays of one shape share them; they are uniform with the bounds :math:`\sqrt{6 / \text{rows}}`
+    and :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``scale`` and ``b`` at zero, so that ``init`` is exact, bit
+    for bit. The arithmetic of half-precision matrices is float32.
+
+    Args:
+      rank: The rank of the difference, at least 1; it may be larger than the matrix, as it costs no memory.
+      scale: Where ``d`` starts.
+      seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LoRA`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = (rpx.Freeze() >> rpx.VeRA(256)).init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
+      >>> jax.tree.map(jnp.size, rpx.partition(raw)[0]["kernel"]["@vera"])["d"]
+      256
+
+    References:
+      Kopiczko, Blankevoort and Asano, *VeRA: Vector-based Random Matrix Adaptation*, 2024.
+    """
+
+    rank: int = argument(check_positive_whole)
+    scale: float = argument(check_known_number, default=0.1)
+    seed: int = argument(check_whole, default=0, kw_only=True)
+
+    kind: ClassVar[str] = "vera"
+    main: ClassVar[tuple[str, ...] | None] = ("d", "b")
+    fixed: ClassVar[tuple[str, ...]] = ("w",)
+    base: ClassVar[tuple[str, ...]] = ("w",)
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"b": ("columns",)}
+    alike: ClassVar[tuple[str, ...]] = ("w",)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"d": jnp.full(self.rank, self.scale, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w, d, b = values["w"], widened(values["d"]), widened(values["b"])
+        left, right = self.factors(w)
+        return (widened(w) + product(left * d[None], right) * b[None]).astype(w.dtype)
+
+    def factors(self, w: Array) -> tuple[Array, Array]:
+        """The random factors A and B for a matrix like ``w``."""
+        keys = jax.random.split(jax.random.key(self.seed))
+        shapes = ((w.shape[0], self.rank), (self.rank, w.shape[1]))
+        dtype = widened(w).real.dtype
+        left, right = (
+            jax.random.uniform(key, shape, dtype, -1, 1) * jnp.sqrt(jnp.asarray(6 / size, dtype))
+            for key, shape, size in zip(keys, shapes, (w.shape[0], self.rank), strict=True)
+        )
+        return left, right

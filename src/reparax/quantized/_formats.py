@@ -1,0 +1,68 @@
+"""The numbers of each format: from an array in units of its scale to codes, and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers that an array may hold, in units of its scale.
+
+    Attributes:
+      top: What the largest magnitude of a block becomes.
+      encode: The codes of the nearest numbers.
+      decode: The numbers of codes, as float32 or exactly representable in it.
+      halves: Whether a code has four bits, so that two of them share a byte.
+    """
+
+    top: float
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array], Array]
+    halves: bool = False
+
+
+def whole(bits: int) -> tuple[int, int]:
+    """The least and the largest whole number of so many bits."""
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def _rounded(bits: int) -> Callable[[Array], Array]:
+    return lambda x: jnp.clip(jnp.round(x), *whole(bits)).astype(jnp.int8)
+
+
+def _signed(codes: Array) -> Array:
+    """Whole numbers of four bits, of which the highest is the sign."""
+    return ((codes ^ 8).astype(jnp.int8) - 8).astype(jnp.int8)
+
+
+def _float8(dtype: str) -> Format:
+    top = float(jnp.finfo(dtype).max)
+    return Format(top, lambda x: jnp.clip(x, -top, top).astype(dtype), lambda q: q)
+
+
+LEVELS = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+"""The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
+
+
+def _nearest_level(x: Array) -> Array:
+    return jnp.searchsorted(jnp.asarray((LEVELS[1:] + LEVELS[:-1]) / 2), x.astype(jnp.float32)).astype(jnp.uint8)
+
+
+FORMATS = {
+    "int8": Format(127.0, _rounded(8), lambda q: q),
+    "int4": Format(7.0, lambda x: _rounded(4)(x).astype(jnp.uint8) & 15, _signed, halves=True),
+    "nf4": Format(1.0, _nearest_level, lambda q: jnp.asarray(LEVELS)[q], halves=True),
+    "float8_e4m3fn": _float8("float8_e4m3fn"),
+    "float8_e5m2": _float8("float8_e5m2"),
+}

@@ -1,0 +1,143 @@
+"""Weights that are rounded where the model reads them, and train."""
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import one_of
+from reparax._numerics.arithmetic import widened
+from reparax.quantized._formats import FORMATS, whole
+from reparax.quantized._scaled import Scaled, divided, largest_of
+
+BITS = {"int8": 8, "int4": 4}
+"""The formats of whole numbers."""
+
+
+class Quantize(Scaled):
+    r"""Weights rounded to small numbers for the model, which train as they are: :math:`w = s \, q(x / s)`.
+
+    The raw value is the array itself, in its own place, so that a checkpoint of the model fits. The numbers are those
+    of :class:`Stored`, bit for bit: ``Stored(f).init(weights)`` is what such a model is deployed as. The gradient is
+    that of the identity, as if nothing were rounded; scales count as constants.
+
+    With ``scale="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
+    (auxiliary), of the shape of the scales, in float32 for half-precision weights. It starts where the largest
+    magnitude gives the largest number, or where weights that are multiples of a step stay as they are. Numbers beyond
+    the range are cut off, and get no gradient;
+    :math:`\partial w / \partial s` is :math:`q - x / s` within the range and the bound beyond it, times
+    :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
+
+    Args:
+      format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
+        b1.58.
+      axis, block, double_quant: As for :class:`Stored`.
+      scale: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Quantize("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
+      {'w': Array([[ 0.1,  0.5, -0.7]], dtype=float32)}
+      >>> rpx.Quantize("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
+      {'w': Array([[ 0. ,  0.4, -0.4]], dtype=float32)}
+
+    References:
+      Bengio, Léonard and Courville, *Estimating or Propagating Gradients Through Stochastic Neurons*, 2013; Esser,
+      McKinstry, Bablani, Appuswamy and Modha, *Learned Step Size Quantization*, 2020; Ma, Wang, Ma, Wang, Wang, Huang,
+      Dong, Wang, Xue and Wei, *The Era of 1-bit LLMs*, 2024.
+    """
+
+    format: str = argument(one_of(*FORMATS, "ternary"))
+    scale: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    straight_through: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale == "learned" and (self.format not in BITS or self.double_quant):
+            twice = " and double_quant=True" if self.double_quant else ""
+            raise ValueError(
+                f"Quantize got scale='learned' with {self.format}{twice}, but learns a step for int8 and int4, each as "
+                f"it is. Use scale='absmax'."
+            )
+
+    @property
+    def bare(self) -> bool:
+        return self.scale != "learned"
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"w": w, "step": self._step(widened(w))}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w = values["w"]
+        if self.bare:
+            return _straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
+        step = jnp.abs(values["step"])
+        x, size = widened(w), w.size // max(step.size, 1)
+        return _learned(x, self._spread(step, x).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
+
+    def _rounded(self, w: Array) -> Array:
+        if self.format != "ternary":
+            scales = self._scales(w)
+            return self._decoded(self._encoded(w, scales), scales)
+        x = widened(w)
+        scale = self._spread(self._ternary_scale(jnp.abs(x)), x)
+        return (jnp.clip(jnp.round(divided(x, scale)), -1, 1) * scale).astype(w.dtype)
+
+    def _ternary_scale(self, sizes: Array) -> Array:
+        """The mean magnitude of each block; of a block that is ternary, its one magnitude, so that it stays."""
+        mean, largest = (self._each_block(reduce, sizes) for reduce in (jnp.mean, largest_of))
+        either = (sizes == 0) | (sizes == self._spread(largest, sizes))
+        return jnp.where(self._each_block(jnp.all, either), largest, mean)
+
+    def _step(self, x: Array) -> Array:
+        """The largest step of which all numbers of a block are multiples; where there is none, that of the largest."""
+        low, high = whole(BITS[self.format])
+        largest = self._each_block(largest_of, jnp.abs(x))
+        tolerance = 4 * float(jnp.finfo(x.dtype).eps)
+
+        def try_parts(i: int, step: Array) -> Array:
+            parts = high + 1 - i
+            units = divided(x, self._spread(largest / parts, x))
+            nearest = jnp.round(units)
+            fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)
+            return jnp.where(self._each_block(jnp.all, fits), largest / parts, step)
+
+        return jax.lax.fori_loop(0, high + 1, try_parts, largest / high)
+
+
+@jax.custom_jvp
+def _straight_through(w: Array, rounded: Array) -> Array:
+    """``rounded``, with the gradient of ``w``."""
+    del w
+    return rounded
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return primals[1], tangents[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _learned(x: Array, step: Array, bits: int, size: int) -> Array:
+    """``x`` rounded to whole multiples of ``step``, of which each is shared by ``size`` numbers."""
+    low, high = whole(bits)
+    return jnp.clip(jnp.round(divided(x, step)), low, high) * step
+
+
+@_learned.defjvp
+def _learned_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    (x, step), (dx, dstep) = primals, tangents
+    low, high = whole(bits)
+    units = divided(x, step)
+    nearest = jnp.round(units)
+    inside = (low <= nearest) & (nearest <= high)
+    slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(size, 1) * high)
+    return jnp.clip(nearest, low, high) * step, jnp.where(inside, dx, 0) + slope * dstep

@@ -1,0 +1,164 @@
+"""Arrays in units of their scales: where the blocks lie, what their scales are, and how codes are held."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_flag, check_positive_whole, one_of
+from reparax._numerics.arithmetic import widened
+from reparax._stage.leaf import Reparametrization
+from reparax.quantized._formats import FORMATS, Format, whole
+
+LARGEST_CODE = whole(8)[1]
+largest_of = functools.partial(jnp.max, initial=0.0)
+
+
+def check_block(value: Any, who: str, name: str) -> int | None:
+    """``value``, which must be able to count the entries of a block; None where there are no blocks."""
+    return None if value is None else check_positive_whole(value, who, name)
+
+
+class Scaled(Reparametrization):
+    """What storing and rounding share: which entries have a scale together."""
+
+    format: str = argument(one_of(*FORMATS))
+    axis: Axes | None = argument(check_optional_axes, default=None)
+    block: int | None = argument(check_block, default=None)
+    double_quant: bool = argument(check_flag, default=False, kw_only=True)
+
+    dtypes: ClassVar[Any] = jnp.floating
+    min_ndim: ClassVar[int] = 2
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.double_quant and self.block is None:
+            raise ValueError(
+                f"{type(self).__name__} got double_quant=True without a block, but only the scales of blocks are many. "
+                f"Give a block, or leave double_quant out."
+            )
+        if self.double_quant and not (self.format in FORMATS and self._format.halves):
+            raise ValueError(
+                f"{type(self).__name__} got double_quant=True with {self.format}, whose numbers are as fine as the "
+                f"scales would become. Use it with int4 or nf4."
+            )
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if self.block is None:
+            return None
+        if self.axis is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}, of which blocks may lie along any axis. Name the axes each "
+                f"index of which has scales of its own (axis), all but the one to cut, or leave it out with `where`."
+            )
+        if self.axis is not None and len(others(self.axis, w)) != 1:
+            return (
+                f"expected one axis that is not among axis={self.axis}, to cut into blocks, got shape {w.shape}. Name "
+                f"all axes but that one."
+            )
+        cut = self._cut(w)
+        if w.shape[cut] and w.shape[cut] % self.block == 0:
+            return None
+        return (
+            f"expected a multiple of block={self.block} entries along axis {cut}, got shape {w.shape}. Choose a block "
+            f"that divides it, or leave it out with `where`."
+        )
+
+    @property
+    def _format(self) -> Format:
+        return FORMATS[self.format]
+
+    def _cut(self, w: Array) -> int:
+        """The axis along which blocks lie, and codes share bytes: the last that has no scales of its own.
+
+        Without ``axis`` it is the last but one, the inputs of kernels.
+        """
+        if self.axis is None:
+            return max(w.ndim - 2, 0)
+        return max(others(self.axis, w), default=w.ndim - 1)
+
+    def _blocks(self, x: Array) -> tuple[Array, tuple[int, ...]]:
+        """``x`` with the axis to cut as two, blocks and the entries of one, and the axes of entries of one scale."""
+        if self.block is None:
+            return x, others(self.axis, x)
+        cut = self._cut(x)
+        shape = (*x.shape[:cut], x.shape[cut] // self.block, self.block, *x.shape[cut + 1 :])
+        return x.reshape(shape), (cut + 1,)
+
+    def _each_block(self, reduce: Callable[..., Array], x: Array) -> Array:
+        """``reduce`` over the entries of each block."""
+        blocks, axes = self._blocks(x)
+        found = reduce(blocks, axis=axes, keepdims=True)
+        return found if self.block is None else jnp.squeeze(found, axes)
+
+    def _spread(self, scale: Array, x: Array) -> Array:
+        """``scale``, which has one entry for each block, for the entries of ``x``."""
+        if self.block is None:
+            return scale
+        blocks, (within,) = self._blocks(x)
+        return jnp.broadcast_to(jnp.expand_dims(scale, within), blocks.shape).reshape(x.shape)
+
+    def _scales(self, w: Array) -> dict[str, Array]:
+        """The raw values from which the scales of ``w`` are read, in the dtype of ``w``."""
+        # Times a reciprocal: a compiled program would make that of a division by a constant, an eager one would not.
+        scale = self._each_block(largest_of, jnp.abs(widened(w))) * (1 / self._format.top)
+        if not self.double_quant:
+            return {"scale": _narrowed(scale, w.dtype)}
+        unit = _narrowed(largest_of(scale, axis=self._cut(w), keepdims=True) * (1 / LARGEST_CODE), w.dtype)
+        codes = jnp.clip(jnp.round(divided(scale, widened(unit))), 1, LARGEST_CODE)
+        return {"scale": codes.astype(jnp.int8), "unit": unit}
+
+    def _scale(self, values: dict[str, Array], x: Array) -> Array:
+        """The scale of each entry of ``x``, as far as it broadcasts."""
+        scale = values["scale"]
+        if self.double_quant:
+            return self._spread(scale.astype(jnp.float32) * widened(values["unit"]), x)
+        return self._spread(widened(scale), x)
+
+    def _encoded(self, w: Array, scales: dict[str, Array]) -> Array:
+        x = widened(w)
+        return self._format.encode(divided(x, self._scale(scales, x).astype(x.dtype)))
+
+    def _decoded(self, codes: Array, scales: dict[str, Array]) -> Array:
+        """The array of ``codes``, in the dtype of the scales."""
+        dtype = (scales["unit"] if self.double_quant else scales["scale"]).dtype
+        scale = self._scale(scales, codes)
+        return (self._format.decode(codes).astype(scale.dtype) * scale).astype(dtype)
+
+    def _packed(self, codes: Array) -> Array:
+        """Codes as they are held: two in a byte where they have four bits, the first in its low ones."""
+        if not self._format.halves:
+            return codes
+        first, second = _pairs(codes, self._cut(codes))
+        return first | (second << 4)
+
+    def _unpacked(self, held: Array) -> Array:
+        if not self._format.halves:
+            return held
+        cut = self._cut(held)
+        pairs = jnp.stack([held & 15, held >> 4], axis=cut + 1)
+        return pairs.reshape(*held.shape[:cut], 2 * held.shape[cut], *held.shape[cut + 1 :])
+
+
+def _pairs(x: Array, axis: int) -> tuple[Array, Array]:
+    """The entries of even and of odd index along an axis."""
+    both = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
+    first, second = jnp.split(both, 2, axis=axis + 1)
+    return jnp.squeeze(first, axis + 1), jnp.squeeze(second, axis + 1)
+
+
+def divided(x: Array, scale: Array) -> Array:
+    """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
+    return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+
+
+def _narrowed(scale: Array, dtype: Any) -> Array:
+    """``scale`` in the dtype of the weights; the next larger number where the nearest is much too small."""
+    near = scale.astype(dtype)
+    low = near.astype(scale.dtype) < scale * (1 - 2**-7)
+    return jnp.where(low, jnp.nextafter(near, jnp.asarray(jnp.inf, dtype)), near)

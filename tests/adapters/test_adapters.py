@@ -1,0 +1,401 @@
+"""Adapters against their formulas, the papers' starts, and each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def model():
+    return {"dense": {"kernel": normal(8, 6), "bias": normal(6, seed=1)}, "out": {"kernel": normal(6, 4, seed=2)}}
+
+
+def values(raw, mark="@lora", path=("dense", "kernel")):
+    node = raw
+    for name in path:
+        node = node[name]
+    return node[mark]
+
+
+def trains(p, raw, key=None):
+    """The paths of what one step of SGD moves."""
+    opt = rpx.optimizer(optax.sgd(0.1))
+    moved = jax.tree.map(lambda x: x + 0.1 if jnp.issubdtype(x.dtype, jnp.floating) else x, rpx.partition(raw)[0])
+    start = rpx.combine(moved, rpx.partition(raw)[1])
+    grads = jax.grad(lambda raw: sum(jnp.sum(w**2) for w in jax.tree.leaves(p.apply(raw, key))), allow_int=True)(start)
+    updates, _ = opt.update(grads, opt.init(start), start)
+    after = optax.apply_updates(start, updates)
+    before, after = (jax.tree_util.tree_leaves_with_path(tree) for tree in (start, after))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, x), (_, y) in zip(before, after, strict=True)
+        if not jnp.array_equal(x, y)
+    }
+
+
+# LoRA. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "factor"),
+    [
+        (rpx.LoRA(2), 1.0),
+        (rpx.LoRA(2, 6.0), 3.0),
+        (rpx.LoRA(4, 6, scaling="sqrt"), 3.0),
+        (rpx.LoRA(2, scaling="sqrt"), 1.0),
+    ],
+)
+def test_lora_is_the_base_and_a_scaled_product(p, factor):
+    raw = p.init(model())
+    held = values(raw)
+    held["b"] = normal(*held["b"].shape, seed=5)
+    a, b, w = (np.asarray(x, np.float64) for x in (held["a"], held["b"], held["@fixed"]["w"]))
+    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], w + factor * a @ b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("start", ["kaiming", "gaussian"])
+def test_a_zero_factor_keeps_the_model_bit_for_bit(start, dtype):
+    params = jax.tree.map(lambda w: w.astype(dtype), model())
+    p = rpx.LoRA(2, 16.0, start=start)
+    raw = p.init(params, jax.random.key(3))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()) and a.dtype == b.dtype, p.apply(raw), params))
+    assert {x.dtype for x in values(raw).values() if not isinstance(x, dict)} == {jnp.dtype(dtype)}
+
+
+def test_starts_are_those_of_peft():
+    w = {"kernel": normal(4096, 8)}
+    uniform = rpx.LoRA(8).init(w, jax.random.key(0))["kernel"]["@lora"]["a"]
+    bound = 1 / 64
+    assert float(jnp.max(jnp.abs(uniform))) <= bound
+    # The standard error of the variance of n uniform numbers is sqrt(4 / 5 / n) of it.
+    assert abs(float(jnp.var(uniform)) / (bound**2 / 3) - 1) < 5 * np.sqrt(0.8 / uniform.size)
+    gaussian = rpx.LoRA(8, start="gaussian").init(w, jax.random.key(0))["kernel"]["@lora"]["a"]
+    assert abs(float(jnp.std(gaussian)) * 8 - 1) < 5 / np.sqrt(2 * gaussian.size)
+    other = rpx.LoRA(8).init(w, jax.random.key(1))["kernel"]["@lora"]["a"]
+    assert not jnp.array_equal(uniform, other)
+
+
+def test_pissa_moves_the_principal_part_out_of_the_base():
+    params, p = model(), rpx.LoRA(3, 6.0, start="pissa")
+    raw = p.init(params)
+    held = values(raw)
+    left, singular, right = np.linalg.svd(np.asarray(params["dense"]["kernel"], np.float64))
+    principal = (left[:, :3] * singular[:3]) @ right[:3]
+    np.testing.assert_allclose(2.0 * held["a"] @ held["b"], principal, atol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(held["a"], axis=0), np.sqrt(singular[:3] / 2.0), rtol=1e-5)
+    np.testing.assert_allclose(held["@fixed"]["w"], params["dense"]["kernel"] - principal, atol=1e-5)
+    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], params["dense"]["kernel"], atol=1e-5)
+
+
+def test_olora_starts_with_an_orthogonal_factor():
+    params, p = model(), rpx.LoRA(3, start="olora")
+    held = values(p.init(params))
+    q, r = np.linalg.qr(np.asarray(params["dense"]["kernel"], np.float64).T)
+    np.testing.assert_allclose(held["a"] @ held["b"], (q[:, :3] @ r[:3]).T, atol=1e-5)
+    np.testing.assert_allclose(held["b"] @ held["b"].T, np.eye(3), atol=1e-5)
+
+
+def test_alpha_may_be_traced_and_zero_is_the_base():
+    params = model()
+    raw = rpx.LoRA(2, 1.0).init(params)
+    values(raw)["b"] = normal(2, 6, seed=4)
+    weight = jax.jit(lambda alpha: rpx.LoRA(2, alpha).apply(raw)["dense"]["kernel"])
+    np.testing.assert_array_equal(weight(0.0), params["dense"]["kernel"])
+    np.testing.assert_allclose(weight(3.0), rpx.LoRA(2, 3.0).apply(raw)["dense"]["kernel"], rtol=1e-6)
+    assert weight._cache_size() == 1
+
+
+def test_the_gradient_of_a_is_zero_at_the_start_and_the_base_has_none():
+    p = rpx.LoRA(2)
+    raw = p.init(model())
+    grads = values(jax.grad(lambda raw: jnp.sum(p.apply(raw)["dense"]["kernel"] ** 3))(raw))
+    assert not grads["a"].any()
+    assert grads["b"].any()
+    assert not grads["@fixed"]["w"].any()
+
+
+def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
+    w = normal(5, 4, 3)
+    key = jax.random.key(0)
+    for rows, columns, order in ((0, (1, 2), (0, 1, 2)), ((1, 2), 0, (1, 2, 0)), (1, None, (1, 0, 2))):
+        p = rpx.LoRA(2, 4.0, rows=rows, columns=columns)
+        raw = p.init({"kernel": w}, key)
+        held = raw["kernel"]["@lora"]
+        assert jnp.array_equal(held["@fixed"]["w"], w)
+        held["b"] = normal(*held["b"].shape, seed=3)
+        count = 1 if isinstance(rows, int) else 2
+        n = int(np.prod([w.shape[i] for i in order[:count]]))
+        turned = np.asarray(w).transpose(order)
+        product = np.asarray(held["a"]).reshape(n, 2) @ np.asarray(held["b"]).reshape(2, -1)
+        want = (turned.reshape(n, -1) + 2.0 * product).reshape(turned.shape).transpose(np.argsort(order))
+        np.testing.assert_allclose(p.apply(raw)["kernel"], want, rtol=1e-5, atol=1e-5)
+        assert held["a"].shape[-1] == held["b"].shape[0] == 2
+
+
+def test_experts_that_are_stacked_equal_as_many_adapters():
+    w = normal(3, 6, 4)
+    p = rpx.LoRA(2, 4.0, stacked=0)
+    raw = p.init({"experts": w})
+    held = raw["experts"]["@lora"]
+    assert (held["a"].shape, held["b"].shape) == ((3, 6, 2), (3, 2, 4))
+    assert not jnp.array_equal(held["a"][0], held["a"][1])
+    held["b"] = normal(3, 2, 4, seed=6)
+    one = rpx.LoRA(2, 4.0)
+    for i in range(3):
+        alone = {"e": {"@lora": {"a": held["a"][i], "b": held["b"][i], "@fixed": {"w": w[i]}}}}
+        np.testing.assert_allclose(p.apply(raw)["experts"][i], one.apply(alone)["e"], rtol=1e-6, atol=1e-6)
+
+
+def test_many_adapters_on_one_base_by_vmap():
+    p = rpx.Freeze() >> rpx.LoRA(2, 4.0)
+    params = model()
+    free, fixed = rpx.partition(p.init(params))
+    adapters = [
+        jax.tree.map(lambda x, i=i: normal(*x.shape, seed=10 + i) if x is not None else None, free) for i in range(3)
+    ]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *adapters)
+    many = jax.vmap(lambda free: p.apply(rpx.combine(free, fixed))["out"]["kernel"])(stacked)
+    for each, got in zip(adapters, many, strict=True):
+        np.testing.assert_allclose(got, p.apply(rpx.combine(each, fixed))["out"]["kernel"], rtol=1e-6)
+
+
+# What trains, and what stages to the left see. ---------------------------------------------------------------------
+
+
+def lora_of(path):
+    return {f"{path}/@lora/a", f"{path}/@lora/b"}
+
+
+def test_freeze_leaves_the_adapters_alone():
+    p = rpx.Freeze() >> rpx.LoRA(2)
+    assert trains(p, p.init(model())) == lora_of("dense/kernel") | lora_of("out/kernel")
+    some = rpx.Freeze() >> rpx.LoRA(2, where="out/.*")
+    assert trains(some, some.init(model())) == lora_of("out/kernel")
+    dora = rpx.Freeze() >> rpx.LoRA(2, where="out/kernel") >> rpx.WeightNorm(where="out/.*", detach=True)
+    assert trains(dora, dora.init(model())) == {
+        "out/kernel/@weight_norm/g",
+        "out/kernel/@weight_norm/v/@lora/a",
+        "out/kernel/@weight_norm/v/@lora/b",
+    }
+
+
+def test_other_stages_see_the_factors():
+    params, key = model(), jax.random.key(0)
+    p = rpx.VarNoise(0.5, where="dense/kernel") >> rpx.LoRA(2)
+    raw = p.init(params)
+    quiet = p.fold(raw)["dense"]["kernel"]
+    shift = p.apply(raw, key)["dense"]["kernel"] - quiet
+    assert jnp.linalg.matrix_rank(shift) == 2  # of the noisy product; noise on the base would have full rank
+
+
+def test_what_stores_takes_the_base_by_the_path_of_the_array():
+    p = rpx.Stored("int8", where="dense/kernel") >> rpx.LoRA(2)
+    raw = p.init(model())
+    held = values(raw)
+    assert set(held["@fixed"]["w"]) == {"@stored"}
+    assert held["a"].dtype == jnp.float32
+    assert trains(p, raw) == {"dense/bias"} | lora_of("dense/kernel") | lora_of("out/kernel")
+    stored = rpx.Stored("int8", where="dense/kernel")
+    np.testing.assert_array_equal(
+        p.apply(raw)["dense"]["kernel"], stored.apply(stored.init(model()))["dense"]["kernel"]
+    )
+
+
+def test_a_stage_that_takes_bases_cannot_select_what_is_added():
+    p = rpx.Stored("int8", where="dense/kernel/a") >> rpx.LoRA(2)
+    with pytest.raises(ValueError, match="no path matches 'dense/kernel/a' as a whole"):
+        p.init(model())
+
+
+# Differences, products, gains and vectors. -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        rpx.LowRank(2),
+        rpx.Kronecker((2, 2)),
+        rpx.LowRank(2) >> rpx.Hadamard(),
+        rpx.LowRank(2) >> rpx.Hadamard() >> rpx.Scale(0.5),
+        rpx.RandomPrune(0.9),
+        rpx.Chain(),
+    ],
+)
+def test_a_shaped_difference_starts_at_zero_and_trains(shape):
+    p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.Delta(), model()
+    raw = p.init(params)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, p.apply(raw), params))
+    target = jax.tree.map(lambda w: w + 0.1 * normal(*w.shape, seed=8), params)
+
+    def loss(raw):
+        return sum(jnp.sum((w - t) ** 2) for w, t in zip(*map(jax.tree.leaves, (p.apply(raw), target)), strict=True))
+
+    opt = rpx.optimizer(optax.adam(1e-2))
+
+    @jax.jit
+    def step(raw, state):
+        updates, state = opt.update(jax.grad(loss)(raw), state, raw)
+        return optax.apply_updates(raw, updates), state
+
+    state, before = opt.init(raw), loss(raw)
+    with jax.numpy_dtype_promotion("standard"):  # adam raises a float to an integer power
+        for _ in range(30):
+            raw, state = step(raw, state)
+    assert loss(raw) < 0.99 * before
+
+
+def test_a_difference_stays_what_it_is_shaped_to():
+    p = rpx.LowRank(2) >> rpx.Hadamard() >> rpx.Delta()
+    raw = p.init(model())
+    node = values(raw, "@delta")["x"]["@hadamard"]
+    first, second = ((normal(8, 2, seed=i), normal(2, 6, seed=i + 1)) for i in (20, 22))
+    for name, (u, v) in (("x", first), ("y", second)):
+        node[name]["@low_rank"] = {"u": u, "v": v}
+    want = (first[0] @ first[1]) * (second[0] @ second[1])
+    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"] - model()["dense"]["kernel"], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "spread"),
+    [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6))],
+)
+def test_gain_multiplies_along_its_axes(axis, shape, spread):
+    p = rpx.Gain(axis=axis, where="dense/kernel")
+    raw = p.init(model())
+    assert values(raw, "@gain")["g"].shape == shape
+    g = normal(*shape, seed=3)
+    values(raw, "@gain")["g"] = g
+    want = np.asarray(g).reshape(spread) * model()["dense"]["kernel"]
+    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], want, rtol=1e-6)
+
+
+def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
+    p = rpx.SpectralNorm(where="dense/kernel") >> rpx.Gain(where="dense/kernel")
+    raw = p.init(model())
+    for _ in range(20):
+        raw = p.update(raw)
+    values(raw, "@gain")["g"] = jnp.asarray(3.0)
+    np.testing.assert_allclose(np.linalg.norm(p.apply(raw)["dense"]["kernel"], 2), 3.0, rtol=1e-4)
+
+
+def test_vera_draws_factors_from_its_seed_and_stores_vectors_alone():
+    p = rpx.Freeze() >> rpx.VeRA(5, 0.1, seed=7)
+    params = {"x": normal(8, 6), "y": normal(8, 6, seed=1), "z": normal(4, 6, seed=2)}
+    raw = p.init(params)
+    free, _ = rpx.partition(raw)
+    assert sum(x.size for x in jax.tree.leaves(free)) == 3 * (5 + 6)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, p.apply(raw), params))
+    for node in raw.values():
+        node["@vera"] |= {"d": normal(5, seed=3), "b": normal(6, seed=4)}
+    shift = jax.tree.map(jnp.subtract, p.apply(raw), params)
+    np.testing.assert_allclose(shift["x"], shift["y"], atol=1e-5)
+    left, right = rpx.VeRA(5, seed=7).factors(params["x"])
+    d, b = np.asarray(normal(5, seed=3), np.float64), np.asarray(normal(6, seed=4), np.float64)
+    np.testing.assert_allclose(shift["x"], np.asarray(left) @ np.diag(d) @ np.asarray(right) @ np.diag(b), atol=1e-4)
+    assert float(jnp.max(jnp.abs(left))) <= np.sqrt(6 / 8)
+    assert float(jnp.max(jnp.abs(right))) <= np.sqrt(6 / 5)
+    assert not jnp.array_equal(left, rpx.VeRA(5, seed=8).factors(params["x"])[0])
+
+
+# DoRA. -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_length():
+    w, upstream = normal(8, 6), normal(8, 6, seed=1)
+    raw = rpx.WeightNorm().init({"w": w})
+    raw["w"]["@weight_norm"]["g"] = jnp.full((1, 6), 2.0)
+    detached, whole = rpx.WeightNorm(detach=True), rpx.WeightNorm()
+    assert jnp.array_equal(detached.apply(raw)["w"], whole.apply(raw)["w"])
+    grads = jax.grad(lambda raw: jnp.vdot(detached.apply(raw)["w"], upstream))(raw)["w"]["@weight_norm"]
+    length = np.linalg.norm(np.asarray(w, np.float64), axis=0, keepdims=True)
+    np.testing.assert_allclose(grads["v"], 2.0 / length * np.asarray(upstream), rtol=1e-5)
+    np.testing.assert_allclose(
+        grads["g"], np.sum(np.asarray(w) / length * np.asarray(upstream), 0, keepdims=True), rtol=1e-5
+    )
+
+
+def test_dora_keeps_the_model_and_trains_lengths_apart():
+    p = rpx.LoRA(2, where=".*kernel") >> rpx.WeightNorm(detach=True)
+    params = model()
+    raw = p.init(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), params)
+    assert not rpx.WeightNorm().straight_through
+    assert rpx.WeightNorm(detach=True).straight_through
+    assert repr(rpx.WeightNorm(detach=True)) == "WeightNorm(detach=True)"
+
+
+# Errors. -----------------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "rank": (
+        lambda: rpx.LoRA(7, where="dense/kernel").init(model()),
+        ValueError,
+        "LoRA(7, where='dense/kernel').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got rank 7. Narrow "
+        "the stage with `where`, or change `rank`.",
+    ),
+    "ambiguous axes": (
+        lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}),
+        ValueError,
+        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Say which axes are rows and columns (rows=0, "
+        "columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+    ),
+    "pissa of nothing": (
+        lambda: rpx.LoRA(2, 0.0, start="pissa"),
+        ValueError,
+        "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into the factors that alpha multiplies. "
+        "Start with another alpha, or with start='kaiming'.",
+    ),
+    "scaling": (
+        lambda: rpx.LoRA(2, scaling="r"),
+        ValueError,
+        "LoRA takes scaling='rank' or 'sqrt', but got 'r'.",
+    ),
+    "start": (
+        lambda: rpx.LoRA(2, start="zeros"),
+        ValueError,
+        "LoRA takes start='kaiming', 'gaussian', 'pissa' or 'olora', but got 'zeros'.",
+    ),
+    "alpha": (
+        lambda: rpx.LoRA(2, "8"),
+        TypeError,
+        "LoRA takes a real number or a real scalar array as alpha, but got '8'.",
+    ),
+    "another rank": (
+        lambda: rpx.LoRA(3, where="out/kernel").apply(rpx.LoRA(2, where="out/kernel").init(model())),
+        ValueError,
+        "LoRA(3, where='out/kernel').apply at 'out/kernel': expected a of shape (6, 3), got (6, 2): another "
+        "chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ),
+    "vera": (
+        lambda: rpx.VeRA(0),
+        ValueError,
+        "VeRA got rank=0, but takes at least 1.",
+    ),
+    "detach": (
+        lambda: rpx.WeightNorm(detach="yes"),
+        TypeError,
+        "WeightNorm takes detach=True or False, but got 'yes'.",
+    ),
+    "gain": (
+        lambda: rpx.Gain(axis=2).init({"w": normal(3, 2)}),
+        ValueError,
+        "Gain(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with `where`, or "
+        "give it a stage of its own.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, text = ERRORS[case]
+    with raises(error, text):
+        call()

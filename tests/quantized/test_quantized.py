@@ -1,0 +1,276 @@
+"""Small numbers against numpy, their sizes, and the gradients that pass them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+FORMATS = ("int8", "int4", "nf4", "float8_e4m3fn", "float8_e5m2")
+LEVELS = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def grid(name, units):
+    """The nearest numbers of a format, by numpy."""
+    if name in ("int8", "int4"):
+        return np.clip(np.round(units), -128 if name == "int8" else -8, 127 if name == "int8" else 7)
+    if name == "nf4":
+        return np.asarray(LEVELS)[np.argmin(np.abs(units[..., None] - np.asarray(LEVELS)), axis=-1)]
+    return units.astype(name).astype(np.float64)
+
+
+TOPS = {"int8": 127, "int4": 7, "nf4": 1, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("axis", "block", "blocks"),
+    [
+        (None, None, lambda w: (w.reshape(1, -1), lambda x: x.reshape(w.shape))),
+        (-1, None, lambda w: (w.T, lambda x: x.T)),
+        (None, 4, lambda w: (w.T.reshape(-1, 4), lambda x: x.reshape(w.T.shape).T)),
+        (0, 3, lambda w: (w.reshape(-1, 3), lambda x: x.reshape(w.shape))),
+    ],
+)
+def test_numbers_are_the_nearest_in_units_of_the_largest(name, axis, block, blocks):
+    w = normal(8, 6)
+    rows, back = blocks(np.asarray(w, np.float32))
+    scale = np.max(np.abs(rows), axis=1, keepdims=True) / np.float32(TOPS[name])
+    want = back(grid(name, rows / scale) * scale)
+    got = rpx.Quantize(name, axis, block).apply({"w": w})["w"]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("how", [{}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4}])
+def test_stored_numbers_are_the_rounded_ones_bit_for_bit(name, how, dtype):
+    w = {"w": normal(64, 8, dtype=dtype) * 1e-3}
+    stored, rounded = rpx.Stored(name, **how), rpx.Quantize(name, **how)
+    got, want = stored.apply(stored.init(w))["w"], rounded.apply(w)["w"]
+    assert got.dtype == want.dtype == dtype
+    assert jnp.array_equal(got, want)
+    assert jnp.array_equal(jax.jit(stored.apply)(jax.jit(stored.init)(w))["w"], want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["int4", "nf4"])
+def test_scales_that_are_rounded_too(name, dtype):
+    w = {"w": normal(64, 8, dtype=dtype)}
+    stored = rpx.Stored(name, block=16, double_quant=True)
+    raw = stored.init(w)
+    fixed = raw["w"]["@stored"]["@fixed"]
+    assert (fixed["scale"].dtype, fixed["scale"].shape) == (jnp.int8, (4, 8))
+    assert (fixed["unit"].dtype, fixed["unit"].shape) == (dtype, (1, 8))
+    got = stored.apply(raw)["w"]
+    assert jnp.array_equal(got, rpx.Quantize(name, block=16, double_quant=True).apply(w)["w"])
+    single = rpx.Quantize(name, block=16).apply(w)["w"]
+    off, error = (float(jnp.mean(jnp.abs((x - w["w"]).astype(jnp.float32)))) for x in (got, single))
+    assert off < 1.02 * error
+
+
+def test_two_numbers_of_four_bits_share_a_byte():
+    w = jnp.array([[1.0, -7.0], [7.0, 2.0], [-3.0, 0.0], [5.0, -1.0]])
+    fixed = rpx.Stored("int4").init({"w": w})["w"]["@stored"]["@fixed"]
+    assert (fixed["q"].dtype, fixed["q"].shape) == (jnp.uint8, (2, 2))
+    low, high = np.asarray(fixed["q"]) & 15, np.asarray(fixed["q"]) >> 4
+    signed = np.where(np.stack([low, high], 1) > 7, np.stack([low, high], 1).astype(int) - 16, np.stack([low, high], 1))
+    np.testing.assert_array_equal(signed.reshape(4, 2), w)
+    assert fixed["scale"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("p", "dtype", "most"),
+    [
+        (rpx.Stored("int8", block=256), np.float32, 1.02),
+        (rpx.Stored("float8_e4m3fn", block=256), np.float32, 1.02),
+        (rpx.Stored("int4", block=64), jnp.bfloat16, 0.532),
+        (rpx.Stored("int4", block=128), np.float32, 0.532),
+        (rpx.Stored("int4", block=64, double_quant=True), np.float32, 0.52),
+        (rpx.Stored("nf4", block=64, double_quant=True), np.float32, 0.52),
+        (rpx.Stored("nf4", block=64, double_quant=True), jnp.bfloat16, 0.52),
+    ],
+)
+def test_bytes_in_memory_and_in_a_file(p, dtype, most):
+    from safetensors.numpy import save
+
+    raw = p.init({"w": jnp.ones((1024, 256), dtype)})
+    arrays = dict(raw["w"]["@stored"]["@fixed"])
+    size = 1024 * 256
+    assert sum(x.nbytes for x in arrays.values()) / size <= most
+    if dtype == np.float32 and "float8" not in p.format:
+        assert len(save({name: np.asarray(x) for name, x in arrays.items()})) / size <= most + 0.002
+
+
+def test_zeros_and_tiny_weights_stay_what_they_are():
+    for name in FORMATS:
+        for dtype in (np.float32, jnp.bfloat16, np.float16):
+            zero = rpx.Quantize(name, block=4).apply({"w": jnp.zeros((8, 2), dtype)})["w"]
+            assert not zero.any()
+        w = {"w": normal(8, 2, dtype=np.float16) * np.float16(1e-5)}
+        got = rpx.Quantize(name, axis=-1).apply(w)["w"]
+        assert float(jnp.max(jnp.abs(got - w["w"]))) < 0.5 * float(jnp.max(jnp.abs(w["w"])))
+
+
+def test_ternary_is_the_sign_of_what_is_large_times_the_mean():
+    w = normal(64, 8)
+    scale = np.mean(np.abs(w))
+    want = np.clip(np.round(np.asarray(w) / scale), -1, 1) * scale
+    p = rpx.Quantize("ternary")
+    np.testing.assert_allclose(p.apply({"w": w})["w"], want, rtol=1e-6)
+    np.testing.assert_array_equal(p.apply({"w": jnp.asarray(want)})["w"], want.astype(np.float32))
+    each = rpx.Quantize("ternary", axis=-1).apply({"w": w})["w"]
+    assert all(len(np.unique(np.abs(column))) <= 2 for column in np.asarray(each).T)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "ternary"])
+def test_the_gradient_is_that_of_the_identity(name):
+    w, upstream = normal(8, 6), normal(8, 6, seed=1)
+    p = rpx.Quantize(name)
+    got = jax.grad(lambda w: jnp.vdot(p.apply({"w": w})["w"], upstream))(w)
+    np.testing.assert_array_equal(got, upstream)
+
+
+def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
+    params = {"kernel": normal(8, 6), "bias": normal(6)}
+    p = rpx.Quantize("int8")
+    assert p.init(params) is not None
+    assert jax.tree.structure(p.init(params)) == jax.tree.structure(params)
+    assert jnp.array_equal(p.apply(params)["bias"], params["bias"])
+    free, fixed = rpx.partition(rpx.Stored("int8").init(params))
+    assert [x.shape for x in jax.tree.leaves(free)] == [(6,)]
+    assert {x.dtype for x in jax.tree.leaves(fixed)} == {jnp.dtype(np.int8), jnp.dtype(np.float32)}
+
+
+def test_a_learned_step_has_the_gradients_of_the_paper():
+    w, upstream = normal(8, 6), normal(8, 6, seed=1)
+    p = rpx.Quantize("int4", axis=-1, scale="learned")
+    raw = p.init({"w": w})
+    step = raw["w"]["@quantize"]["step"]
+    np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
+    np.testing.assert_allclose(p.apply(raw)["w"], rpx.Quantize("int4", axis=-1).apply({"w": w})["w"], rtol=1e-6)
+    raw["w"]["@quantize"]["step"] = 0.4 * step  # so that some are cut off
+    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@quantize"]
+    units = np.asarray(w, np.float64) / np.asarray(0.4 * step, np.float64)
+    inside = (np.round(units) >= -8) & (np.round(units) <= 7)
+    slope = np.where(inside, np.round(units) - units, np.clip(np.round(units), -8, 7))
+    assert 0 < np.mean(inside) < 1
+    np.testing.assert_array_equal(grads["w"], np.where(inside, upstream, 0))
+    want = np.sum(slope * np.asarray(upstream), axis=0, keepdims=True) / np.sqrt(8 * 7)
+    np.testing.assert_allclose(grads["step"], want, rtol=1e-4)
+
+
+def test_a_learned_step_starts_where_weights_on_a_grid_stay():
+    codes = np.random.default_rng(0).integers(-8, 6, (16, 4))
+    w = {"w": jnp.asarray(0.37 * codes, jnp.float32)}
+    p = rpx.Quantize("int4", axis=-1, scale="learned")
+    np.testing.assert_allclose(p.apply(p.init(w))["w"], w["w"], rtol=1e-6)
+
+
+def test_stored_experts_and_convolutions():
+    conv, experts = normal(3, 3, 8, 4), normal(2, 8, 4)
+    p = rpx.Stored("int4", axis=(0, 1, 3), block=4)
+    raw = p.init({"conv": conv})["conv"]["@stored"]["@fixed"]
+    assert (raw["q"].shape, raw["scale"].shape) == ((3, 3, 4, 4), (3, 3, 2, 4))
+    stacked = rpx.Stored("int8", axis=-1, stacked=0)
+    raw = stacked.init({"experts": experts})
+    alone = rpx.Stored("int8", axis=-1)
+    for i in range(2):
+        want = alone.apply(alone.init({"e": experts[i]}))["e"]
+        np.testing.assert_array_equal(stacked.apply(raw)["experts"][i], want)
+
+
+ERRORS = {
+    "block": (
+        lambda: rpx.Stored("int8", block=5).init({"w": normal(8, 6)}),
+        ValueError,
+        "Stored('int8', block=5).init at 'w': expected a multiple of block=5 entries along axis 0, got shape (8, 6). "
+        "Choose a block that divides it, or leave it out with `where`.",
+    ),
+    "odd": (
+        lambda: rpx.Stored("nf4").init({"w": normal(7, 6)}),
+        ValueError,
+        "Stored('nf4').init at 'w': expected an even number of entries along axis 0, as two numbers of nf4 share a "
+        "byte, got shape (7, 6). Store it as int8, or leave it out with `where`.",
+    ),
+    "which axis": (
+        lambda: rpx.Stored("int8", block=4).init({"w": normal(8, 4, 2)}),
+        ValueError,
+        "Stored('int8', block=4).init at 'w': expected a matrix, got shape (8, 4, 2), of which blocks may lie along "
+        "any axis. Name the axes each index of which has scales of its own (axis), all but the one to cut, or leave "
+        "it out with `where`.",
+    ),
+    "no axis": (
+        lambda: rpx.Stored("int8", axis=2, block=4).init({"w": normal(8, 4, 2)}),
+        ValueError,
+        "Stored('int8', axis=2, block=4).init at 'w': expected one axis that is not among axis=2, to cut into blocks, "
+        "got shape (8, 4, 2). Name all axes but that one.",
+    ),
+    "format": (
+        lambda: rpx.Stored("int3"),
+        ValueError,
+        "Stored takes format='int8', 'int4', 'nf4', 'float8_e4m3fn' or 'float8_e5m2', but got 'int3'.",
+    ),
+    "ternary is not stored": (
+        lambda: rpx.Stored("ternary"),
+        ValueError,
+        "Stored takes format='int8', 'int4', 'nf4', 'float8_e4m3fn' or 'float8_e5m2', but got 'ternary'.",
+    ),
+    "double without blocks": (
+        lambda: rpx.Stored("nf4", double_quant=True),
+        ValueError,
+        "Stored got double_quant=True without a block, but only the scales of blocks are many. Give a block, or leave "
+        "double_quant out.",
+    ),
+    "double of eight bits": (
+        lambda: rpx.Stored("int8", block=4, double_quant=True),
+        ValueError,
+        "Stored got double_quant=True with int8, whose numbers are as fine as the scales would become. Use it with "
+        "int4 or nf4.",
+    ),
+    "learned": (
+        lambda: rpx.Quantize("nf4", scale="learned"),
+        ValueError,
+        "Quantize got scale='learned' with nf4, but learns a step for int8 and int4, each as it is. Use "
+        "scale='absmax'.",
+    ),
+    "learned twice": (
+        lambda: rpx.Quantize("int4", block=4, scale="learned", double_quant=True),
+        ValueError,
+        "Quantize got scale='learned' with int4 and double_quant=True, but learns a step for int8 and int4, each as it "
+        "is. Use scale='absmax'.",
+    ),
+    "complex": (
+        lambda: rpx.Stored("int8", where="w").init({"w": normal(2, 2, dtype=np.complex64)}),
+        ValueError,
+        "Stored('int8', where='w').init at 'w': expected a floating array, got complex64. Leave it out with `where`.",
+    ),
+    "block of nothing": (
+        lambda: rpx.Stored("int8", block=0),
+        ValueError,
+        "Stored got block=0, but takes at least 1.",
+    ),
+    "plain weights": (
+        lambda: rpx.Stored("int8").apply({"w": normal(2, 2)}),
+        ValueError,
+        "Stored('int8').apply got a tree that never went through init: it holds no '@stored'. Call `raw = "
+        "p.init(params)` once, with the whole chain, and pass `raw`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, text = ERRORS[case]
+    with raises(error, text):
+        call()
