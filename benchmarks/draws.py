@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax.noise import _threefry
+from reparax._numerics import threefry
 
 SHAPE = (6, 1024, 1024)
 STD, KEEP = 0.075, 0.9
@@ -28,7 +28,7 @@ def short_masks(key: jax.Array, w: jax.Array) -> jax.Array:
     """Dropout by 16 bits a weight."""
     words = jax.random.key_data(key)
     count = jax.lax.iota(jnp.uint32, w.size // 4)
-    pairs = jnp.stack(_threefry.cipher((words[0], words[1]), (jnp.uint32(0), count)))
+    pairs = jnp.stack(threefry.cipher((words[0], words[1]), (jnp.uint32(0), count)))
     drawn = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(w.shape)
     return jnp.where(drawn < jnp.uint16(KEEP * 2**16), w / KEEP, 0)
 
@@ -37,7 +37,7 @@ STEPS: dict[str, dict[str, Way]] = {
     "the weights read and written": {"w * 2": lambda key, w: w * 2},
     "random words": {
         "jax.random.bits": lambda key, w: jax.random.bits(key, w.shape),
-        "written out": lambda key, w: _threefry.bits(key, w.shape, 32, jax.typeof(w).sharding),
+        "written out": lambda key, w: threefry.bits(key, w.shape, 32, jax.typeof(w).sharding),
     },
     "noise": {
         "jax.random.normal": lambda key, w: w + STD * jax.random.normal(key, w.shape),

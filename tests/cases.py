@@ -201,6 +201,7 @@ CASES = {
         rpx.LowRank(2) >> rpx.Hadamard(where=".*(dense|out)/kernel") >> rpx.Delta(where=".*(dense|out)/kernel"),
         flat,
     ),
+    "rotated": (rpx.Orthogonal(stacked=0) >> rpx.Rotated(2), flat),
     "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
         rpx.Stored("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),

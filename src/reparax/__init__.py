@@ -4,6 +4,8 @@ from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
+from reparax._peft.read import from_peft as from_peft
+from reparax._peft.write import to_peft as to_peft
 from reparax._stage.constraint import Constraint as Constraint
 from reparax._stage.joint import Joint as Joint
 from reparax._stage.leaf import Perturbation as Perturbation
@@ -17,6 +19,7 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import Hadamard as Hadamard
 from reparax.adapters import LoRA as LoRA
+from reparax.adapters import Rotated as Rotated
 from reparax.adapters import VeRA as VeRA
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal

@@ -84,6 +84,7 @@ STAGES = {
     "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", -1, 64, scale="learned")],
     "RandomPrune": [rpx.RandomPrune(0.0, axis=-1)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
+    "Rotated": [rpx.Rotated(4), rpx.Rotated(2, rows=1, columns=0)],
     "Simplex": [rpx.Simplex(axis="a name")],
     "Skew": [rpx.Skew()],
     "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 
 import reparax as rpx
-from reparax._stage.matrices import Matrices
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.paths import named, path_text
 
 X = jnp.ones((1, 3, 6))
@@ -48,9 +48,17 @@ OF_KERNELS = [
     rpx.MagnitudePrune(0.5),
     rpx.RandomPrune(0.5),
     rpx.GlobalPrune(0.5),
+    rpx.Delta(),
+    rpx.Hadamard(),
+    rpx.Gain(),
+    rpx.Stored("int8"),
+    rpx.Quantize("int8"),
 ]
 
 OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
+    rpx.LoRA(2),
+    rpx.VeRA(2),
+    rpx.Rotated(2),
     rpx.LowRank(2),
     rpx.FixedRank(2),
     rpx.Orthogonal(),
@@ -87,7 +95,8 @@ def test_each_public_stage_with_a_default_is_tested_here() -> None:
     tested = [type(stage) for stage in (*OF_ALL, *OF_KERNELS, *OF_MATRICES, *OF_TALL_MATRICES)]
     assert len(tested) == len(set(tested))
     assert stages - NO_STAGES == {*tested, *OF_OTHERS}
-    assert {x for x in stages if issubclass(x, Matrices)} == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
+    of_matrices = {x for x in stages if issubclass(x, RowsAndColumns)}
+    assert of_matrices == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
 
 
 # Models -----------------------------------------------------------------------------------------------------------

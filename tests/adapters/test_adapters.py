@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from flax import linen as nn
 
 import reparax as rpx
 
@@ -333,6 +334,75 @@ def test_dora_keeps_the_model_and_trains_lengths_apart():
     assert repr(rpx.WeightNorm(detach=True)) == "WeightNorm(detach=True)"
 
 
+# What an attack found. ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_each_array_has_a_draw_of_its_own():
+    params = {"x": normal(6, 4), "y": normal(6, 4, seed=1)}
+    raw, keyed = rpx.LoRA(2).init(params), rpx.LoRA(2).init(params, jax.random.key(0))
+    assert not jnp.array_equal(raw["x"]["@lora"]["a"], raw["y"]["@lora"]["a"])
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, raw, keyed))
+
+
+def test_axes_of_a_base_have_their_names():
+    params = {"k": nn.Partitioned(normal(8, 4), names=("embed", "mlp"))}
+    p = rpx.Stored("int8", axis="mlp") >> rpx.LoRA(2)
+    stored = jax.tree.map(jnp.shape, p.init(params))["k"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
+    assert stored["scale"].value == (1, 4)
+
+
+def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapters():
+    class LogScaled(rpx.Reparametrization):
+        base: float = 2.0
+
+        def init_leaf(self, w):
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+    class Hidden(rpx.Reparametrization):
+        main = ()
+
+        def init_leaf(self, w):
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+    (rpx.Freeze() >> LogScaled()).init({"w": normal(2, 2)})
+    raw = (rpx.Freeze(where="w/x") >> Hidden()).init({"w": normal(2, 2)})
+    assert not jax.tree.leaves(rpx.partition(raw)[0])
+
+
+def test_one_factor_is_frozen_by_its_place():
+    p = rpx.Freeze() >> rpx.Freeze(where=".*/@lora/a") >> rpx.LoRA(2)  # LoRA-FA
+    assert trains(p, p.init(model())) == {"dense/kernel/@lora/b", "out/kernel/@lora/b"}
+
+
+def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
+    p = rpx.LoRA(2, start="pissa")
+    raw = p.init({"w": jnp.zeros((4, 6))})
+    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], normal(4, 6)))(raw)["w"]["@lora"]
+    assert grads["a"].any()
+    negative, w = rpx.LoRA(2, -1.0, start="pissa"), normal(4, 6)
+    np.testing.assert_allclose(negative.apply(negative.init({"w": w}))["w"], w, atol=1e-5)
+
+
+def test_factors_of_vera_depend_on_no_setting():
+    w = normal(8, 6)
+    want = rpx.VeRA(4).factors(w)
+    with jax.threefry_partitionable(new_val=False):
+        assert jnp.array_equal(rpx.VeRA(4).factors(w)[0], want[0])
+    with jax.default_prng_impl("rbg"):
+        assert jnp.array_equal(rpx.VeRA(4).factors(w)[1], want[1])
+    assert jnp.array_equal(rpx.VeRA(4).factors(w.astype(jnp.bfloat16))[0], want[0])
+
+
+def test_gain_counts_an_axis_once():
+    assert rpx.Gain(axis=(-1, 1)).init({"w": normal(4, 6)})["w"]["@gain"]["g"].shape == (6,)
+
+
 # Errors. -----------------------------------------------------------------------------------------------------------
 
 ERRORS = {
@@ -374,6 +444,12 @@ ERRORS = {
         ValueError,
         "LoRA(3, where='out/kernel').apply at 'out/kernel': expected a of shape (6, 3), got (6, 2): another "
         "chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ),
+    "another axis as rows": (
+        lambda: rpx.LoRA(2, rows=1).apply(rpx.LoRA(2).init({"w": normal(4, 6)})),
+        ValueError,
+        "LoRA(2, rows=1).apply at 'w': expected a of (6,) as rows, got (4,): another chain made this raw tree. Apply "
+        "the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "vera": (
         lambda: rpx.VeRA(0),

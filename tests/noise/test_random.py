@@ -8,7 +8,8 @@ from jax import export
 from scipy import stats
 
 import reparax as rpx
-from reparax.noise import _random, _threefry
+from reparax._numerics import threefry
+from reparax.noise import _random
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (3, 5), (2, 3, 5), (65_537,)]
 KEY = jax.random.key(11)
@@ -39,7 +40,7 @@ def assert_normal(got, key, shape, dtype=jnp.float32):
 @pytest.mark.parametrize("width", [32, 64])
 def test_words_are_those_of_jax(width):
     with jax.enable_x64(width == 64):
-        of_shapes = jax.jit(lambda key: [_threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])
+        of_shapes = jax.jit(lambda key: [threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])
         for got, shape in zip(of_shapes(KEY), SHAPES, strict=True):
             np.testing.assert_array_equal(got, jax.random.bits(KEY, shape, f"uint{width}"), strict=True)
 
@@ -49,7 +50,7 @@ def test_words_are_those_of_the_authors_of_threefry():
     key = np.array([0x13198A2E, 0x03707344], np.uint32)
     counter = np.array([0x243F6A88, 0x85A308D3], np.uint32)
     zero, one = np.zeros(2, np.uint32), np.full(2, 0xFFFFFFFF, np.uint32)
-    cipher = jax.jit(_threefry.cipher)
+    cipher = jax.jit(threefry.cipher)
     for keys, counters, expected in [
         (zero, zero, [0x6B200159, 0x99BA4EFE]),
         (one, one, [0x1CB996FC, 0xBB002BE7]),
@@ -99,8 +100,8 @@ def test_threefry_that_counts_in_halves_draws_its_own_numbers():
 
 
 def test_only_up_to_the_last_word_that_32_bits_count():
-    assert _threefry.handles(KEY, (2**16, 2**16))
-    assert not _threefry.handles(KEY, (2**16, 2**16 + 1))
+    assert threefry.handles(KEY, (2**16, 2**16))
+    assert not threefry.handles(KEY, (2**16, 2**16 + 1))
 
 
 def test_a_draw_of_more_words_than_32_bits_count_is_left_to_jax():

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 
@@ -82,8 +84,8 @@ def test_scales_that_are_rounded_too(name, dtype):
 def test_two_numbers_of_four_bits_share_a_byte():
     w = jnp.array([[1.0, -7.0], [7.0, 2.0], [-3.0, 0.0], [5.0, -1.0]])
     fixed = rpx.Stored("int4").init({"w": w})["w"]["@stored"]["@fixed"]
-    assert (fixed["q"].dtype, fixed["q"].shape) == (jnp.uint8, (2, 2))
-    low, high = np.asarray(fixed["q"]) & 15, np.asarray(fixed["q"]) >> 4
+    assert (fixed["q"].dtype, fixed["q"].shape) == (jnp.int8, (2, 2))
+    low, high = np.asarray(fixed["q"]) & 15, (np.asarray(fixed["q"]) >> 4) & 15
     signed = np.where(np.stack([low, high], 1) > 7, np.stack([low, high], 1).astype(int) - 16, np.stack([low, high], 1))
     np.testing.assert_array_equal(signed.reshape(4, 2), w)
     assert fixed["scale"] == 1.0
@@ -177,6 +179,55 @@ def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     np.testing.assert_allclose(p.apply(p.init(w))["w"], w["w"], rtol=1e-6)
 
 
+def test_a_learned_step_is_the_finest_that_fits():
+    raw = rpx.Quantize("int8", axis=-1, scale="learned").init({"w": jnp.eye(4)})
+    np.testing.assert_allclose(raw["w"]["@quantize"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
+
+
+def test_rounded_scales_keep_small_blocks_and_twice_is_once():
+    w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
+    p = rpx.Quantize("nf4", block=2, double_quant=True)
+    once = p.apply({"w": w})["w"]
+    assert jnp.array_equal(p.apply({"w": once})["w"], once)
+    assert float(jnp.max(jnp.abs(once - w)[2:])) < 0.01
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    w = jax.device_put(normal(16, 32), NamedSharding(mesh, P("x", "y")))
+    p = rpx.Stored(name, axis=-1)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda w: p.apply(p.init({"w": w}))["w"])(w)
+    np.testing.assert_array_equal(got, rpx.Quantize(name, axis=-1).apply({"w": normal(16, 32)})["w"])
+
+
+@pytest.mark.parametrize(
+    ("p", "sizes"),
+    [
+        (rpx.Stored("int8", axis=-1), {"q": P("x", "y"), "scale": P(None, "y")}),
+        (rpx.Stored("int4", block=4), {"q": P("x", "y"), "scale": P("x", "y")}),
+        (rpx.Stored("nf4", block=8, double_quant=True), {"q": P("x", "y"), "scale": P("x", "y"), "unit": P(None, "y")}),
+    ],
+)
+def test_stored_arrays_lie_as_their_weights_do(p, sizes):
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    got = p.shardings({"w": P("x", "y")}, mesh, like={"w": jnp.ones((64, 32))})
+    assert {name: s.spec for name, s in got["w"]["@stored"]["@fixed"].items()} == sizes
+
+
+def test_adapters_on_a_stored_base_lie_as_their_weights_do():
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    p = rpx.Stored("nf4", block=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
+    like = {"w": normal(64, 32)}
+    got = p.shardings({"w": P("x", "y")}, mesh, like=like)["w"]["@weight_norm"]
+    lora = got["v"]["@lora"]
+    assert (got["g"].spec, lora["a"].spec, lora["b"].spec) == (P(None, "y"), P("x", None), P(None, "y"))
+    assert {s.spec for s in lora["@fixed"]["w"]["@stored"]["@fixed"].values()} == {P("x", "y")}
+    raw = jax.tree.map(jax.device_put, p.init(like), p.shardings({"w": P("x", "y")}, mesh, like=like))
+    np.testing.assert_allclose(jax.jit(p.apply)(raw)["w"], p.apply(p.init(like))["w"], rtol=1e-6, atol=1e-6)
+
+
 def test_stored_experts_and_convolutions():
     conv, experts = normal(3, 3, 8, 4), normal(2, 8, 4)
     p = rpx.Stored("int4", axis=(0, 1, 3), block=4)
@@ -259,6 +310,26 @@ ERRORS = {
         lambda: rpx.Stored("int8", block=0),
         ValueError,
         "Stored got block=0, but takes at least 1.",
+    ),
+    "another format": (
+        lambda: rpx.Stored("int8").apply(rpx.Stored("nf4").init({"w": normal(4, 6)})),
+        ValueError,
+        "Stored('int8').apply at 'w': expected q of int8 for int8, got uint8: another chain made this raw tree. Apply "
+        "the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ),
+    "scales that are rounded too": (
+        lambda: rpx.Stored("nf4", block=2).apply(
+            rpx.Stored("nf4", block=2, double_quant=True).init({"w": normal(4, 6)})
+        ),
+        ValueError,
+        "Stored('nf4', block=2).apply at 'w': expected a floating scale, got int8: another chain made this raw tree. "
+        "Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ),
+    "a number": (
+        lambda: rpx.Stored("nf4", where="w").init({"w": jnp.ones(())}),
+        ValueError,
+        "Stored('nf4', where='w').init at 'w': expected an array of one or more dimensions, got shape (). Leave it out "
+        "with `where`.",
     ),
     "plain weights": (
         lambda: rpx.Stored("int8").apply({"w": normal(2, 2)}),

@@ -86,7 +86,7 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        raw = self.init_tree(params, Keys(_checked_key(self, "init", key)))
+        raw = self.init_tree(params, Keys(_checked_key(self, "init", jax.random.key(0) if key is None else key)))
         return spread_boxes(self._follow, params, raw)
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:

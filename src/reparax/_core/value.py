@@ -34,7 +34,7 @@ class Static:
     """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """The raw values that do not train."""
-    base: ClassVar[tuple[str, ...]] = ()
+    base_values: ClassVar[tuple[str, ...]] = ()
     """The fixed values that hold the model's own array, which stages that take bases see in its place."""
     parts: ClassVar[bool] = False
     """Whether the main values are parts of the array, each of which other stages see under a path of its own."""

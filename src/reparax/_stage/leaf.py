@@ -172,7 +172,8 @@ class Perturbation(_Leafwise):
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
-        ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. Default: every
+        ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with
+        an ``@`` must match the whole place in the raw tree instead, as ``.*/@kronecker/b``. Default: every
         floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
         stage says otherwise. With two or more, biases and scales are left alone, by what libraries call them:
         ``bias``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.

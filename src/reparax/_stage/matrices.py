@@ -100,6 +100,7 @@ class RowsAndColumns(Reparametrization):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
                 groups, sizes = self._groups(sum(counts.values())), self._sizes(x, counts)
+                self._require_sizes(x, counts)
                 taken = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
                 made = formula(taken, *others)
             else:
@@ -134,6 +135,16 @@ class RowsAndColumns(Reparametrization):
             if name in values and values[name].ndim != wanted:
                 got = values[name].shape
                 raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {OTHER_CHAIN}")
+
+    def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
+        """Refuses raw values of more or fewer rows or columns than the base has."""
+        for base in (values[name] for name in self.alike if name in values):
+            rows, columns = _sizes(base, self._groups(base.ndim))
+            known = {"rows": rows, "columns": columns}
+            for name in values:
+                for axis, size in self._parts(name, values[name], counts).items():
+                    if axis in known and size != known[axis]:
+                        raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
 
     def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
         """The sizes of each axis of a raw value, of which rows and columns may be several."""

@@ -187,7 +187,8 @@ def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool
     Raises:
       ValueError: If nothing is selected.
     """
-    visible = [place.slot.visible and place.present for place in places]
+    by_place = isinstance(where, str) and "@" in where
+    visible = [place.slot.visible and place.present and (by_place or not place.slot.added) for place in places]
     if where is None or isinstance(where, AllBut):
         flags = [
             seen and place.slot.main and not held and not _left_out(where, place) and place.by_default()
@@ -196,7 +197,8 @@ def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool
     else:
         flags = [seen and _matches(where, place) for seen, place in zip(visible, places, strict=True)]
     if not any(flags):
-        paths = [place.slot.path for place, seen in zip(places, visible, strict=True) if seen]
+        seen_slots = [place.slot for place, seen in zip(places, visible, strict=True) if seen]
+        paths = [slot.place if by_place else slot.path for slot in seen_slots]
         raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
     return flags
 
@@ -208,7 +210,7 @@ def _left_out(where: AllBut | None, place: Place) -> bool:
 def _matches(where: str | Callable[[str, Any], bool], place: Place) -> bool:
     path = place.slot.path
     if isinstance(where, str):
-        return re.fullmatch(where, path) is not None
+        return re.fullmatch(where, place.slot.place if "@" in where else path) is not None
     if isinstance(where, Selected) and not place.slot.main:
         return path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
     return bool(where(path, None if isinstance(where, Selected) else place.array()))

@@ -9,7 +9,8 @@ import numpy as np
 
 from reparax._core.algebra import Parametrization
 from reparax._torch.names import Twin
-from reparax._torch.plan import Plan, Rules, make_plan
+from reparax._torch.plan import Plan, make_plan
+from reparax._torch.rules import Rules
 from reparax._tree.differences import abstract, as_stored
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, is_array

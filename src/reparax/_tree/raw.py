@@ -24,7 +24,7 @@ class Kind(Protocol):
 
     main: tuple[str, ...] | None
     fixed: tuple[str, ...]
-    base: tuple[str, ...]
+    base_values: tuple[str, ...]
     parts: bool
     aligned: bool
 
@@ -49,19 +49,23 @@ class Slot:
     Attributes:
       path: The path under which stages select it: the parameter's own path for a main value,
         the parameter's path and the value's name for an auxiliary one and for a part.
+      place: The path in the raw tree, markers included, which tells the main values of one array apart.
       draw: A path that no other array of the tree shares, on which its random draws depend.
       parameter: The path of the parameter that it belongs to.
       main: Whether it is a main value all the way, or no stage has replaced it.
       fixed: Whether no optimizer may move it.
       visible: Whether a stage nearer to the raw tree may select it.
+      added: Whether it is what is added to a base that stands for the array, which its place alone selects.
     """
 
     path: str
+    place: str
     draw: str
     parameter: str
     main: bool
     fixed: bool
     visible: bool
+    added: bool
 
 
 def own_mark(x: Any, kind: str) -> str | None:
@@ -125,7 +129,7 @@ class _Value(NamedTuple):
       main: Whether it is a main value.
       fixed: Whether it does not train.
       seen: Whether its name is part of the path under which stages see it.
-      shown: Whether stages nearer to the raw tree see it at all.
+      added: Whether it is what is added to a base that stands for the array.
     """
 
     node: Names
@@ -133,7 +137,7 @@ class _Value(NamedTuple):
     main: bool
     fixed: bool
     seen: bool
-    shown: bool
+    added: bool
 
 
 def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
@@ -145,15 +149,20 @@ def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
             if len(path) <= i + 1 + fixed:
                 raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
             value = path[i + 2] if fixed else path[i + 1]
-            mains = stage.base if bases and stage.base else stage.main
+            of_base = bases and bool(stage.base_values)
+            mains = stage.base_values if of_base else stage.main
             main = value not in stage.fixed if mains is None else value in mains
-            shown = main or not (fixed or mains is stage.base)
-            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, shown)
+            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, of_base and not main)
 
 
 def aligned(path: Names) -> bool:
-    """Whether a value has the axes of the parameter that it belongs to: as the main value of aligned stages only."""
-    return all(value.main and _stage(value.node, -1).aligned for value in _values(path))
+    """Whether a value has the axes of its parameter: as a base, or as the main value of aligned stages."""
+
+    def has_axes(value: _Value) -> bool:
+        stage = _stage(value.node, -1)
+        return value.name in stage.base_values or (value.main and stage.aligned)
+
+    return all(map(has_axes, _values(path)))
 
 
 def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
@@ -164,15 +173,16 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
 
     def slot(path: Names) -> Slot:
         shown = draw = own = parameter(path)
-        all_main = visible = True
+        all_main, visible, added = True, True, False
         for value in _values(path, bases=bases):
             if value.seen:
                 shown, draw = f"{shown}/{value.name}", f"{draw}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
                 draw = f"{draw}/{value.name}"
             all_main = all_main and value.main
-            visible = visible and value.shown
-        return Slot(shown, draw, own, all_main, FIXED in path, visible)
+            visible = visible and (value.main or not value.fixed)
+            added = added or value.added
+        return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added)
 
     return [slot(path) for path in paths]
 

@@ -7,4 +7,5 @@ from reparax.adapters._delta import Delta as Delta
 from reparax.adapters._gain import Gain as Gain
 from reparax.adapters._hadamard import Hadamard as Hadamard
 from reparax.adapters._lora import LoRA as LoRA
+from reparax.adapters._rotated import Rotated as Rotated
 from reparax.adapters._vera import VeRA as VeRA

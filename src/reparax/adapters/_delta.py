@@ -36,7 +36,7 @@ class Delta(Reparametrization):
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base: ClassVar[tuple[str, ...]] = ("w",)
+    base_values: ClassVar[tuple[str, ...]] = ("w",)
     min_ndim: ClassVar[int] = 2
     aligned: ClassVar[bool] = True
 

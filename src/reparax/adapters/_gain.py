@@ -47,7 +47,7 @@ class Gain(Reparametrization):
     aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        kept = () if self.axis is None else count_from_front(self.axis, w)
+        kept = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))
         return {"w": w, "g": jnp.ones([w.shape[axis] for axis in kept], widened(w).real.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

@@ -13,7 +13,8 @@ class Hadamard(Reparametrization):
 
     Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
     bit, and a ``w`` of zeros trains. What stands to the left acts on both: ``LowRank(4) >> Hadamard()`` is a product
-    of two matrices of rank 4, which has a rank of up to 16, and with ``Delta`` to its right it is LoHa.
+    of two matrices of rank 4, which has a rank of up to 16, but starts at one of rank 4; with ``Delta`` to its right,
+    where it starts at zero, it is LoHa.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and

@@ -76,13 +76,13 @@ class LoRA(RowsAndColumns):
 
     main: ClassVar[tuple[str, ...] | None] = ("a", "b")
     fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base: ClassVar[tuple[str, ...]] = ("w",)
+    base_values: ClassVar[tuple[str, ...]] = ("w",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"a": ("rows", "rank"), "b": ("rank", "columns")}
     alike: ClassVar[tuple[str, ...]] = ("w",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.alpha, float) and self.alpha == 0 and self.start in ("pissa", "olora"):
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.start in ("pissa", "olora"):
             raise ValueError(
                 f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into the factors that "
                 f"alpha multiplies. Start with another alpha, or with start='kaiming'."
@@ -104,8 +104,8 @@ class LoRA(RowsAndColumns):
         return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w = values["w"]
-        return (widened(w) + self._difference(values["a"], values["b"])).astype(w.dtype)
+        x = widened(values["w"])
+        return (x + self._difference(values["a"], values["b"]).astype(x.dtype)).astype(values["w"].dtype)
 
     def _factor(self, like: Array) -> Array:
         """The number c."""
@@ -130,8 +130,10 @@ class LoRA(RowsAndColumns):
 def _principal(x: Array, rank: int, factor: Array) -> tuple[Array, Array]:
     """The factors of the largest singular values."""
     left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-    root = jnp.sqrt(singular[:rank] / factor).astype(x.dtype)
-    return left[:, :rank] * root[None], root[:, None] * right[:rank]
+    root = jnp.sqrt(singular[:rank] / jnp.abs(factor))
+    other = jnp.where(root == 0, 1, root)  # so that one of both is not zero, and a zero matrix trains
+    a = left[:, :rank] * (jnp.sign(factor) * root).astype(x.dtype)[None]
+    return a, other.astype(x.dtype)[:, None] * right[:rank]
 
 
 def _triangular(x: Array, rank: int) -> tuple[Array, Array]:

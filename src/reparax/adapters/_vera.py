@@ -1,16 +1,19 @@
 """Adapters of which only vectors train."""
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number, check_positive_whole, check_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import product
+from reparax._numerics.threefry import bits
 from reparax._stage.matrices import RowsAndColumns
 
 
@@ -51,7 +54,7 @@ class VeRA(RowsAndColumns):
     kind: ClassVar[str] = "vera"
     main: ClassVar[tuple[str, ...] | None] = ("d", "b")
     fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base: ClassVar[tuple[str, ...]] = ("w",)
+    base_values: ClassVar[tuple[str, ...]] = ("w",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"b": ("columns",)}
     alike: ClassVar[tuple[str, ...]] = ("w",)
 
@@ -65,11 +68,14 @@ class VeRA(RowsAndColumns):
 
     def factors(self, w: Array) -> tuple[Array, Array]:
         """The random factors A and B for a matrix like ``w``."""
-        keys = jax.random.split(jax.random.key(self.seed))
-        shapes = ((w.shape[0], self.rank), (self.rank, w.shape[1]))
-        dtype = widened(w).real.dtype
-        left, right = (
-            jax.random.uniform(key, shape, dtype, -1, 1) * jnp.sqrt(jnp.asarray(6 / size, dtype))
-            for key, shape, size in zip(keys, shapes, (w.shape[0], self.rank), strict=True)
-        )
-        return left, right
+        key, dtype = jax.random.key(self.seed, impl="threefry2x32"), widened(w).real.dtype
+        left = _uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
+        right = _uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
+        return left.astype(dtype), right.astype(dtype)
+
+
+def _uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
+    """Uniform numbers, the same under every setting of JAX, and for every dtype and mesh of ``w``."""
+    words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
+    bound = math.sqrt(6 / max(inputs, 1))
+    return (words >> 8).astype(jnp.float32) * (2 * bound / 2**24) - bound

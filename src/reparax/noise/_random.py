@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax._core.keys import split_key
-from reparax.noise import _threefry
+from reparax._numerics import threefry
 
 
 def normal(key: Array, w: Array) -> Array:
@@ -42,10 +42,10 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
     """Numbers in [0, 1): random digits behind the point of a 1, which is then subtracted."""
     if key.ndim:
         return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
-    if not _threefry.handles(key, shape):
+    if not threefry.handles(key, shape):
         return jax.random.uniform(key, shape, dtype, out_sharding=sharding)
     digits = jnp.finfo(dtype)
-    words = _threefry.bits(key, shape, digits.bits, sharding)
+    words = threefry.bits(key, shape, digits.bits, sharding)
     one = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1)
@@ -55,7 +55,7 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
 def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     if key.ndim:
         return jax.lax.map(lambda one: _normal(one, shape, dtype, sharding), key)
-    if not _threefry.handles(key, shape):
+    if not threefry.handles(key, shape):
         return jax.random.normal(key, shape, dtype, out_sharding=sharding)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in split_key(key, (2,)))

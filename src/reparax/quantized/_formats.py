@@ -1,7 +1,10 @@
 """The numbers of each format: from an array in units of its scale to codes, and back."""
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +19,14 @@ class Format:
       top: What the largest magnitude of a block becomes.
       encode: The codes of the nearest numbers.
       decode: The numbers of codes, as float32 or exactly representable in it.
+      dtype: What codes are held in. No two formats of as many codes share one, so that they cannot be mixed up.
       halves: Whether a code has four bits, so that two of them share a byte.
     """
 
     top: float
     encode: Callable[[Array], Array]
     decode: Callable[[Array], Array]
+    dtype: str
     halves: bool = False
 
 
@@ -36,12 +41,12 @@ def _rounded(bits: int) -> Callable[[Array], Array]:
 
 def _signed(codes: Array) -> Array:
     """Whole numbers of four bits, of which the highest is the sign."""
-    return ((codes ^ 8).astype(jnp.int8) - 8).astype(jnp.int8)
+    return (codes ^ 8) - 8
 
 
 def _float8(dtype: str) -> Format:
     top = float(jnp.finfo(dtype).max)
-    return Format(top, lambda x: jnp.clip(x, -top, top).astype(dtype), lambda q: q)
+    return Format(top, lambda x: jnp.clip(x, -top, top).astype(dtype), lambda q: q, dtype)
 
 
 LEVELS = np.array(
@@ -55,14 +60,26 @@ LEVELS = np.array(
 """The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
 
 
+# Written out number by number, both run where the array lies on any mesh, and read no table from memory.
+
+
 def _nearest_level(x: Array) -> Array:
-    return jnp.searchsorted(jnp.asarray((LEVELS[1:] + LEVELS[:-1]) / 2), x.astype(jnp.float32)).astype(jnp.uint8)
+    middles = [float(middle) for middle in (LEVELS[1:] + LEVELS[:-1]) / 2]
+    return functools.reduce(operator.add, [(x > middle).astype(jnp.uint8) for middle in middles])
+
+
+def _level(codes: Array) -> Array:
+    numbers: list[Any] = list(LEVELS)
+    for bit in range(4):
+        is_odd = (codes >> bit) & 1 == 1
+        numbers = [jnp.where(is_odd, odd, even) for even, odd in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
 
 
 FORMATS = {
-    "int8": Format(127.0, _rounded(8), lambda q: q),
-    "int4": Format(7.0, lambda x: _rounded(4)(x).astype(jnp.uint8) & 15, _signed, halves=True),
-    "nf4": Format(1.0, _nearest_level, lambda q: jnp.asarray(LEVELS)[q], halves=True),
+    "int8": Format(127.0, _rounded(8), lambda q: q, "int8"),
+    "int4": Format(7.0, lambda x: _rounded(4)(x) & 15, _signed, "int8", halves=True),
+    "nf4": Format(1.0, _nearest_level, _level, "uint8", halves=True),
     "float8_e4m3fn": _float8("float8_e4m3fn"),
     "float8_e5m2": _float8("float8_e5m2"),
 }

@@ -22,8 +22,9 @@ class Quantize(Scaled):
     r"""Weights rounded to small numbers for the model, which train as they are: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, in its own place, so that a checkpoint of the model fits. The numbers are those
-    of :class:`Stored`, bit for bit: ``Stored(f).init(weights)`` is what such a model is deployed as. The gradient is
-    that of the identity, as if nothing were rounded; scales count as constants.
+    of :class:`Stored`, bit for bit, so ``Stored(f).init(weights)`` is what such a model is deployed as; ternary numbers
+    and learned steps are no format of it. The gradient is that of the identity, as if nothing were rounded; scales
+    count as constants.
 
     With ``scale="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
     (auxiliary), of the shape of the scales, in float32 for half-precision weights. It starts where the largest
@@ -73,7 +74,7 @@ class Quantize(Scaled):
         return self.scale != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"w": w, "step": self._step(widened(w))}
+        return {"w": w, "step": self._step(w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
@@ -97,14 +98,14 @@ class Quantize(Scaled):
         either = (sizes == 0) | (sizes == self._spread(largest, sizes))
         return jnp.where(self._each_block(jnp.all, either), largest, mean)
 
-    def _step(self, x: Array) -> Array:
-        """The largest step of which all numbers of a block are multiples; where there is none, that of the largest."""
+    def _step(self, w: Array) -> Array:
+        """The finest step of which all numbers of a block are multiples; where there is none, that of the largest."""
         low, high = whole(BITS[self.format])
+        x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         largest = self._each_block(largest_of, jnp.abs(x))
-        tolerance = 4 * float(jnp.finfo(x.dtype).eps)
 
         def try_parts(i: int, step: Array) -> Array:
-            parts = high + 1 - i
+            parts = i + 1
             units = divided(x, self._spread(largest / parts, x))
             nearest = jnp.round(units)
             fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)

@@ -15,6 +15,8 @@ from reparax._stage.leaf import Reparametrization
 from reparax.quantized._formats import FORMATS, Format, whole
 
 LARGEST_CODE = whole(8)[1]
+LEAST_CODE = 8
+"""The least scale of a block: rounding changes it by less than a sixteenth, so that its largest number stays that."""
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 
@@ -49,6 +51,8 @@ class Scaled(Reparametrization):
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
+        if w.ndim == 0:
+            return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
         if self.block is None:
             return None
         if self.axis is None and w.ndim > 2:
@@ -110,14 +114,15 @@ class Scaled(Reparametrization):
         if not self.double_quant:
             return {"scale": _narrowed(scale, w.dtype)}
         unit = _narrowed(largest_of(scale, axis=self._cut(w), keepdims=True) * (1 / LARGEST_CODE), w.dtype)
-        codes = jnp.clip(jnp.round(divided(scale, widened(unit))), 1, LARGEST_CODE)
+        codes = jnp.clip(jnp.round(divided(scale, widened(unit).astype(scale.dtype))), LEAST_CODE, LARGEST_CODE)
         return {"scale": codes.astype(jnp.int8), "unit": unit}
 
     def _scale(self, values: dict[str, Array], x: Array) -> Array:
         """The scale of each entry of ``x``, as far as it broadcasts."""
         scale = values["scale"]
         if self.double_quant:
-            return self._spread(scale.astype(jnp.float32) * widened(values["unit"]), x)
+            unit = widened(values["unit"])
+            return self._spread(scale.astype(unit.dtype) * unit, x)
         return self._spread(widened(scale), x)
 
     def _encoded(self, w: Array, scales: dict[str, Array]) -> Array:
@@ -141,7 +146,7 @@ class Scaled(Reparametrization):
         if not self._format.halves:
             return held
         cut = self._cut(held)
-        pairs = jnp.stack([held & 15, held >> 4], axis=cut + 1)
+        pairs = jnp.stack([held & 15, (held >> 4) & 15], axis=cut + 1)
         return pairs.reshape(*held.shape[:cut], 2 * held.shape[cut], *held.shape[cut + 1 :])
 
 

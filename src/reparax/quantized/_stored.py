@@ -2,8 +2,10 @@
 
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import Array
 
+from reparax._tree.raw import OTHER_CHAIN
 from reparax.quantized._scaled import Scaled
 
 
@@ -14,7 +16,9 @@ class Stored(Scaled):
     the length along the axis that is cut; ``scale``, one for each block, in the dtype of the weights. With
     ``double_quant``, ``scale`` is int8 in units of ``unit``, of which there is one for each index of the other axes.
     ``init`` rounds to the nearest numbers, in float32; the scale of a block takes its largest magnitude to the largest
-    number. ``apply`` gives the dtype of the weights. In a jitted step the floating array lives as long as it is used.
+    number, with ``double_quant`` to within a sixteenth. ``apply`` gives the dtype of the weights. In a jitted step the
+    floating array lives as long as it is used. Small numbers have no gradient: ``jax.grad`` takes the part that trains,
+    ``free, fixed = rpx.partition(raw)``.
 
     ====================  ===================  ================================================
     format                numbers              bytes a weight, scales of float32
@@ -70,6 +74,12 @@ class Stored(Scaled):
         return {"q": self._packed(self._encoded(w, scales)), **scales}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
+        for name, dtype in (("q", self._format.dtype), *((("scale", "int8"),) if self.double_quant else ())):
+            if values[name].dtype != dtype:
+                got = values[name].dtype
+                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {got}: {OTHER_CHAIN}")
+        if not self.double_quant and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
+            raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         return self._decoded(self._unpacked(values["q"]), values)
 
     def _odd(self, w: Array) -> str | None:

@@ -1,0 +1,59 @@
+"""IA3."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from reparax._peft.method import (
+    Layer,
+    Method,
+    Node,
+    Tensors,
+    Written,
+    require,
+)
+from reparax._peft.target import Target
+from reparax.adapters import Gain
+
+
+class IA3Method(Method):
+    """Numbers on outputs, bias included, or on inputs."""
+
+    name = "IA3"
+    suffixes = ("ia3_l",)
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        feedforward = is_named(target.module, config.get("feedforward_modules") or [])
+        axis = self._axis(target, feedforward=feedforward)
+        size, ones = target.shape[axis], (1,) * (len(target.shape) - 2)
+        inputs = feedforward or bool(ones)
+        require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
+        return Layer((Gain(axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
+
+    def write(self, target: Target, node: Node) -> Written:
+        g, gain = node.values["g"], node.stage
+        axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
+        if axis not in (self._axis(target, feedforward=True), target.out):
+            raise ValueError(f"PEFT has numbers on inputs or on outputs, and nothing like {gain!r}")
+        ones = (1,) * (len(target.shape) - 2)
+        inputs = axis != target.out
+        return Written({"ia3_l": g.reshape((1, -1, *ones) if ones or inputs else (-1, 1))}, flags={"inputs": inputs})
+
+    @staticmethod
+    def _axis(target: Target, *, feedforward: bool) -> int:
+        """The axis of outputs, or of inputs, which is torch's second one."""
+        if not feedforward:
+            return target.out
+        return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        return {"feedforward_modules": sorted(module for module, each in modules.items() if each.flags["inputs"])}
+
+
+def is_named(module: str, names: Any) -> bool:
+    """Whether a list of names, or a regular expression, means a module, as PEFT reads them."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)

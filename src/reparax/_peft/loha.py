@@ -1,0 +1,70 @@
+"""LoHa."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._peft.method import (
+    Layer,
+    Method,
+    Node,
+    Tensors,
+    Written,
+    require,
+    unscaled,
+    usual,
+)
+from reparax._peft.target import Target
+from reparax.adapters import Delta, Hadamard
+from reparax.matrices import LowRank
+from reparax.numbers import Scale
+
+
+class LoHaMethod(Method):
+    """A product, entry by entry, of two differences of low rank."""
+
+    name = "LOHA"
+    alpha = "alpha"
+    suffixes = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        ins = target.inputs_shape(rank)
+        shapes = {f"hada_w{i}_{end}": s for i in (1, 2) for end, s in (("a", _outs(target, rank)), ("b", _flat(ins)))}
+        require(tensors, shapes)
+        stages = (LowRank(rank, **target.rows_and_columns()), Hadamard(), Scale(alpha / rank), Delta())
+        values = {
+            f"@delta/x/@scale/x/@hadamard/{name}/@low_rank/{factor}": x
+            for name, i in (("x", 1), ("y", 2))
+            for factor, x in (
+                ("u", target.read_inputs(tensors[f"hada_w{i}_b"].reshape(ins))),
+                ("v", jnp.asarray(tensors[f"hada_w{i}_a"]).T),
+            )
+        }
+        return Layer(stages, values)
+
+    def write(self, target: Target, node: Node) -> Written:
+        both, factor = unscaled(node)
+        found: dict[str, Array] = {}
+        ranks: list[int] = []
+        for name, i in (("x", 1), ("y", 2)):
+            low = both.inner(name, LowRank)
+            u, v = low.values["u"], low.values["v"]
+            ranks.append(u.shape[-1])
+            found |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}
+        return Written(found, factor, ranks[0])
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        ranks = {module: each.rank or 1 for module, each in modules.items()}
+        alphas = {module: (each.factor or 0.0) * ranks[module] for module, each in modules.items()}
+        return usual("r", "rank_pattern", ranks) | usual("alpha", "alpha_pattern", alphas)
+
+
+def _outs(target: Target, rank: int) -> tuple[int, int]:
+    return target.shape[target.out], rank
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])

@@ -1,0 +1,132 @@
+"""LoKr."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.algebra import Parametrization
+from reparax._peft.method import (
+    Layer,
+    Method,
+    Node,
+    Tensors,
+    Values,
+    Written,
+    require,
+    unscaled,
+    usual,
+)
+from reparax._peft.target import Target
+from reparax.adapters import Delta
+from reparax.matrices import Kronecker, LowRank
+from reparax.numbers import Scale
+
+
+class LoKrMethod(Method):
+    """A Kronecker product, of whole matrices or of products."""
+
+    name = "LOKR"
+    alpha = "alpha"
+    suffixes = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        if len(target.shape) != 2:
+            raise ValueError(f"Kronecker makes matrices, but the array has shape {target.shape}")
+        place = "@delta/x/@scale/x/@kronecker"
+        low: list[Parametrization] = []
+        values: Values = {}
+        shapes: dict[str, tuple[int, int]] = {}
+        for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
+            if own in tensors:
+                shapes[own] = _two(tensors[own])
+                values[f"{place}/{name}"] = target.flip(jnp.asarray(tensors[own]))
+                continue
+            ends = (f"{own}_a", f"{own}_b")
+            shapes |= {end: _two(tensors[end]) if end in tensors else (0, 0) for end in ends}
+            require({end: x for end, x in tensors.items() if end in ends}, {end: shapes[end] for end in ends})
+            left, right = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
+            factors = (left, right) if target.out == 0 else (left.T, right.T)
+            low.append(LowRank(rank, where=f"/.*@kronecker/{name}"))
+            values |= {f"{place}/{name}/@low_rank/{end}": x for end, x in zip("uv", factors, strict=True)}
+        require(tensors, shapes)
+        whole = [values[f"{place}/{x}"].shape if f"{place}/{x}" in values else _made(values, place, x) for x in "ab"]
+        got = (whole[0][0] * whole[1][0], whole[0][1] * whole[1][1])
+        if got != target.shape:
+            raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {got}")
+        return Layer((*low, Kronecker(whole[0]), Scale(alpha / rank), Delta()), values)
+
+    def write(self, target: Target, node: Node) -> Written:
+        kronecker, factor = unscaled(node)
+        found: dict[str, Array] = {}
+        ranks: list[int] = []
+        sizes: list[tuple[int, ...]] = []
+        for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
+            held = kronecker.values[name]
+            if not isinstance(held, Node):
+                found[own] = target.flip(held)
+                sizes.append(found[own].shape)
+                continue
+            low = kronecker.inner(name, LowRank)
+            u, v = low.values["u"], low.values["v"]
+            left, right = (u, v) if target.out == 0 else (v.T, u.T)
+            found |= {f"{own}_a": left, f"{own}_b": right}
+            sizes.append((left.shape[0], right.shape[1]))
+            ranks.append(u.shape[-1])
+        products = ("lokr_w1_a" in found, "lokr_w2_a" in found)
+        whole = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on PEFT has factors as a whole
+        rank = ranks[0] if ranks else whole
+        if len(set(ranks)) > 1 or any(rank >= max(size) / 2 for size, low in zip(sizes, products, strict=True) if low):
+            raise ValueError(
+                f"PEFT has products of one rank, below half of the larger size, but got ranks {ranks} for factors of "
+                f"shapes {sizes}"
+            )
+        return Written(found, factor, rank, {"products": products, "sizes": tuple(sizes)})
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        ranks = {module: each.rank or 1 for module, each in modules.items()}
+        alphas = {module: (each.factor or 0.0) * ranks[module] for module, each in modules.items()}
+        both = any(each.flags["products"][0] for each in modules.values())
+        for module, each in modules.items():
+            first, second = (ranks[module] < max(size) / 2 for size in each.flags["sizes"])
+            if (both and first, second) != each.flags["products"]:
+                raise ValueError(
+                    f"PEFT has products for the second factor or for both, wherever the rank is below half of the "
+                    f"larger size, but {module!r} has others"
+                )
+        flags = {"decompose_both": both, "decompose_factor": _common_factor(modules)}
+        return flags | usual("r", "rank_pattern", ranks) | usual("alpha", "alpha_pattern", alphas)
+
+
+def _two(x: np.ndarray) -> tuple[int, int]:
+    if x.ndim != 2:
+        raise ValueError(f"expected matrices as factors, got one of shape {x.shape}")
+    return x.shape
+
+
+def _made(values: Values, place: str, name: str) -> tuple[int, int]:
+    u, v = (values[f"{place}/{name}/@low_rank/{end}"] for end in "uv")
+    return u.shape[0], v.shape[1]
+
+
+def _common_factor(modules: Mapping[str, Written]) -> int:
+    """The ``decompose_factor`` by which PEFT comes to these sizes of factors."""
+    sizes = {module: each.flags["sizes"] for module, each in modules.items()}
+    largest = max(size for both in sizes.values() for size in both[0])
+    for factor in (-1, *range(1, largest + 1)):
+        pairs = (pair for both in sizes.values() for pair in zip(*both, strict=True))
+        if all(_factors(first * second, factor) == (first, second) for first, second in pairs):
+            return factor
+    raise ValueError(f"PEFT chooses the sizes of factors itself, by one decompose_factor, but got {sizes}")
+
+
+def _factors(size: int, factor: int) -> tuple[int, int]:
+    """Two factors of ``size``, as PEFT chooses them: the first is ``factor``, or both are as near as that allows."""
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    most = size if factor == -1 else factor
+    smaller = [m for m in range(1, math.isqrt(size) + 1) if size % m == 0 and m <= most]
+    return max(smaller), size // max(smaller)

@@ -1,0 +1,81 @@
+"""LoRA, rsLoRA and DoRA."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from reparax._peft.method import (
+    Layer,
+    Method,
+    Node,
+    Tensors,
+    Written,
+    known,
+    one_of_all,
+    refused,
+    require,
+    usual,
+)
+from reparax._peft.target import Target
+from reparax.adapters import LoRA
+from reparax.norms import WeightNorm
+
+
+class LoRAMethod(Method):
+    """LoRA, rsLoRA and DoRA."""
+
+    name = "LORA"
+    alpha = "lora_alpha"
+    suffixes = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+    def refuse(self, config: Mapping[str, Any]) -> list[str]:
+        start = str(config.get("init_lora_weights", True)).lower()
+        from_base = start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+        moved = [f"init_lora_weights={start!r}"] if from_base else []
+        others = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication", "trainable_token_indices")
+        return moved + refused(config, *others, "target_parameters", "alora_invocation_tokens", "velora_config")
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        names = ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")
+        out = target.shape[target.out]
+        ones = () if target.table else (1,) * (len(target.shape) - 2)
+        shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
+        magnitude = (1, out, *ones) if ones else (out,)
+        dora = bool(config.get("use_dora"))
+        require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
+        scaling = "sqrt" if config.get("use_rslora") else "rank"
+        lora = LoRA(rank, alpha, scaling=scaling, **target.rows_and_columns())
+        values = {
+            "@lora/a": target.read_inputs(tensors[names[0]]),
+            "@lora/b": jnp.asarray(tensors[names[1]]).reshape(out, rank).T,
+        }
+        if not dora:
+            return Layer((lora,), values)
+        axis = -1 if target.out == len(target.shape) - 1 else target.out
+        spread = [out if i == target.out else 1 for i in range(len(target.shape))]
+        g = jnp.asarray(tensors["lora_magnitude_vector"]).reshape(spread)
+        inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
+        return Layer((lora, WeightNorm(axis, detach=True)), {"@weight_norm/g": g, **inside})
+
+    def write(self, target: Target, node: Node) -> Written:
+        norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
+        stage: Any = lora.stage
+        a, b = lora.values["a"], lora.values["b"]
+        names = ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")
+        ones = () if target.table else (1,) * (len(target.shape) - 2)
+        tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
+        if norm is not None:
+            g = norm.values["g"].astype(a.dtype)
+            tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
+        rank, alpha, root = stage.rank, stage.alpha, stage.scaling == "sqrt"
+        factor = 1.0 if alpha is None else known(alpha) / (math.sqrt(rank) if root else rank)
+        return Written(tensors, factor, rank, {"root": root and alpha is not None, "use_dora": norm is not None})
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        root = all(each.flags["root"] for each in modules.values())
+        ranks = {module: each.rank or 1 for module, each in modules.items()}
+        alphas = {m: (each.factor or 0.0) * (math.sqrt(ranks[m]) if root else ranks[m]) for m, each in modules.items()}
+        flags = {"use_rslora": root, "use_dora": one_of_all(modules, "use_dora")}
+        return flags | usual("r", "rank_pattern", ranks) | usual("lora_alpha", "alpha_pattern", alphas)

@@ -1,0 +1,155 @@
+"""What a method of PEFT is: a chain of stages on one array, and their raw values as tensors."""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from reparax._core.algebra import Parametrization
+from reparax._peft.target import Target
+from reparax.numbers import Scale
+
+Tensors = Mapping[str, np.ndarray]
+Values = dict[str, Any]
+"""Raw values by their place below the parameter: ``@lora/a``."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The stages on one array, and what they hold.
+
+    Attributes:
+      stages: The stages, the first one nearest to the raw tree. Their ``where`` is None for the array itself, or says
+        which value below the array they act on.
+      values: Their raw values that PEFT keeps.
+    """
+
+    stages: tuple[Parametrization, ...]
+    values: Values
+
+
+@dataclass(frozen=True)
+class Node:
+    """A marker dict of a raw tree, with the stage that made it."""
+
+    stage: Parametrization
+    values: Mapping[str, Any]
+
+    def inner(self, name: str, kind: type) -> "Node":
+        """The marker dict in the place of a value."""
+        held = self.values[name]
+        if not isinstance(held, Node) or not isinstance(held.stage, kind):
+            raise ValueError(f"PEFT has nothing like {self.stage!r} with other stages on its {name!r}")
+        return held
+
+
+@dataclass(frozen=True)
+class Written:
+    """What PEFT has of one array.
+
+    Attributes:
+      tensors: The tensors of the module.
+      factor: What the difference is multiplied by, where the method says.
+      rank: The rank, where it has one.
+      flags: What the configuration must say for all modules alike.
+    """
+
+    tensors: Mapping[str, Array]
+    factor: float | None = None
+    rank: int | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Method:
+    """One of PEFT's methods.
+
+    Attributes:
+      name: Its ``peft_type``.
+      alpha: What its configuration calls alpha, where it has one.
+      suffixes: What its tensors are called below their module.
+    """
+
+    name: ClassVar[str]
+    alpha: ClassVar[str | None] = None
+    suffixes: ClassVar[tuple[str, ...]]
+
+    def refuse(self, config: Mapping[str, Any]) -> list[str]:
+        """What of a configuration no stage is."""
+        del config
+        return []
+
+    @abstractmethod
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        """The stages and raw values of a module's tensors."""
+
+    @abstractmethod
+    def write(self, target: Target, node: Node) -> Written:
+        """What PEFT has of raw values."""
+
+    @abstractmethod
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        """What the configuration says of these modules."""
+
+
+def refused(config: Mapping[str, Any], *names: str) -> list[str]:
+    return [f"{name}={config[name]!r}" for name in names if config.get(name)]
+
+
+def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses tensors that are missing, that nobody asked for, or of another shape."""
+    lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
+    lines += [f"{name} has no place" for name in tensors if name not in shapes]
+    lines += [
+        f"expected {name} of shape {shape}, got {tensors[name].shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if lines:
+        raise ValueError("; ".join(lines))
+
+
+def known(x: Any) -> float:
+    """A hyperparameter, which must be known to be written down."""
+    if isinstance(x, Tracer):
+        raise ValueError("its number is traced, and only known ones can be written down")
+    return float(x)
+
+
+def unscaled(node: Node) -> tuple[Node, float]:
+    """What shapes the difference, and the number that it is multiplied by."""
+    held = node.values["x"]
+    if isinstance(held, Node) and isinstance(held.stage, Scale):
+        return held.inner("x", Parametrization), known(held.stage.factor)
+    return node.inner("x", Parametrization), 1.0
+
+
+def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
+    """What all modules say alike."""
+    found = {each.flags[flag] for each in modules.values()}
+    if len(found) > 1:
+        shown = ", ".join(f"{each.flags[flag]} at {module!r}" for module, each in modules.items())
+        raise ValueError(f"PEFT has one {flag} for all modules, but got {shown}")
+    return found.pop()
+
+
+def usual(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The number of most modules, and by their names those of the others."""
+    whole = {module: _whole(x) for module, x in numbers.items()}
+    common = Counter(whole.values()).most_common(1)[0][0]
+    others = {_pattern(module, list(numbers)): x for module, x in whole.items() if x != common}
+    return {name: common, patterns: dict(sorted(others.items()))}
+
+
+def _whole(x: float) -> int | float:
+    near = round(x, 9)
+    return int(near) if float(near).is_integer() else near
+
+
+def _pattern(module: str, modules: list[str]) -> str:
+    """A key that means one module; PEFT takes a name for the end of names too."""
+    return f"^{module}" if any(other.endswith(f".{module}") for other in modules) else module

@@ -1,0 +1,192 @@
+"""Adapters of PEFT read: a chain and a raw tree from tensors and a configuration."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._peft.ia3 import is_named
+from reparax._peft.method import Layer, Method
+from reparax._peft.methods import METHODS
+from reparax._peft.target import Target
+from reparax._peft.targets import plain_name, targets_of
+from reparax._stage.where import all_but
+from reparax._torch.rules import Rules
+from reparax._tree.paths import PyTree, named, path_text
+from reparax.adapters import Gain
+from reparax.shared import Tie
+from reparax.sparse import Freeze
+
+MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+
+
+def from_peft(
+    tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+) -> tuple[Parametrization, PyTree]:
+    r"""The chain and the raw tree of an adapter that PEFT has saved.
+
+    The chain begins with ``Freeze()``, so that what trains in PEFT trains here, and nothing else; ``p.fold(raw)``
+    merges. Neither torch nor PEFT is needed. Dropout of activations is no matter of weights, and is left out.
+
+    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts; LoHa too, but for kernels of convolutions
+    with ``use_effective_conv2d``; LoKr and OFT for matrices, the latter with ``use_cayley_neumann=False``. Ranks and
+    alphas by pattern are read, and so are biases and whole modules that train beside the adapters.
+
+    Args:
+      tensors: The tensors of ``adapter_model.safetensors``, as arrays or as tensors of torch.
+      config: The contents of ``adapter_config.json``.
+      like: The model's parameters, which are the base.
+      names: As for :func:`from_torch`: what torch calls a parameter of the base model.
+      layouts: As for :func:`from_torch`.
+
+    Returns:
+      The chain, and its raw tree.
+
+    Raises:
+      ValueError: Naming every tensor that has no place, is missing or has another shape, or what no stage is of the
+        configuration.
+
+    Example:
+      >>> import numpy as np, jax.numpy as jnp, reparax as rpx
+      >>> tensors = {
+      ...     "base_model.model.dense.lora_A.weight": np.ones((1, 3), np.float32),
+      ...     "base_model.model.dense.lora_B.weight": np.ones((2, 1), np.float32),
+      ... }
+      >>> config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
+      >>> p, raw = rpx.from_peft(tensors, config, {"dense": {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}})
+      >>> p
+      Freeze() >> LoRA(1, alpha=2.0, where='dense/kernel')
+      >>> p.fold(raw)["dense"]["kernel"]
+      Array([[2., 2.],
+             [2., 2.],
+             [2., 2.]], dtype=float32)
+    """
+    method = _method(config)
+    targets = targets_of(like, names, layouts)
+    found = _Found.of(method, targets, {plain_name(name): _array(x) for name, x in tensors.items()})
+    layers: dict[str, Layer] = {}
+    for module, held in found.modules.items():
+        target = replace(targets[f"{module}.weight"], table="lora_embedding_A" in held)
+        try:
+            layers[target.path] = _layer(method, target, held, config)
+        except ValueError as error:
+            found.lines.append(f"{target.path}: {error}")
+    if found.lines or not layers:
+        lines = "\n  ".join(found.lines or ["it holds no tensor of an adapter"])
+        raise ValueError(
+            f"from_peft: the adapter is not one of this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
+        )
+    ties, gains = _gains_of_biases(method, targets, layers, config)
+    frozen = Freeze(where=all_but(*map(re.escape, sorted(found.whole)))) if found.whole else Freeze()
+    p = Chain((frozen, *ties, *_joined(layers), *gains))
+    values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
+    return p, _placed(p.init(like), values | found.whole)
+
+
+def _method(config: Any) -> Method:
+    if not isinstance(config, Mapping) or "peft_type" not in config:
+        raise ValueError(
+            "from_peft takes the contents of adapter_config.json as config, but got none with a 'peft_type'. Read it "
+            "by `json.load`."
+        )
+    kind = config["peft_type"]
+    name = str(getattr(kind, "value", kind))
+    if name not in METHODS:
+        raise ValueError(f"from_peft reads {', '.join(METHODS)}, but got an adapter of {name}. {MERGE}")
+    if refused := METHODS[name].refuse(config):
+        raise ValueError(f"from_peft has no stage for {name} with {', '.join(refused)}. {MERGE}")
+    return METHODS[name]
+
+
+def _array(x: Any) -> np.ndarray:
+    """A tensor of torch, of which this module knows no more than its methods, or an array."""
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    return x.float().numpy(force=True).astype(jnp.bfloat16) if str(x.dtype) == "torch.bfloat16" else x.numpy(force=True)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The tensors of an adapter.
+
+    Attributes:
+      modules: Those of each adapted module, by the ends of their names.
+      whole: The parameters that are there themselves, by their paths.
+      lines: What is wrong with the others.
+    """
+
+    modules: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
+    whole: dict[str, Array] = field(default_factory=dict[str, Array])
+    lines: list[str] = field(default_factory=list[str])
+
+    @classmethod
+    def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> "_Found":
+        found = cls()
+        for name, x in arrays.items():
+            end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
+            module = name if end is None else name.removesuffix(f".{end}")
+            if end is not None and f"{module}.weight" in targets:
+                found.modules.setdefault(module, {})[end] = x
+            elif end is not None or name not in targets:
+                found.lines.append(f"{name}: the model has no {module if end is None else f'{module}.weight'}")
+            elif targets[name].whole_shape != x.shape:
+                wanted = targets[name].whole_shape
+                found.lines.append(f"{targets[name].path}: expected {name} of shape {wanted}, got {x.shape}")
+            else:
+                found.whole[targets[name].path] = targets[name].read_whole(x)
+        return found
+
+
+def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
+    rank = _by_pattern(config, "r", "rank_pattern", target.module)
+    alpha = _by_pattern(config, method.alpha, "alpha_pattern", target.module)
+    return method.read(target, held, config, float(1 if alpha is None else alpha), int(1 if rank is None else rank))
+
+
+def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+    """A number of a module: that of the first pattern that means it, or the one of all."""
+    for pattern, number in (config.get(patterns) or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return number
+    return None if name is None else config.get(name)
+
+
+def _joined(layers: Mapping[str, Layer]) -> list[Parametrization]:
+    """The stages of all arrays, each once for those on which it is the same."""
+    groups: dict[tuple[Parametrization, ...], list[str]] = {}
+    for path, layer in layers.items():
+        groups.setdefault(layer.stages, []).append(re.escape(path))
+    return [_acting(stage, "|".join(sorted(paths))) for stages, paths in groups.items() for stage in stages]
+
+
+def _acting(stage: Any, paths: str) -> Parametrization:
+    """A stage on these arrays, or on its value below them."""
+    return replace(stage, where=paths if stage.where is None else f"({paths}){stage.where}")
+
+
+def _gains_of_biases(
+    method: Method, targets: Mapping[str, Target], layers: Mapping[str, Layer], config: Mapping[str, Any]
+) -> tuple[list[Parametrization], list[Parametrization]]:
+    """Of IA3, the gains of biases, and what ties them to those of their outputs."""
+    inputs = config.get("feedforward_modules") or []
+    ties: dict[str, str] = {}
+    paths: list[str] = []
+    for target in targets.values() if method.name == "IA3" else ():
+        bias = targets.get(f"{target.module}.bias")
+        if bias is not None and target.path in layers and not is_named(target.module, inputs):
+            ties[f"{bias.path}/g"] = f"{target.path}/g"
+            paths.append(re.escape(bias.path))
+    return ([Tie(ties)], [Gain(-1, where="|".join(sorted(paths)))]) if ties else ([], [])
+
+
+def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
+    """``raw`` with these values in their places, in the dtypes that it has."""
+    paths, leaves, treedef = named(raw)
+    texts = list(map(path_text, paths))
+    new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]
+    return treedef.unflatten(new)

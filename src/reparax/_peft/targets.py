@@ -1,0 +1,21 @@
+"""Which parameter of the model is which weight of torch, and what PEFT adds to the names."""
+
+from reparax._peft.target import Target
+from reparax._torch.rules import Rules, choose_layouts, name_tensors
+from reparax._tree.paths import PyTree, is_array, items, path_text
+
+PREFIX = "base_model.model."
+
+
+def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target]:
+    """The parameters, by what torch calls them."""
+    arrays = {path_text(keys): x for keys, x in items(params) if is_array(x)}
+    tensors, chosen = name_tensors(list(arrays), names), choose_layouts(list(arrays), layouts)
+    return {tensors[path]: Target(path, tensors[path], tuple(x.shape), chosen[path]) for path, x in arrays.items()}
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without what PEFT puts in front of the base model's, and around its modules."""
+    for inserted in (".base_layer", ".modules_to_save.default"):
+        name = name.replace(inserted, "")
+    return name.removeprefix(PREFIX)

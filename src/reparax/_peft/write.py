@@ -1,0 +1,181 @@
+"""Adapters written for PEFT: tensors and a configuration from a raw tree."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._peft.method import Method, Node, Written
+from reparax._peft.methods import METHODS, method_of
+from reparax._peft.target import Target
+from reparax._peft.targets import PREFIX, targets_of
+from reparax._stage.leaf import Perturbation
+from reparax._torch.rules import Rules
+from reparax._tree.differences import abstract
+from reparax._tree.paths import Names, PyTree, items, path_text
+from reparax._tree.raw import FIXED, kind_of
+from reparax.adapters import Gain
+from reparax.quantized import Quantize, Stored
+from reparax.shared import Tie
+from reparax.sparse import Freeze
+from reparax.training import _transfer
+
+
+def to_peft(
+    raw: PyTree, p: Parametrization, *, names: Rules = None, layouts: Rules = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and the configuration of an adapter as PEFT loads it, from a raw tree of ``p``.
+
+    Save them by ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})`` and by
+    ``json.dump`` as ``adapter_config.json``; add ``base_model_name_or_path`` and ``task_type`` to the configuration
+    where you want them. What trains beside the adapters goes with them, biases and whole modules. Perturbations are
+    left out, and so is the base, stored or not.
+
+    Args:
+      raw: A raw tree of ``p``.
+      p: The chain that made it, of one of the methods that :func:`from_peft` reads.
+      names: As for :func:`from_torch`: what torch calls a parameter of the base model.
+      layouts: As for :func:`from_torch`. An adapted array of the layout ``"same"`` whose rows are its first axis is a
+        table of embeddings.
+
+    Returns:
+      The tensors, by the names of PEFT, and the contents of ``adapter_config.json``.
+
+    Raises:
+      ValueError: Naming every parameter of which PEFT has nothing like the stages.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.LoRA(1, alpha=2.0)
+      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
+      >>> tensors, config = rpx.to_peft(raw, p)
+      >>> {name: x.shape for name, x in tensors.items()}
+      {'base_model.model.dense.lora_A.weight': (1, 3), 'base_model.model.dense.lora_B.weight': (2, 1)}
+      >>> config["peft_type"], config["r"], config["lora_alpha"], config["target_modules"]
+      ('LORA', 1, 2, ['dense'])
+    """
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
+    targets = {target.path: target for target in targets_of(abstract(weights.fold, raw), names, layouts).values()}
+    nodes, free, lines = _places(weights, raw, targets)
+    written: dict[str, tuple[Method, Written]] = {}
+    for path, node in nodes.items():
+        try:
+            _require_bias(path, node, targets, nodes)
+            written |= {} if _is_bias_gain(node, targets[path]) else {path: _write(node, targets[path])}
+        except ValueError as error:
+            lines.append(f"{path}: {error}")
+    methods = {method.name for method, _ in written.values()}
+    if len(methods) != 1 and not lines:
+        lines.append(f"expected adapters of one method, got {', '.join(sorted(methods)) or 'none'}")
+    if lines:
+        raise ValueError("to_peft: PEFT has no such adapter:\n  " + "\n  ".join(lines) + "\nMerge it by `p.fold(raw)`.")
+    modules = {targets[path].module: each for path, (_, each) in written.items()}
+    method = METHODS[methods.pop()]
+    try:
+        own = method.configure(modules)
+    except ValueError as error:
+        raise ValueError(f"to_peft: {error}. Merge it by `p.fold(raw)`.") from error
+    config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
+    config |= {"target_modules": sorted(modules)} | own
+    beside, kept = _beside(config, free, targets, set(modules))
+    tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
+    return dict(sorted((tensors | beside).items())), config | kept
+
+
+def _places(
+    p: Parametrization, raw: PyTree, targets: Mapping[str, Target]
+) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
+    """The parameters that are adapted, those that train as they are, and what the chain does not know."""
+    made = _transfer.makers(p, raw)
+    nodes: dict[str, Node] = {}
+    free: dict[str, Array] = {}
+    lines: list[str] = []
+    for keys, held in items(raw, _is_marked):
+        path = path_text(keys)
+        try:
+            node = _node(held, keys, made)
+        except ValueError as error:
+            lines.append(f"{path}: {error}")
+            continue
+        if isinstance(node, Node) and not isinstance(node.stage, Freeze | Stored):
+            nodes[path] = node
+        elif path in targets and not isinstance(node, Node) and jnp.issubdtype(node.dtype, jnp.inexact):
+            free[path] = node
+    return nodes, free, lines
+
+
+def _is_marked(node: object) -> bool:
+    return isinstance(node, Mapping) and any(str(name).startswith("@") for name in node)
+
+
+def _node(held: Any, keys: Names, made: Mapping[Names, Parametrization]) -> Any:
+    """What stands in a place of a raw tree, with the stages that made it."""
+    if not _is_marked(held):
+        return held
+    ((mark, content),) = held.items()
+    if _transfer.plain(keys) not in made:
+        raise ValueError(f"the chain has no stage for @{kind_of(mark)}")
+    free = {name: _node(x, (*keys, mark, name), made) for name, x in content.items() if name != FIXED}
+    fixed = {name: _node(x, (*keys, mark, FIXED, name), made) for name, x in content.get(FIXED, {}).items()}
+    return Node(made[_transfer.plain(keys)], {**free, **fixed})
+
+
+def _is_bias_gain(node: Node, target: Target) -> bool:
+    return isinstance(node.stage, Gain) and len(target.shape) == 1
+
+
+def _require_bias(path: str, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
+    """Refuses gains of outputs and of their bias that are not the same numbers, as IA3 has them."""
+    if not isinstance(node.stage, Gain):
+        return
+    held = node.values["g"]
+    if len(targets[path].shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):
+        raise ValueError("PEFT multiplies a bias by the numbers of its outputs. Tie them")
+    biases = [t.path for t in targets.values() if t.tensor == f"{targets[path].module}.bias"]
+    if _is_on_outputs(node, targets[path]) and any(bias not in nodes for bias in biases):
+        raise ValueError(f"PEFT multiplies {biases[0]!r} by the numbers of its outputs too. Give it a tied Gain")
+
+
+def _is_on_outputs(node: Node, target: Target) -> bool:
+    axis: Any = node.stage.axis if isinstance(node.stage, Gain) else None
+    return len(target.shape) > 1 and isinstance(axis, int) and axis % len(target.shape) == target.out
+
+
+def _write(node: Node, target: Target) -> tuple[Method, Written]:
+    method = method_of(node)
+    held = node.values.get("v")
+    stage: Any = held.stage if isinstance(held, Node) else node.stage
+    table = method.name == "LORA" and target.layout == "same" and len(target.shape) == 2
+    return method, method.write(replace(target, table=table and stage.rows in (None, 0)), node)
+
+
+def _beside(
+    config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors of what trains beside the adapters, and what the configuration says of them."""
+    saved = {targets[path].module for path in free if not targets[path].tensor.endswith("bias")}
+    biases = {path for path in free if targets[path].module not in saved}
+    if shared := sorted(saved & adapted):
+        raise ValueError(f"to_peft: PEFT adapts a module or saves it as a whole, but {shared[0]!r} would be both.")
+    known = {path for path, t in targets.items() if t.tensor.endswith("bias") and t.module not in saved}
+    rest = {path for path in known if targets[path].module in adapted}
+    kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None
+    if kind is None or (kind != "none" and config["peft_type"] != "LORA"):
+        raise ValueError(
+            f"to_peft: PEFT trains all biases or those of adapted modules, with LoRA, but here train "
+            f"{', '.join(map(repr, sorted(biases)))}. Freeze the others."
+        )
+    tensors = {_inside(targets[path], adapted): np.asarray(targets[path].write_whole(x)) for path, x in free.items()}
+    return tensors, ({"bias": kind} if config["peft_type"] == "LORA" else {}) | {
+        "modules_to_save": sorted(saved) or None
+    }
+
+
+def _inside(target: Target, adapted: set[str]) -> str:
+    """What PEFT calls a tensor, which it wraps where its module is adapted."""
+    module, _, name = target.tensor.rpartition(".")
+    return PREFIX + (f"{module}.base_layer.{name}" if module in adapted else target.tensor)

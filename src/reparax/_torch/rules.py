@@ -1,0 +1,56 @@
+"""What torch calls a parameter, and in which layout it keeps it, by rules of the user."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from reparax._stage.where import matches, nothing
+from reparax._torch.axis_order import LAYOUTS
+
+Rules = Mapping[str, str] | None
+
+_RENAMED = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+
+
+def name_tensors(paths: Sequence[str], names: Rules) -> dict[str, str]:
+    """What torch calls each parameter."""
+    tensors = {path: _default(path) for path in paths} | {
+        path: _expanded(match, name) for path, (match, name) in _ruled(paths, names or {}, "names").items()
+    }
+    owners: dict[str, str] = {}
+    for path, tensor in tensors.items():
+        if owners.setdefault(tensor, path) != path:
+            raise ValueError(f"{owners[tensor]!r} and {path!r} are both called {tensor!r}. Tell them apart by `names`.")
+    return tensors
+
+
+def _default(path: str) -> str:
+    *modules, name = path.split("/")
+    return ".".join([*modules, _RENAMED.get(name, name)])
+
+
+def _expanded(match: re.Match[str], name: str) -> str:
+    try:
+        return match.expand(name).replace("/", ".")  # a group may be several parts of the path
+    except (re.error, IndexError) as error:
+        raise ValueError(f"cannot make a name of {name!r} for {match[0]!r}: {error}.") from error
+
+
+def choose_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
+    """The layout of each parameter."""
+    for layout in (layouts or {}).values():
+        if layout not in LAYOUTS:
+            known = ", ".join(map(repr, LAYOUTS))
+            raise ValueError(f"got {layout!r} as a layout, but takes one of {known}.")
+    chosen = {path: "kernel" if path.split("/")[-1] == "kernel" else "same" for path in paths}
+    return chosen | {path: layout for path, (_, layout) in _ruled(paths, layouts or {}, "layouts").items()}
+
+
+def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str]]:
+    """For each path that a rule matches, the match and what the first such rule says."""
+    found: dict[str, tuple[re.Match[str], str]] = {}
+    for pattern, value in rules.items():
+        matched = matches(pattern, paths)
+        if not matched:
+            raise ValueError(f"`{what}` names nothing: {nothing(pattern, paths)}")
+        found = {match[0]: (match, value) for match in matched} | found
+    return found

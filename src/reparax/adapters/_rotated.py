@@ -1,0 +1,61 @@
+"""Weights that are turned."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_positive_whole
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.linalg import product, undivided
+from reparax._stage.matrices import RowsAndColumns
+
+
+class Rotated(RowsAndColumns):
+    r"""Weights whose rows are mixed, block by block: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
+
+    Raw values: ``r`` (main) of shape ``(blocks, n, n)`` with n rows in a block, identities at the start; ``w`` (fixed),
+    the base :math:`W_0`, like ``W``. ``init`` is exact. With ``Orthogonal(stacked=0)`` to its left it is OFT: the
+    angles between the columns stay, ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. The arithmetic of
+    half-precision matrices is float32.
+
+    Args:
+      blocks: How many blocks the rows fall into; it must divide them.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Orthogonal(stacked=0) >> rpx.Rotated(2)
+      >>> raw = p.init({"w": jnp.ones((6, 4))})
+      >>> raw["w"]["@rotated"]["r"]["@orthogonal"]["x"].shape
+      (2, 3, 3)
+
+    References:
+      Qiu, Liu, Feng, Xue, Feng, Liu, Zhang, Weller and Schölkopf, *Controlling Text-to-Image Diffusion by Orthogonal
+      Finetuning*, 2023.
+    """
+
+    blocks: int = argument(check_positive_whole)
+
+    main: ClassVar[tuple[str, ...] | None] = ("r",)
+    fixed: ClassVar[tuple[str, ...]] = ("w",)
+    base_values: ClassVar[tuple[str, ...]] = ("w",)
+    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    alike: ClassVar[tuple[str, ...]] = ("w",)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return undivided((self.blocks, 1), w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        size = w.shape[0] // self.blocks
+        return {"r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (self.blocks, 1, 1)), "w": w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w, r = values["w"], widened(values["r"])
+        parts = widened(w).reshape(self.blocks, -1, w.shape[1])
+        return product(r, parts).reshape(w.shape).astype(w.dtype)

@@ -1,0 +1,280 @@
+"""Files of PEFT by hand, and what of them is refused; tests against PEFT itself are in ``tests/peers``."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+PREFIX = "base_model.model."
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def model():
+    dense = {"kernel": jnp.asarray(normal(8, 6)), "bias": jnp.asarray(normal(6, seed=1))}
+    return {"dense": dense, "out": {"kernel": jnp.asarray(normal(6, 4, seed=2))}}
+
+
+def lora(**layers):
+    """Tensors of LoRA for layers of a rank, an input and an output size."""
+    tensors = {}
+    for i, (name, (rank, inputs, outputs)) in enumerate(layers.items()):
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = normal(rank, inputs, seed=10 + i)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = normal(outputs, rank, seed=20 + i)
+    return tensors
+
+
+def test_a_weight_is_the_base_and_the_scaled_product():
+    tensors, params = lora(dense=(2, 8, 6)), model()
+    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    assert p == rpx.Freeze() >> rpx.LoRA(2, 4.0, where="dense/kernel")
+    a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
+    np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-5)
+    assert jnp.array_equal(p.fold(raw)["out"]["kernel"], params["out"]["kernel"])
+    assert [x.shape for x in jax.tree.leaves(rpx.partition(raw)[0])] == [(8, 2), (2, 6)]
+
+
+def test_a_layer_with_outputs_first_is_the_transposed_one():
+    tensors = lora(dense=(2, 8, 6))
+    straight = {"dense": {"kernel": model()["dense"]["kernel"]}}
+    turned = {"dense": {"weight": straight["dense"]["kernel"].T}}
+    p, raw = rpx.from_peft(tensors, CONFIG, straight)
+    q, other = rpx.from_peft(tensors, CONFIG, turned)
+    assert q == rpx.Freeze() >> rpx.LoRA(2, 4.0, rows=1, columns=0, where="dense/weight")
+    np.testing.assert_allclose(q.fold(other)["dense"]["weight"].T, p.fold(raw)["dense"]["kernel"], rtol=1e-6)
+    again, _ = rpx.to_peft(other, q)
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+
+
+def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
+    tensors = lora(dense=(1, 8, 6), out=(2, 6, 4))
+    config = CONFIG | {"rank_pattern": {"dense": 1}, "alpha_pattern": {"out": 3}}
+    p, raw = rpx.from_peft(tensors, config, model())
+    assert p == rpx.Freeze() >> rpx.LoRA(1, 4.0, where="dense/kernel") >> rpx.LoRA(2, 3.0, where="out/kernel")
+    again, written = rpx.to_peft(raw, p)
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    ranks = {module: written["rank_pattern"].get(module, written["r"]) for module in ("dense", "out")}
+    alphas = {module: written["alpha_pattern"].get(module, written["lora_alpha"]) for module in ("dense", "out")}
+    assert (ranks, alphas) == ({"dense": 1, "out": 2}, {"dense": 4, "out": 3})
+
+
+def test_a_name_that_ends_others_is_written_from_its_start():
+    params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
+    p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
+    _, config = rpx.to_peft(p.init(params), p)
+    assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
+
+
+def test_a_stored_base_and_noise_are_left_out():
+    params = model()
+    p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
+    raw = p.init(params)
+    tensors, config = rpx.to_peft(raw, p)
+    assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
+        f"{PREFIX}dense.weight",
+        f"{PREFIX}dense.bias",
+    }
+    assert config["modules_to_save"] == ["dense"]  # as it trains here
+
+
+def test_an_alpha_of_none_is_a_factor_of_one():
+    p = rpx.Freeze() >> rpx.LoRA(2, scaling="sqrt")
+    _, config = rpx.to_peft(p.init(model()), p)
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
+
+
+MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+READING = {
+    "another model": (
+        lambda: rpx.from_peft(
+            lora(dense=(2, 7, 6), other=(2, 3, 3)) | {f"{PREFIX}out.bias": normal(4)}, CONFIG, model()
+        ),
+        "from_peft: the adapter is not one of this model:\n"
+        "  other.lora_A.weight: the model has no other.weight\n"
+        "  other.lora_B.weight: the model has no other.weight\n"
+        "  out.bias: the model has no out.bias\n"
+        "  dense/kernel: expected lora_A.weight of shape (2, 8), got (2, 7)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "another rank": (
+        lambda: rpx.from_peft(lora(dense=(3, 8, 6)), CONFIG, model()),
+        "from_peft: the adapter is not one of this model:\n"
+        "  dense/kernel: expected lora_A.weight of shape (2, 8), got (3, 8); expected lora_B.weight of shape (6, 2), "
+        "got (6, 3)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "a half": (
+        lambda: rpx.from_peft({f"{PREFIX}dense.lora_A.weight": normal(2, 8)}, CONFIG, model()),
+        "from_peft: the adapter is not one of this model:\n"
+        "  dense/kernel: lora_B.weight is missing, expected shape (6, 2)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "lengths that nobody uses": (
+        lambda: rpx.from_peft(
+            lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_magnitude_vector": normal(6)}, CONFIG, model()
+        ),
+        "from_peft: the adapter is not one of this model:\n"
+        "  dense/kernel: lora_magnitude_vector has no place\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "a bias of another size": (
+        lambda: rpx.from_peft(
+            lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.base_layer.bias": normal(5)}, CONFIG | {"bias": "all"}, model()
+        ),
+        "from_peft: the adapter is not one of this model:\n"
+        "  dense/bias: expected dense.bias of shape (6,), got (5,)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "nothing": (
+        lambda: rpx.from_peft({}, CONFIG, model()),
+        "from_peft: the adapter is not one of this model:\n"
+        "  it holds no tensor of an adapter\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "no configuration": (
+        lambda: rpx.from_peft({}, {"r": 2}, model()),
+        "from_peft takes the contents of adapter_config.json as config, but got none with a 'peft_type'. Read it by "
+        "`json.load`.",
+    ),
+    "another method": (
+        lambda: rpx.from_peft({}, {"peft_type": "VERA"}, model()),
+        f"from_peft reads LORA, LOHA, LOKR, IA3, OFT, but got an adapter of VERA. {MERGE}",
+    ),
+    "a changed base": (
+        lambda: rpx.from_peft({}, CONFIG | {"init_lora_weights": "pissa_niter_4"}, model()),
+        f"from_peft has no stage for LORA with init_lora_weights='pissa_niter_4'. {MERGE}",
+    ),
+    "a series": (
+        lambda: rpx.from_peft({}, {"peft_type": "OFT", "use_cayley_neumann": True}, model()),
+        f"from_peft has no stage for OFT with use_cayley_neumann=True. {MERGE}",
+    ),
+    "factors of a convolution": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}conv.lokr_w1": normal(2, 1), f"{PREFIX}conv.lokr_w2": normal(2, 3, 3, 3)},
+            {"peft_type": "LOKR", "r": 2, "alpha": 2},
+            {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
+        ),
+        "from_peft: the adapter is not one of this model:\n"
+        "  conv/kernel: Kronecker makes matrices, but the array has shape (3, 3, 3, 4)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+    "a product of another shape": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}dense.lokr_w1": normal(2, 2), f"{PREFIX}dense.lokr_w2": normal(3, 5)},
+            {"peft_type": "LOKR", "r": 2, "alpha": 2},
+            model(),
+        ),
+        "from_peft: the adapter is not one of this model:\n"
+        "  dense/kernel: expected a Kronecker product of shape (8, 6), got (10, 6)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READING)
+def test_what_is_not_read(case):
+    call, text = READING[case]
+    with raises(ValueError, text):
+        call()
+
+
+def written(p, raw=None):
+    return rpx.to_peft(p.init(model()) if raw is None else raw, p)
+
+
+def refused(lines):
+    return f"to_peft: PEFT has no such adapter:\n  {lines}\nMerge it by `p.fold(raw)`."
+
+
+DENSE, OUT = "dense/kernel", "out/kernel"
+WRITING = {
+    "a stage that PEFT has not": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.WeightNorm(where=DENSE)),
+        refused("dense/kernel: PEFT has nothing like WeightNorm(where='dense/kernel')"),
+    ),
+    "two methods": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.Gain(0, where=DENSE)),
+        refused("expected adapters of one method, got IA3, LORA"),
+    ),
+    "none": (
+        lambda: written(rpx.Freeze()),
+        refused("expected adapters of one method, got none"),
+    ),
+    "a gain without its bias": (
+        lambda: written(rpx.Freeze() >> rpx.Gain(-1, where=DENSE)),
+        refused("dense/kernel: PEFT multiplies 'dense/bias' by the numbers of its outputs too. Give it a tied Gain"),
+    ),
+    "a bias that is not tied": (
+        lambda: written(rpx.Freeze() >> rpx.Gain(-1, where="dense/.*")),
+        refused("dense/bias: PEFT multiplies a bias by the numbers of its outputs. Tie them"),
+    ),
+    "one gain": (
+        lambda: written(rpx.Freeze() >> rpx.Gain(where=OUT)),
+        refused("out/kernel: PEFT has numbers on inputs or on outputs, and nothing like Gain(where='out/kernel')"),
+    ),
+    "lengths for some": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True, where=OUT)),
+        "to_peft: PEFT has one use_dora for all modules, but got False at 'dense', True at 'out'. Merge it by "
+        "`p.fold(raw)`.",
+    ),
+    "other stages inside": (
+        lambda: written(rpx.Freeze() >> rpx.LowRank(1, where=OUT) >> rpx.Delta(where=OUT)),
+        refused("out/kernel: PEFT has nothing like Delta(where='out/kernel')"),
+    ),
+    "a difference of one product": (
+        lambda: written(rpx.Freeze() >> rpx.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
+        refused("out/kernel: PEFT has nothing like Hadamard(where='out/kernel') with other stages on its 'x'"),
+    ),
+    "another map": (
+        lambda: written(rpx.Freeze() >> rpx.Orthogonal("expm", stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),
+        refused(
+            "out/kernel: PEFT has rotations by Cayley's map, and nothing like Orthogonal(map='expm', where='out/kernel'"
+            ", stacked=0)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRITING)
+def test_what_is_not_written(case):
+    call, text = WRITING[case]
+    with raises(ValueError, text):
+        call()
+
+
+def test_an_alpha_that_is_traced_is_refused():
+    def write(alpha):
+        p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
+        return len(rpx.to_peft(p.init(model()), p))
+
+    text = refused("out/kernel: its number is traced, and only known ones can be written down")
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        jax.jit(write)(2.0)
+
+
+def test_only_all_biases_or_those_of_adapted_modules_are_saved():
+    params = model() | {"other": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+    p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
+    with raises(
+        ValueError,
+        "to_peft: PEFT trains all biases or those of adapted modules, with LoRA, but here train 'other/bias'. Freeze "
+        "the others.",
+    ):
+        rpx.to_peft(p.init(params), p)
+
+
+def test_rotations_are_written_after_a_rebase_too():
+    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)
+    raw = p.init(model())
+    raw["out"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 3, 3, seed=5))
+    before, after = rpx.to_peft(raw, p)[0], rpx.to_peft(p.rebase(raw), p)[0]
+    (name,) = before
+    np.testing.assert_allclose(after[name], before[name], atol=1e-5)

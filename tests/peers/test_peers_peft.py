@@ -1,0 +1,322 @@
+"""Adapters against PEFT itself: forward passes, gradients, merged weights, and its files read and written."""
+
+import json
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from safetensors.numpy import load_file, save_file
+
+import reparax as rpx
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS, IMAGES = np.arange(6).reshape(2, 3), np.random.default_rng(0).standard_normal((2, 5, 5, 3)).astype(np.float32)
+
+
+class TorchNet(torch.nn.Module):
+    """A table of embeddings, two linear layers, a convolution and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+        self.conv = torch.nn.Conv2d(3, 4, (3, 3))
+        self.head = torch.nn.Linear(12, 6)
+
+    def forward(self, tokens, images):
+        h = self.embed(tokens).mean(1)
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        c = torch.tanh(self.conv(images)).mean((2, 3))
+        return self.head(torch.cat([h, c], -1))
+
+
+class Net(nn.Module):
+    """The same network."""
+
+    @nn.compact
+    def __call__(self, tokens, images):
+        h = nn.Embed(10, 8, name="embed")(tokens).mean(1)
+        for i in range(2):
+            h = jnp.tanh(nn.Dense(8, name=f"layers_{i}")(h))
+        c = jnp.tanh(nn.Conv(4, (3, 3), padding="VALID", name="conv")(images)).mean((1, 2))
+        return nn.Dense(6, name="head")(jnp.concatenate([h, c], -1))
+
+
+NAMES = {r"layers_(\d)/(kernel)": r"layers.\1.weight", r"layers_(\d)/bias": r"layers.\1.bias"}
+ALL = ["embed", "layers.0", "layers.1", "conv", "head"]
+LINEAR = ["layers.0", "layers.1", "head"]
+METHODS = {
+    "lora": lambda: peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL),
+    "patterns": lambda: peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=ALL, rank_pattern={"layers.0": 2, "conv": 3}, alpha_pattern={"head": 20}
+    ),
+    "rslora": lambda: peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL, use_rslora=True),
+    "dora": lambda: peft.LoraConfig(r=3, lora_alpha=6, target_modules=ALL, use_dora=True),
+    "biases": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=LINEAR, bias="all"),
+    "biases of adapted modules": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=LINEAR, bias="lora_only"),
+    "whole modules": lambda: peft.LoraConfig(r=2, lora_alpha=2, target_modules=["layers.0"], modules_to_save=["head"]),
+    "loha": lambda: peft.LoHaConfig(r=2, alpha=4, target_modules=[*LINEAR, "conv"]),
+    "lokr": lambda: peft.LoKrConfig(r=2, alpha=4, target_modules=LINEAR),
+    "lokr of factors": lambda: peft.LoKrConfig(r=1, alpha=4, target_modules=LINEAR, decompose_both=True),
+    "ia3": lambda: peft.IA3Config(target_modules=[*LINEAR, "conv"], feedforward_modules=["head"]),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, use_cayley_neumann=False),
+}
+
+
+def torch_net():
+    torch.manual_seed(0)
+    return TorchNet()
+
+
+def base_params():
+    like = jax.eval_shape(lambda: Net().init(jax.random.key(0), TOKENS, IMAGES)["params"])
+    return rpx.from_torch(torch_net().state_dict(), rpx.Chain(), like, names=NAMES)
+
+
+def adapted(name):
+    """A PEFT model whose adapter is not at its start."""
+    model = peft.get_peft_model(torch_net(), METHODS[name]())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.requires_grad:
+                x.add_(0.3 * torch.randn(x.shape, generator=generator))
+    return model
+
+
+def saved(model, folder):
+    """What PEFT writes: tensors and configuration."""
+    model.save_pretrained(str(folder))
+    return load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2)).numpy()
+
+
+def run(params):
+    return Net().apply({"params": params}, TOKENS, IMAGES)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_path):
+    model = adapted(name)
+    tensors, config = saved(model, tmp_path)
+    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
+    np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+    merged = rpx.from_torch(model.merge_and_unload().state_dict(), rpx.Chain(), base_params(), names=NAMES)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_are_those_of_peft(name, tmp_path):
+    model = adapted(name)
+    tensors, config = saved(model, tmp_path)
+    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
+    target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
+    found = model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
+    ((found - torch.from_numpy(target)) ** 2).sum().backward()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.grad is not None:
+                x.copy_(x.grad)
+    theirs, _ = saved(model, tmp_path / "gradients")
+    free, fixed = rpx.partition(raw)
+    ours = jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - target) ** 2))(free)
+    if name in ("oft",):  # of our coordinates those of one triangle are read, at minus twice theirs
+        got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
+        want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
+    else:
+        got = rpx.to_peft(rpx.combine(ours, fixed), p, names=NAMES)[0]
+        want = theirs
+    assert got.keys() == want.keys()
+    for key in got:
+        np.testing.assert_allclose(got[key], want[key], rtol=2e-3, atol=2e-4, err_msg=key)
+
+
+def rotations(tree):
+    names = {"layers_0": "layers.0", "layers_1": "layers.1", "head": "head"}
+    return {theirs: tree[ours]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] for ours, theirs in names.items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
+    tensors, config = saved(adapted(name), tmp_path)
+    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
+    again, written = rpx.to_peft(raw, p, names=NAMES)
+    assert again.keys() == tensors.keys()
+    for key, x in tensors.items():
+        assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
+    assert written["peft_type"] == config["peft_type"]
+    same = ("lora_alpha", "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+    for key in set(same) & set(config) & set(written):
+        assert (written[key] or None) == (config[key] or None), key
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_peft_loads_what_is_written(name, tmp_path):
+    model = adapted(name)
+    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), names=NAMES)
+    tensors, config = rpx.to_peft(raw, p, names=NAMES)
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    loaded = peft.PeftModel.from_pretrained(torch_net(), str(folder))
+    np.testing.assert_allclose(outputs(loaded), outputs(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chain", "settings"),
+    [
+        (rpx.LoRA(4, 8.0), {}),
+        (rpx.LoRA(4, 8.0, scaling="sqrt"), {"use_rslora": True}),
+        (rpx.LoRA(4, 8.0, start="pissa"), {"init_lora_weights": "pissa"}),
+        (rpx.LoRA(4, 8.0, start="olora"), {"init_lora_weights": "olora"}),
+    ],
+)
+def test_a_start_is_that_of_peft(chain, settings):
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["layers.0"], **settings)
+    layer = peft.get_peft_model(torch_net(), config).base_model.model.layers[0]
+    kernel = base_params()["layers_0"]["kernel"]
+    held = chain.init({"kernel": kernel})["kernel"]["@lora"]
+    base = layer.base_layer.weight.detach().numpy().T
+    product = (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach().numpy().T
+    np.testing.assert_allclose(held["@fixed"]["w"], base, atol=1e-5)
+    np.testing.assert_allclose(held["a"] @ held["b"], product, atol=1e-5)
+    np.testing.assert_allclose(chain.apply({"kernel": {"@lora": held}})["kernel"], kernel, atol=1e-5)
+
+
+def test_vera_is_that_of_peft_with_our_factors():
+    config = peft.VeraConfig(r=5, target_modules=["layers.0"], d_initial=0.1)
+    model = peft.get_peft_model(torch_net(), config)
+    params, p = base_params(), rpx.Freeze() >> rpx.VeRA(5, where="layers_0/kernel")
+    raw = p.init(params)
+    left, right = rpx.VeRA(5).factors(params["layers_0"]["kernel"])
+    layer, rng = model.base_model.model.layers[0], np.random.default_rng(0)
+    d, b = rng.standard_normal(5).astype(np.float32), rng.standard_normal(8).astype(np.float32)
+    with torch.no_grad():
+        model.base_model.vera_A["default"].copy_(torch.from_numpy(np.array(left).T))
+        model.base_model.vera_B["default"].copy_(torch.from_numpy(np.array(right).T))
+        layer.vera_lambda_d["default"].copy_(torch.from_numpy(d))
+        layer.vera_lambda_b["default"].copy_(torch.from_numpy(b))
+    raw["layers_0"]["kernel"]["@vera"] |= {"d": jnp.asarray(d), "b": jnp.asarray(b)}
+    np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+
+
+def test_shira_is_that_of_peft_with_its_mask():
+    config = peft.ShiraConfig(r=2, target_modules=["layers.0"])
+    model = peft.get_peft_model(torch_net(), config)
+    layer = model.base_model.model.layers[0]
+    generator = torch.Generator().manual_seed(2)
+    weight, places = layer.shira_weight["default"], layer.shira_indices["default"]
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    p = rpx.Freeze() >> rpx.RandomPrune(0.5, where="layers_0/kernel") >> rpx.Delta(where="layers_0/kernel")
+    raw = p.init(base_params())
+    rows, columns = places.numpy().astype(int)
+    dense, mask = np.zeros((8, 8), np.float32), np.zeros((8, 8), np.float32)
+    dense[columns, rows], mask[columns, rows] = weight.detach().numpy(), 1
+    node = raw["layers_0"]["kernel"]["@delta"]["x"]["@random_prune"]
+    node |= {"w": jnp.asarray(dense), "@fixed": {"mask": jnp.asarray(mask)}}
+    np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_adapters_keep_their_bytes(tmp_path):
+    model = adapted("lora").to(torch.bfloat16)
+    model.save_pretrained(str(tmp_path))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    from safetensors.torch import load_file as load_torch
+
+    tensors = load_torch(tmp_path / "adapter_model.safetensors")
+    like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), base_params())
+    p, raw = rpx.from_peft(tensors, config, like, names=NAMES)
+    again, _ = rpx.to_peft(raw, p, names=NAMES)
+    for key, x in tensors.items():
+        np.testing.assert_array_equal(again[key].astype(np.float32), x.float().numpy())
+
+
+# Errors. -----------------------------------------------------------------------------------------------------------
+
+MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+
+
+def test_an_adapter_of_another_model_is_one_error_that_names_everything(tmp_path):
+    tensors, config = saved(adapted("lora"), tmp_path)
+    params = base_params()
+    params["head"] = {"kernel": jnp.zeros((7, 6)), "bias": jnp.zeros(6)}
+    del params["conv"]
+    with raises(
+        ValueError,
+        "from_peft: the adapter is not one of this model:\n"
+        "  conv.lora_A.weight: the model has no conv.weight\n"
+        "  conv.lora_B.weight: the model has no conv.weight\n"
+        "  head/kernel: expected lora_A.weight of shape (4, 7), got (4, 12)\n"
+        "Correct `like`, `names` or `layouts`.",
+    ):
+        rpx.from_peft(tensors, config, params, names=NAMES)
+
+
+def test_an_adapter_of_another_rank_is_an_error(tmp_path):
+    tensors, config = saved(adapted("lora"), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"embed/embedding: expected lora_embedding_A of shape \(3, 10\), got \(4, 10\)"
+    ):
+        rpx.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"peft_type": "VERA"}, f"from_peft reads LORA, LOHA, LOKR, IA3, OFT, but got an adapter of VERA. {MERGE}"),
+        (
+            {"init_lora_weights": "pissa"},
+            f"from_peft has no stage for LORA with init_lora_weights='pissa'. {MERGE}",
+        ),
+        ({"lora_bias": True}, f"from_peft has no stage for LORA with lora_bias=True. {MERGE}"),
+    ],
+)
+def test_unknown_methods_are_refused(change, text, tmp_path):
+    tensors, config = saved(adapted("lora"), tmp_path)
+    with raises(ValueError, text):
+        rpx.from_peft(tensors, config | change, base_params(), names=NAMES)
+
+
+def test_what_peft_has_not_is_refused_by_path():
+    params = base_params()
+    where = "layers_0/kernel|layers_1/kernel"
+    p = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.WeightNorm(where=where)
+    with raises(
+        ValueError,
+        "to_peft: PEFT has no such adapter:\n"
+        f"  layers_0/kernel: PEFT has nothing like WeightNorm(where='{where}')\n"
+        f"  layers_1/kernel: PEFT has nothing like WeightNorm(where='{where}')\n"
+        "Merge it by `p.fold(raw)`.",
+    ):
+        rpx.to_peft(p.init(params), p, names=NAMES)
+    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(0, where=where)
+    with raises(
+        ValueError,
+        "to_peft: PEFT has no such adapter:\n  expected adapters of one method, got IA3, LORA\n"
+        "Merge it by `p.fold(raw)`.",
+    ):
+        rpx.to_peft(mixed.init(params), mixed, names=NAMES)
+    untied = rpx.Freeze() >> rpx.Gain(-1, where="head/kernel")
+    with raises(
+        ValueError,
+        "to_peft: PEFT has no such adapter:\n  head/kernel: PEFT multiplies 'head/bias' by the numbers of its outputs "
+        "too. Give it a tied Gain\nMerge it by `p.fold(raw)`.",
+    ):
+        rpx.to_peft(untied.init(params), untied, names=NAMES)
