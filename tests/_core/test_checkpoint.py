@@ -340,7 +340,8 @@ UNREADABLE = {
     ),
     "unknown_argument": (
         STAGE % '{"class": "reparax.WeightNorm", "axes": 1}',
-        "from_json cannot build reparax.WeightNorm from {'axes': 1}: it takes axis, where, stacked, but not axes.",
+        "from_json cannot build reparax.WeightNorm from {'axes': 1}: it takes axis, where, stacked, detach, but not "
+        "axes.",
     ),
     "missing_argument": (
         STAGE % '{"class": "reparax.VarNoise"}',

@@ -410,7 +410,7 @@ SHOWN = [
 @pytest.mark.parametrize(
     ("p", "own"),
     [
-        (rpx.WeightNorm(), ["axis", "stacked", "where"]),
+        (rpx.WeightNorm(), ["axis", "detach", "stacked", "where"]),
         (rpx.VarNoise(0.1), ["stacked", "std", "where"]),
         (rpx.Sphere(), ["axis", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
         (rpx.Chain(), ["stages"]),
