@@ -213,6 +213,16 @@ CASES = {
         >> rpx.Stored("float8_e4m3fn", where="conv/kernel"),
         model,
     ),
+    "distributions": (
+        rpx.Gaussian(0.1, where="dense/.*")
+        >> rpx.VariationalDropout(0.1, where="out/kernel")
+        >> rpx.HardConcrete(0.8, axis=-1, where="conv/kernel"),
+        model,
+    ),
+    "noise of two kinds": (
+        rpx.VarNoise(0.1, rank=1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"),
+        model,
+    ),
     "quantize": (
         rpx.Quantize("int8", axis=-1, where="dense/kernel")
         >> rpx.Quantize("int4", block=4, scale="learned", where="out/kernel")

@@ -46,8 +46,12 @@ from reparax.memory import Saved as Saved
 from reparax.memory import remat as remat
 from reparax.memory import saved as saved
 from reparax.noise import Cast as Cast
+from reparax.noise import Gaussian as Gaussian
+from reparax.noise import HardConcrete as HardConcrete
+from reparax.noise import VariationalDropout as VariationalDropout
 from reparax.noise import VarNoise as VarNoise
 from reparax.noise import WeightDropout as WeightDropout
+from reparax.noise import noise_gradient as noise_gradient
 from reparax.norms import MaxNorm as MaxNorm
 from reparax.norms import PoincareBall as PoincareBall
 from reparax.norms import SpectralNorm as SpectralNorm
@@ -79,6 +83,7 @@ from reparax.training import combine as combine
 from reparax.training import labels as labels
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
+from reparax.training import projected as projected
 from reparax.training import summary as summary
 from reparax.training import transfer as transfer
 

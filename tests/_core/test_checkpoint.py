@@ -353,8 +353,8 @@ UNREADABLE = {
         "VarNoise takes a real number or a real scalar array as std, but got 'much'.",
     ),
     "bad_value": (
-        STAGE % '{"class": "reparax.VarNoise", "std": -1.0}',
-        "VarNoise got std=-1.0, but a standard deviation is finite and not negative.",
+        STAGE % '{"class": "reparax.VarNoise", "std": {"float": "inf"}}',
+        "VarNoise got std=inf, but a standard deviation is a finite number.",
     ),
     "foreign_function": (
         STAGE % '{"class": "reparax.Tie", "ties": [["a", "b", {"function": "os.system"}]]}',

@@ -321,7 +321,9 @@ def test_a_stage_without_formulas_says_so():
         assert str(error.value) == f"Empty defines neither {method}_tree nor {method}. Define one."
     with pytest.raises(TypeError) as error:
         rpx.Mean(Marked())
-    assert str(error.value).startswith("Mean takes a Perturbation that draws random numbers, but got Marked()")
+    assert str(error.value).startswith(
+        "Mean takes a stage that draws random numbers and says their mean, but got Marked()"
+    )
 
 
 class Packed(rpx.Parametrization):
@@ -398,7 +400,9 @@ SHOWN = [
     "deterministic",
     "fold",
     "init",
+    "log_det",
     "owners",
+    "penalty",
     "rebase",
     "shardings",
     "stochastic",
@@ -411,7 +415,7 @@ SHOWN = [
     ("p", "own"),
     [
         (rpx.WeightNorm(), ["axis", "detach", "stacked", "where"]),
-        (rpx.VarNoise(0.1), ["stacked", "std", "where"]),
+        (rpx.VarNoise(0.1), ["axis", "rank", "relative", "stacked", "std", "where"]),
         (rpx.Sphere(), ["axis", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
         (rpx.Chain(), ["stages"]),
         (WithHelp(), ["explain", "rate", "stacked", "where"]),

@@ -44,7 +44,7 @@ STAGES = {
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.Circulant(where="a")],
     "CudnnLSTM": [rpx.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
-    "Delta": [rpx.Delta(), rpx.Delta(where=".*kernel", stacked=0)],
+    "Delta": [rpx.Delta(), rpx.Delta(strength=0.1), rpx.Delta(where=".*kernel", stacked=0)],
     "Diagonal": [rpx.Diagonal(outside="refuse")],
     "Elementwise": [
         rpx.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
@@ -54,10 +54,12 @@ STAGES = {
     "Fibration": [rpx.Fibration(jnp.diagonal, jnp.diag), rpx.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky)],
     "FixedRank": [rpx.FixedRank(1, least=0), rpx.FixedRank(2, least=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
+    "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
     "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
     "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(3), rpx.GlobalPrune((0.5, 2, 0.25))],
     "Grassmann": [rpx.Grassmann("householder")],
     "Hadamard": [rpx.Hadamard()],
+    "HardConcrete": [rpx.HardConcrete(0.5, axis=0)],
     "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.Invertible(least=0.5)],
     "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
@@ -103,7 +105,8 @@ STAGES = {
     ],
     "Toeplitz": [rpx.Toeplitz()],
     "Triangular": [rpx.Triangular(lower=False, unit_diagonal=True)],
-    "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b")],
+    "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0, rank=2)],
+    "VariationalDropout": [rpx.VariationalDropout(), rpx.VariationalDropout(0.1, threshold=2.0)],
     "VeRA": [rpx.VeRA(256), rpx.VeRA(4, 0.5, seed=3, rows=1)],
     "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
     "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(detach=True), rpx.WeightNorm(axis=(0, "heads"))],
@@ -141,8 +144,8 @@ def test_copies_of_a_stage_are_equal_and_write_the_same(p):
 
 
 def test_replace_checks_again():
-    with raises(ValueError, "VarNoise got std=-1.0, but a standard deviation is finite and not negative."):
-        dataclasses.replace(rpx.VarNoise(0.1), std=-1)
+    with raises(ValueError, "VarNoise got std=inf, but a standard deviation is a finite number."):
+        dataclasses.replace(rpx.VarNoise(0.1), std=float("inf"))
     with raises(TypeError, "Chain takes parametrizations, but got 3 of type int."):
         dataclasses.replace(rpx.Chain(), stages=(3,))
 
@@ -699,8 +702,8 @@ def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():
         axis: Any = 0
 
     assert Louder().std == 0.5
-    with raises(ValueError, "Louder got std=-1.0, but a standard deviation is finite and not negative."):
-        Louder(-1.0)
+    with raises(ValueError, "Louder got std=inf, but a standard deviation is a finite number."):
+        Louder(float("inf"))
     assert hash(Rows([0, 1])) == hash(Rows((0, 1)))
 
 

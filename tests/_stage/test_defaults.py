@@ -33,6 +33,7 @@ OF_ALL = [
     rpx.Bounded(-9.0, 9.0),
     rpx.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.Simplex(outside="project"),
+    rpx.Gaussian(),
 ]
 
 OF_KERNELS = [
@@ -48,6 +49,8 @@ OF_KERNELS = [
     rpx.MagnitudePrune(0.5),
     rpx.RandomPrune(0.5),
     rpx.GlobalPrune(0.5),
+    rpx.VariationalDropout(),
+    rpx.HardConcrete(),
     rpx.Delta(),
     rpx.Hadamard(),
     rpx.Gain(),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
 
 import jax
+import jax.numpy as jnp
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.origin import Origins, compose_origins, keep_origins, probe
@@ -58,7 +59,7 @@ class Parametrization(Static, ABC):
 
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
-        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json"),
+        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
     )
     """The names that users call; all others are for authors of stages."""
 
@@ -129,6 +130,46 @@ class Parametrization(Static, ABC):
                 tree = graft("rebase", tree, seen, stage.rebase_tree(seen), free=True)
         return spread_like(raw, tree)
 
+    def penalty(self, raw: PyTree) -> jax.Array:
+        """What the stages add to the loss: a scalar, in float32 at least.
+
+        Each stage that says a penalty says it of the raw values that it sees, those of earlier stages without noise:
+        a divergence from a prior, an expected number of weights, a distance from the base. Without any it is 0.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Gaussian(std=1.0, prior=1.0)
+          >>> p.penalty(p.init({"w": jnp.ones(4)}))  # half the square of each mean
+          Array(2., dtype=float32)
+        """
+        return self._sum(raw, lambda stage, tree: stage.penalty_tree(tree))
+
+    def log_det(self, raw: PyTree) -> jax.Array:
+        r"""The logarithm of the volume that the chain makes of a volume of raw values, in float32 at least.
+
+        It is :math:`\log |\det \partial w / \partial x|`, by which a density of effective weights becomes one of
+        raw values: ``log_prior(p.fold(raw)) + p.log_det(raw)`` is what Hamiltonian Monte Carlo moves ``raw`` by. Stages
+        must be bijections, each on the values that it sees; noise counts as its mean, frozen values do not count.
+
+        Raises:
+          ValueError: Naming a stage that is no bijection.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Positive("exp")
+          >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
+          Array(3., dtype=float32)
+        """
+        return self._sum(raw, lambda stage, tree: stage.log_det_tree(tree))
+
+    def _sum(self, raw: PyTree, of: "Callable[[Parametrization, PyTree], jax.Array]") -> jax.Array:
+        """What the stages say of the trees that they see, added up."""
+        tree, total = gather_boxes(raw), jnp.zeros(())
+        for stage in _stages(self.deterministic):
+            total = total + of(stage, tree)
+            tree = stage.apply_tree(tree, Keys(None))
+        return total
+
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
@@ -161,6 +202,20 @@ class Parametrization(Static, ABC):
         """The mean of ``apply_tree`` over all keys of this stage: what :class:`Mean` calls."""
         del tree, keys
         raise TypeError(f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`.")
+
+    def penalty_tree(self, tree: PyTree) -> jax.Array:
+        """What this stage adds to the loss, of the tree that earlier stages made."""
+        del tree
+        return jnp.zeros(())
+
+    def log_det_tree(self, tree: PyTree) -> jax.Array:
+        """The logarithm of this stage's own volume, of the tree that earlier stages made."""
+        del tree
+        raise ValueError(
+            f"{self!r}.log_det: the stage is no bijection, so volumes of raw and of effective values cannot be "
+            f"compared. Take a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+            f"Triangular."
+        )
 
     def _public(self, method: str) -> Callable[..., PyTree]:
         """A public method that the stage writes itself."""

@@ -51,6 +51,14 @@ def check_flag(value: Any, who: str, name: str) -> bool:
     return bool(value)
 
 
+def check_weight(value: Any, who: str, name: str) -> Any:
+    """As :func:`check_number`, for a number that must be finite and not negative where it is known."""
+    checked = check_number(value, who, name)
+    if isinstance(checked, float) and not 0 <= checked < float("inf"):
+        raise ValueError(f"{who} got {name}={checked}, but takes a finite number that is not negative.")
+    return checked
+
+
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """``value``, which must be a function."""
     if not callable(value):

@@ -12,6 +12,11 @@ def widened(w: Array) -> Array:
     return w.astype(jnp.float32) if jnp.finfo(w.dtype).bits < 32 else w
 
 
+def is_inexact(w: Array) -> bool:
+    """Whether the numbers of ``w`` are floating or complex."""
+    return jnp.issubdtype(w.dtype, jnp.inexact)
+
+
 def holds(wide: Any, narrow: Any) -> bool:
     """Whether the floating dtype ``wide`` has every number of ``narrow``."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)

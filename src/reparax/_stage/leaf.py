@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,9 @@ from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.keys import Keys, split_key
 from reparax._core.pending import draw_all, settle, without_noise
 from reparax._core.value import argument
+from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.mean import Mean
+from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
 from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.markers import (
@@ -107,16 +109,35 @@ class _Leafwise(Parametrization):
             )
 
         chosen = choose(who, self.where, list(map(place, range(len(leaves)))), is_state(tree))
+        chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots])
         return [
-            (w, slot, self._taking(f"{who} at {slot.path!r}", arrays[i], names[i]) if chosen[i] else None)
+            (w, slot, self._taking(f"{who} at {slot.path!r}", slot.path, arrays[i], names[i]) if chosen[i] else None)
             for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
         ], treedef
 
-    def _taking(self, who: str, w: Any, names: AxisNames | None) -> Self:
+    @property
+    def _varied(self) -> dict[str, ByPath | ByArray]:
+        """The fields whose number differs from array to array."""
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in held.items() if isinstance(value, ByPath | ByArray)}
+
+    def _at(self, path: str, w: Any) -> Self:
+        """This stage with the numbers of one array."""
+        varied = self._varied
+        return replace(self, **{name: value.at(path, w) for name, value in varied.items()}) if varied else self
+
+    @property
+    def _typical(self) -> Self:
+        """This stage with some number where they differ, to ask it for types."""
+        varied = self._varied
+        return replace(self, **dict.fromkeys(varied, TYPICAL)) if varied else self
+
+    def _taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Self:
         """This stage for an array that it can take."""
         with locate_errors(who):
-            stage = self._numbered(names)
-            if stage is not self and names is not None:
+            own = self._at(path, w)
+            stage = own._numbered(names)
+            if stage is not own and names is not None:
                 require_names_fit(names, w)
             places = stage._places(names)
             reason = stage._wrong_dtype(w) or lacks_axes(w, places)
@@ -181,6 +202,10 @@ class Perturbation(_Leafwise):
         an array of its own, with draws of its own. By number, counted from the front, or by name; several as a tuple.
         Nothing else counts them: of kernels of ``(layers, in, out)``, ``stacked=0`` leaves matrices, which have two
         dimensions, and whose ``axis=0`` is ``in``. Default: none.
+
+    Where a stage takes a number, it takes one for each array too: a dict of regular expressions that must match the
+    whole path, ``VarNoise({"decoder/.*": 0.075, "encoder/.*": 0.01})``, of which an array that none matches is left
+    alone; or a function ``(path, array) -> number``.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -260,12 +285,14 @@ class _Node:
 
     Attributes:
       who: How errors name it.
+      path: The path on which its draws depend.
       stage: The stage, its axes by number where it is known to act here.
       mark: The marker.
       held: What stands under it.
     """
 
     who: str
+    path: str
     stage: Any
     mark: str
     held: Mapping[str, Any]
@@ -284,6 +311,10 @@ class Reparametrization(_Leafwise):
     under the parameter's own path (default: every free one), ``fixed``, the values that do not train,
     ``parts = True``, that the main values are parts of the array, each seen under a path of its own,
     ``aligned = True``, that their axes are those of the array, and ``axis_fields``, as for :class:`Perturbation`.
+
+    With ``stochastic = True`` the effective array is drawn: the formula is ``apply_leaf(values, key)``, and
+    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` has in its place; ``init`` inverts the
+    mean. ``penalty_leaf(values)`` is what the stage adds to ``p.penalty(raw)``.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
@@ -314,8 +345,23 @@ class Reparametrization(_Leafwise):
         return self.init_leaf(w)
 
     @abstractmethod
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        """The effective array of the raw values, fixed ones included."""
+    def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
+        """The effective array of the raw values, fixed ones included; a stage that draws takes a key after them."""
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        """The mean of ``apply_leaf(values, key)`` over all keys, where the stage is random."""
+        del values
+        raise TypeError(f"{type(self).__name__} is stochastic, but says no mean. Define mean_leaf(values).")
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        """What the raw values of one array add to the loss, such as a divergence from a prior."""
+        del values
+        return jnp.zeros(())
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        """The logarithm of the absolute determinant of the derivative of ``apply_leaf``, where that is a bijection."""
+        del values
+        return jnp.zeros(())
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         """The fixed values that one training step changes, from the values as the earlier stages give them now."""
@@ -325,6 +371,10 @@ class Reparametrization(_Leafwise):
     def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         """All raw values of the same effective array, with the base at the current point, where there is a base."""
         return values
+
+    @property
+    def deterministic(self) -> Parametrization:
+        return Mean(self) if self.stochastic else self
 
     @property
     def bare(self) -> bool:
@@ -365,7 +415,7 @@ class Reparametrization(_Leafwise):
         def of(path: Names) -> tuple[Names, Places]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w = found[source]
-            stage, types = self._numbered(known[source]), (("w", tuple(w.shape), w.dtype),)
+            stage, types = self._typical._numbered(known[source]), (("w", tuple(w.shape), w.dtype),)
             followed = _remembered(Reparametrization._followed, stage, types)
             return source, followed[path[-1]]
 
@@ -380,7 +430,38 @@ class Reparametrization(_Leafwise):
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         if self.bare:
             return self._in_place(tree, keys)
-        return self._at_nodes("apply", tree, keys, lambda node: node.stage._closed(node.values))
+        leaves, treedef, own = self._own_nodes("apply", tree, keys)
+        paths = [node.path for node in own.values()]
+        numbers = keys.numbers(self.kind, paths) if self.stochastic else []
+        drawn = _leaf_keys(keys, self.kind, numbers, paths) if self.stochastic else [None for _ in own]
+        for (i, node), key in zip(own.items(), drawn, strict=True):
+            with locate_errors(node.who):
+                leaves[i] = node.stage._closed(node.values, key)
+        return treedef.unflatten(leaves)
+
+    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self._at_nodes("fold", tree, keys, lambda node: node.stage._closed(node.values))
+
+    def penalty_tree(self, tree: PyTree) -> Array:
+        if type(self).penalty_leaf is Reparametrization.penalty_leaf:
+            return super().penalty_tree(tree)
+        return self._total("penalty", tree, lambda stage: stage.penalty_leaf)
+
+    def log_det_tree(self, tree: PyTree) -> Array:
+        if type(self).log_det_leaf is Reparametrization.log_det_leaf:
+            return super().log_det_tree(tree)
+        return self._total("log_det", tree, lambda stage: stage.log_det_leaf)
+
+    def _total(self, method: str, tree: PyTree, formula: Callable[[Self], Callable[..., Array]]) -> Array:
+        """The sum of a number of each array, of which half precision is widened first."""
+
+        def number(node: _Node) -> Array:
+            with locate_errors(node.who):
+                values = {name: widened(x) if is_inexact(x) else x for name, x in node.values.items()}
+                return jnp.sum(node.stage._over(formula(node.stage))(values))
+
+        _, _, own = self._own_nodes(method, tree, Keys(None))
+        return sum(map(number, own.values()), jnp.zeros(()))
 
     def _in_place(self, tree: PyTree, keys: Keys) -> PyTree:
         """``tree`` with each selected array, which is its own raw value, as its effective one."""
@@ -416,9 +497,14 @@ class Reparametrization(_Leafwise):
             return self._over(self.init_leaf)(w)
         return self._over(self.draw_leaf)(w, self._each_key(jax.random.key(0) if key is None else key, w))
 
-    def _closed(self, values: Mapping[str, Array]) -> Array:
-        """The effective array of raw values."""
-        return self._over(self.apply_leaf)(dict(values))
+    def _closed(self, values: Mapping[str, Array], key: Array | None = None) -> Array:
+        """The effective array of raw values; without a key its mean, where it is drawn."""
+        if not self.stochastic:
+            return self._over(self.apply_leaf)(dict(values))
+        if key is None:
+            return self._over(self.mean_leaf)(dict(values))
+        like = jax.eval_shape(self._closed, dict(values))
+        return self._over(self.apply_leaf)(dict(values), self._each_key(key, like))
 
     def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
@@ -455,7 +541,7 @@ class Reparametrization(_Leafwise):
         is_node, who = node_predicate(self.kind), call(self, method)
         leaves, slots, treedef = flatten_slots(tree, is_node, bases=self.takes_base)
         names = self._axis_names(tree, len(leaves), is_node)
-        nodes = {i: self._node(f"{who} at {slots[i].path!r}", x) for i, x in enumerate(leaves) if is_node(x)}
+        nodes = {i: self._node(who, slots[i], x) for i, x in enumerate(leaves) if is_node(x)}
         if not nodes:
             raise no_own_node(who, self.kind, tree)
         known: Known = {}
@@ -468,20 +554,28 @@ class Reparametrization(_Leafwise):
 
         places = list(map(place, range(len(leaves))))
         chosen = choose(who, self.where, places, is_state(tree, is_node))
+        chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots])
         if plain := [slots[i].path for i, flag in enumerate(chosen) if flag and i not in nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
         own = {i: fitting.get(i) or self._fitting(node, names[i], known) for i, node in nodes.items() if chosen[i]}
+        own = {i: self._varied_node(node, slots[i].path, names[i]) for i, node in own.items()} if self._varied else own
         ready = settle([node.held for node in own.values()], keys)
         return leaves, treedef, {i: replace(own[i], held=held) for i, held in zip(own, ready, strict=True)}
 
-    def _node(self, who: str, x: Mapping[str, Any]) -> _Node:
+    def _node(self, method: str, slot: Slot, x: Mapping[str, Any]) -> _Node:
+        who = f"{method} at {slot.path!r}"
         mark = str(own_mark(x, self.kind))
         with locate_errors(who):
             require_values(x, mark)
-        return _Node(who, self, mark, x[mark])
+        return _Node(who, slot.draw, self, mark, x[mark])
+
+    def _varied_node(self, node: _Node, path: str, names: AxisNames | None) -> _Node:
+        """``node`` with the stage of its own numbers."""
+        with locate_errors(node.who):
+            return replace(node, stage=self._at(path, self._type(node, names))._numbered(names))
 
     def _all_fitting(
         self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None], known: Known
@@ -496,7 +590,7 @@ class Reparametrization(_Leafwise):
     def _fitting(self, node: _Node, names: AxisNames | None, known: Known) -> _Node:
         """``node``, once its values are ``known`` to be those of the stage, which is traced once for each type."""
         with locate_errors(node.who):
-            stage, types = self._numbered(names), types_under(node.held)
+            stage, types = self._typical._numbered(names), types_under(node.held)
             if (names, types) not in known:
                 known[names, types] = _remembered(Reparametrization._expected, stage, types)
             require_fit(node.held, known[names, types])
@@ -509,7 +603,7 @@ class Reparametrization(_Leafwise):
         if known is not None:
             return known
         with locate_errors(node.who):
-            return _remembered(Reparametrization._effective, self._numbered(names), types)
+            return _remembered(Reparametrization._effective, self._typical._numbered(names), types)
 
     def _type_of_main(self, types: Types) -> Any:
         """Shape and dtype of the main value, which are those of the effective array where it is aligned; else None."""

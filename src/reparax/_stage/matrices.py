@@ -108,7 +108,7 @@ class RowsAndColumns(Reparametrization):
                 made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
             if isinstance(made, Mapping):
                 return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
-            if isinstance(x, Mapping) and made.ndim != 2:
+            if isinstance(x, Mapping) and made.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
             return _parted(made, groups, sizes) if made.ndim == 2 else made
 

@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+from jax import Array
+
 from reparax._axes.origin import Origins
 from reparax._core.algebra import Parametrization, overrides
 from reparax._core.keys import Keys
@@ -11,11 +13,11 @@ from reparax._tree.paths import PyTree
 class Mean(Parametrization):
     """The mean of a random stage: what stands in its place in ``p.deterministic`` where it is not the array itself.
 
-    A :class:`Perturbation` that defines ``mean_leaf`` gets it; nobody else needs to write it. It acts on the arrays
-    that the stage acts on, and the raw tree is the model's own.
+    A :class:`Perturbation` that defines ``mean_leaf`` gets it, and so does a random :class:`Reparametrization`; nobody
+    else needs to write it. It acts on the arrays that the stage acts on, and its raw values are those of the stage.
 
     Args:
-      stage: A perturbation that draws random numbers.
+      stage: A stage that draws random numbers.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -40,8 +42,10 @@ class Mean(Parametrization):
         got: Any = self.stage
         known = isinstance(got, Parametrization) and got.stochastic and overrides(got, "mean_tree")
         if not known:
-            raise TypeError(f"Mean takes a Perturbation that draws random numbers, but got {got!r}. Leave it out.")
-        for said in ("changes_type", "straight_through"):
+            raise TypeError(
+                f"Mean takes a stage that draws random numbers and says their mean, but got {got!r}. Leave it out."
+            )
+        for said in ("kind", "main", "fixed", "changes_type", "straight_through"):
             object.__setattr__(self, said, getattr(got, said))
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
@@ -52,3 +56,16 @@ class Mean(Parametrization):
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.stage.mean_tree(tree, keys)
+
+    @property
+    def advances(self) -> bool:
+        return self.stage.advances
+
+    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage.update_tree(tree, keys)
+
+    def log_det_tree(self, tree: PyTree) -> Array:
+        return self.stage.log_det_tree(tree)
+
+    def penalty_tree(self, tree: PyTree) -> Array:
+        return self.stage.penalty_tree(tree)

@@ -1,11 +1,15 @@
 """A difference to a base."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_weight
+from reparax._numerics.arithmetic import scalar
 from reparax._stage.leaf import Reparametrization
+from reparax._stage.varied import per_array
 
 
 class Delta(Reparametrization):
@@ -18,6 +22,8 @@ class Delta(Reparametrization):
     Delta()``.
 
     Args:
+      strength: The penalty is ``strength / 2`` times the squared length of ``x``, so that ``p.penalty(raw)`` pulls
+        towards the base (L2-SP). A number that is not negative, or a traced scalar.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
         scales.
       stacked: As for :class:`Reparametrization`.
@@ -31,8 +37,11 @@ class Delta(Reparametrization):
 
     References:
       Yeh, Hsieh, Gao, Yang, Oh and Gong, *Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
-      Evaluation*, 2024; Bhardwaj et al., *Sparse High Rank Adapters*, 2024.
+      Evaluation*, 2024; Bhardwaj et al., *Sparse High Rank Adapters*, 2024; Li, Grandvalet and Davoine, *Explicit
+      Inductive Bias for Transfer Learning with Convolutional Networks*, 2018.
     """
+
+    strength: Any = argument(per_array(check_weight), default=0.0, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     fixed: ClassVar[tuple[str, ...]] = ("w",)
@@ -45,3 +54,7 @@ class Delta(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return values["w"] + values["x"]
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        squares = jnp.sum(jnp.square(jnp.abs(values["x"])))
+        return scalar(self.strength, squares) / 2 * squares

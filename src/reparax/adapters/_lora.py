@@ -12,6 +12,7 @@ from reparax._numerics.arguments import check_number, check_whole, one_of
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import no_rank, product
 from reparax._stage.matrices import RowsAndColumns
+from reparax._stage.varied import per_array
 
 
 def _check_alpha(value: Any, who: str, name: str) -> Any:
@@ -70,7 +71,7 @@ class LoRA(RowsAndColumns):
     """
 
     rank: int = argument(check_whole)
-    alpha: Any = argument(_check_alpha, default=None)
+    alpha: Any = argument(per_array(_check_alpha), default=None)
     scaling: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
 

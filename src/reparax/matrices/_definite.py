@@ -118,6 +118,14 @@ class PositiveDefinite(Matrices):
             w = _exponential(Symmetric().apply_leaf({"x": widened(x)}))
         return w.astype(x.dtype)
 
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        if self.map != "cholesky":
+            raise ValueError(f"{self!r} has no log_det, but PositiveDefinite('cholesky') has. Take that map.")
+        raw = Triangular().apply_leaf({"x": values["x"]})
+        diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, factor(values["x"])))
+        powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
+        return jnp.sum(jnp.log(2.0) + powers * jnp.log(lower) + jax.nn.log_sigmoid(diagonal))
+
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
         values, vectors = definite(x)  # not the raw values, whose rounding is no matter of the image

@@ -1,24 +1,40 @@
 """Noise on weights: drawn anew at each ``apply``, gone in ``p.deterministic``."""
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_axes, unstacked
+from reparax._axes.numbers import Axes, check_axes, check_optional_axes, others, unstacked
+from reparax._axes.stacked import map_stacked
+from reparax._core.keys import split_key
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number
+from reparax._numerics.arguments import check_number, check_positive_whole, one_of
 from reparax._numerics.arithmetic import scalar, widened
+from reparax._numerics.lengths import norm
+from reparax._numerics.linalg import product
+from reparax._stage.varied import per_array
 from reparax.noise import _random
 from reparax.noise._batches import Drawn
 
 
 def _check_std(value: Any, who: str, name: str) -> Any:
     std = check_number(value, who, name)
-    if isinstance(std, float) and not 0 <= std < math.inf:
-        raise ValueError(f"{who} got {name}={std}, but a standard deviation is finite and not negative.")
+    if isinstance(std, float) and not math.isfinite(std):
+        raise ValueError(f"{who} got {name}={std}, but a standard deviation is a finite number.")
     return std
+
+
+def _check_relative(value: Any, who: str, name: str) -> str | None:
+    return None if value is None else one_of("max", "std", "norm")(value, who, name)
+
+
+def _check_rank(value: Any, who: str, name: str) -> int | None:
+    return None if value is None else check_positive_whole(value, who, name)
 
 
 def _check_rate(value: Any, who: str, name: str) -> Any:
@@ -36,15 +52,28 @@ class VarNoise(Drawn):
 
     The raw tree is the model's own. Two in a row on one array draw once, with the standard deviation
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`.
-    Half-precision arrays are added to in float32.
+    Half-precision arrays are added to in float32. With a negative :math:`\sigma` the same key draws the mirrored noise.
+
+    With ``relative`` the noise is that many times as large as the weights are: :math:`\sigma` times their largest
+    magnitude (``"max"``), their standard deviation (``"std"``) or their Euclidean length (``"norm"``), of the whole
+    array or of each index of ``axis``. That size counts as a constant in gradients.
+
+    With ``rank`` the noise on a matrix is of low rank, :math:`\varepsilon = A B / \sqrt r` with A of ``(rows, rank)``
+    and B of ``(rank, columns)`` drawn: each entry has variance 1, and no two entries correlate. The last axis of an
+    array is that of columns, the others are rows; arrays of one axis have noise of full rank.
 
     What an array draws depends neither on other arrays nor on ``jax.jit``, but for the last bits: to two units in the
     last place of the larger one of weight and noise, as compilers round by what stands beside.
 
     Args:
-      std: Standard deviation, a number or a traced scalar, not negative (of a traced one, nobody checks it).
+      std: Standard deviation, a number or a traced scalar.
+      relative: None, ``"max"``, ``"std"`` or ``"norm"``: what the standard deviation is in units of.
+      axis: With ``relative``, the axes each index of which has a size of its own, by number or by name, as for
+        :class:`WeightNorm`. Default: the array has one.
+      rank: The rank of the noise, at least 1. Default: each entry is drawn by itself.
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
-      stacked: As for :class:`Perturbation`. The numbers of an array are independent already, so no draw changes.
+      stacked: As for :class:`Perturbation`. The numbers of an array are independent already, so without ``relative``
+        and ``rank`` nothing changes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -53,20 +82,71 @@ class VarNoise(Drawn):
       Array([0.95527077, 1.0161126 , 0.992114  ], dtype=float32)
 
     References:
-      Graves, *Practical Variational Inference for Neural Networks*, 2011.
+      Graves, *Practical Variational Inference for Neural Networks*, 2011; Sarkar et al., *Evolution Strategies at the
+      Hyperscale*, 2025.
     """
 
-    std: Any = argument(_check_std)
+    std: Any = argument(per_array(_check_std))
+    relative: str | None = argument(_check_relative, default=None, kw_only=True)
+    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    rank: int | None = argument(_check_rank, default=None, kw_only=True)
+
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axis is not None and self.relative is None:
+            raise ValueError(
+                f"VarNoise got axis={self.axis!r} without relative, but only noise in units of the weights has an "
+                f"axis. Give relative='max', 'std' or 'norm', or leave axis out."
+            )
+        object.__setattr__(self, "straight_through", self.relative is not None)
+
+    @property
+    def shared(self) -> Any:
+        return self.rank, self.stacked if self.rank else ()
 
     def draw(self, like: Array, key: Array) -> Array:
-        return _random.normal(key, widened(like))
+        if self.rank is None or like.ndim - len(self._places(None)) < 2:
+            return _random.normal(key, widened(like))
+        if key.ndim:
+            return jax.lax.map(lambda one: self.draw(like, one), key)
+        return self._low_rank(widened(like), key)
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
-        return (x + scalar(self.std, x) * drawn).astype(w.dtype)
+        std = scalar(self.std, x)
+        if self.relative is not None:
+            std = std * map_stacked(self._places(None), self._size)(jax.lax.stop_gradient(x))
+        return (x + std * drawn).astype(w.dtype)
 
     def merged(self, later: Any) -> Any:
-        return VarNoise(_hypot(self.std, later.std))
+        known = self.relative is None and later.relative is None and self.shared == later.shared
+        return replace(self, std=_hypot(self.std, later.std)) if known and self.rank is None else None
+
+    def _size(self, x: Array) -> Array:
+        """What the standard deviation is in units of, as far as it broadcasts."""
+        axes = others(self.axis, x)
+        match self.relative:
+            case "max":
+                size = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+            case "std":
+                size = jnp.std(x, axis=axes, keepdims=True)
+            case _:
+                size = norm(x, axes)
+        return size.astype(x.dtype)
+
+    def _low_rank(self, like: Array, key: Array) -> Array:
+        """Noise of low rank on each of the stacked matrices."""
+        places, rank = self._places(None), self.rank or 1
+        own = [axis for axis in range(like.ndim) if axis not in places]
+        stack, sizes = ([like.shape[axis] for axis in axes] for axes in (places, own))
+        rows, columns = math.prod(sizes[:-1]), sizes[-1]
+        first, second = split_key(key, (2,))
+        a = _random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
+        b = _random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
+        drawn = product(a, b).reshape(*stack, *sizes) / math.sqrt(rank)
+        return drawn.transpose(np.argsort((*places, *own)).tolist())
 
 
 class WeightDropout(Drawn):
@@ -97,7 +177,7 @@ class WeightDropout(Drawn):
       Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013.
     """
 
-    rate: Any = argument(_check_rate)
+    rate: Any = argument(per_array(_check_rate))
     broadcast: Axes = argument(check_axes, default=())
 
     min_ndim: ClassVar[int] = 2
@@ -126,11 +206,12 @@ class WeightDropout(Drawn):
 
 
 def _hypot(a: Any, b: Any) -> Any:
-    """The root of the sum of squares, of which the gradient at zero is zero."""
+    """The root of the sum of squares, of which the gradient at zero is zero; negative where both numbers are."""
     if isinstance(a, float) and isinstance(b, float):
-        return math.hypot(a, b)
+        return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
     total = jnp.square(a) + jnp.square(b)
-    return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+    root = jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+    return jnp.where((jnp.asarray(a) < 0) & (jnp.asarray(b) < 0), -root, root)
 
 
 def _keep(rate: Any) -> Any:

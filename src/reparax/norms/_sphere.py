@@ -12,6 +12,7 @@ from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import is_zero, norm, unit
 from reparax._stage.constraint import Constraint
+from reparax._stage.varied import per_array
 
 
 class Sphere(Constraint):
@@ -42,7 +43,7 @@ class Sphere(Constraint):
     """
 
     axis: Axes | None = argument(check_optional_axes, default=-1)
-    radius: Any = argument(check_positive_number, default=1.0)
+    radius: Any = argument(per_array(check_positive_number), default=1.0)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
@@ -89,7 +90,7 @@ class MaxNorm(Constraint):
       co-adaptation of feature detectors*, 2012.
     """
 
-    max: Any = argument(check_positive_number)
+    max: Any = argument(per_array(check_positive_number))
     axis: Axes | None = argument(check_optional_axes, default=-1)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
@@ -145,7 +146,7 @@ class PoincareBall(Constraint):
       Nagano, Yamaguchi, Fujita and Koyama, *A Wrapped Normal Distribution on Hyperbolic Space*, 2019.
     """
 
-    curvature: Any = argument(check_positive_number, default=1.0)
+    curvature: Any = argument(per_array(check_positive_number), default=1.0)
     axis: Axes | None = argument(check_optional_axes, default=-1)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)

@@ -14,6 +14,7 @@ from reparax._numerics.arguments import check_function, check_number, one_of
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._stage.constraint import Constraint, is_known
 from reparax._stage.leaf import Reparametrization
+from reparax._stage.varied import per_array
 
 Function = Callable[[Array], Array]
 
@@ -29,6 +30,17 @@ class _Map(Constraint):
 
     @abstractmethod
     def _inverse(self, w: Array) -> Array: ...
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        if jnp.iscomplexobj(values["x"]):
+            raise ValueError(f"expected real numbers, whose volumes are known, got {values['x'].dtype}.")
+        _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
+        return jnp.sum(self._log_slope(values["x"], slope))
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        """The logarithm of the slope of the map, number by number."""
+        del x
+        return jnp.log(jnp.abs(slope))
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": self._inverse(widened(w)).astype(w.dtype)}
@@ -94,6 +106,10 @@ class Positive(_Map):
 
     def _forward(self, x: Array) -> Array:
         return _POSITIVE[self.map][0](x)
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        # As logarithms themselves, where the slope is too small for a number.
+        return {"softplus": jax.nn.log_sigmoid(x), "exp": x, "square": jnp.log(jnp.abs(slope))}[self.map]
 
     def _inverse(self, w: Array) -> Array:
         return _POSITIVE[self.map][1](w)
@@ -163,6 +179,10 @@ class Bounded(_Map):
     def _forward(self, x: Array) -> Array:
         low, high = scalar(self.low, x), scalar(self.high, x)
         return low + (high - low) * jax.nn.sigmoid(x)
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        width = scalar(self.high, x) - scalar(self.low, x)
+        return jnp.log(width) + jax.nn.log_sigmoid(x) + jax.nn.log_sigmoid(-x)
 
     def _inverse(self, w: Array) -> Array:
         limits = jnp.finfo(w.dtype)
@@ -253,7 +273,7 @@ class Scale(Reparametrization):
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
-    factor: Any = argument(_check_factor)
+    factor: Any = argument(per_array(_check_factor))
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     aligned: ClassVar[bool] = True
@@ -265,3 +285,8 @@ class Scale(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["x"])
         return (scalar(self.factor, x) * x).astype(values["x"].dtype)
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        parts = 2 if jnp.iscomplexobj(x) else 1
+        return parts * x.size * jnp.log(jnp.abs(scalar(self.factor, x.real)))

@@ -20,6 +20,9 @@ class Simplex(Constraint):
     so that they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
     Half-precision arithmetic is float32.
 
+    For ``log_det`` the map is the bijection onto the simplex and one number more, :math:`\log \sum e^x`, which the
+    model does not see: give that a density of its own where raw values are sampled.
+
     Args:
       axis: The axis along which the numbers sum to 1.
       outside: As for :class:`Constraint`.
@@ -57,6 +60,9 @@ class Simplex(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
         return jax.nn.softmax(widened(x), axis=position(self.axis, x)).astype(x.dtype)
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        return jnp.sum(jax.nn.log_softmax(values["x"], axis=position(self.axis, values["x"])))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jax import Array
 
 from reparax._stage.leaf import Reparametrization
@@ -39,3 +40,6 @@ class Freeze(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return values["w"]
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        return jnp.zeros((), values["w"].real.dtype)  # of no free value

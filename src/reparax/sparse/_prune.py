@@ -13,6 +13,7 @@ from reparax._numerics.arguments import check_number
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
 from reparax._stage.constraint import Constraint
+from reparax._stage.varied import per_array
 from reparax.sparse import _amount
 from reparax.sparse._mask import largest, masked, masking
 
@@ -20,7 +21,7 @@ from reparax.sparse._mask import largest, masked, masking
 class _Prune(Constraint):
     """Weights under a mask of a given sparsity; the nearest ones keep their largest slices."""
 
-    sparsity: Any = argument(_amount.check_amount)
+    sparsity: Any = argument(per_array(_amount.check_amount))
     axis: Axes | None = argument(check_optional_axes, default=None)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)

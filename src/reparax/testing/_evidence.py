@@ -16,6 +16,7 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._numerics.arithmetic import widened
+from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
 from reparax._tree.paths import PyTree, items, path_text
 from reparax.training import combine, partition
@@ -292,5 +293,7 @@ def stages(p: Parametrization) -> tuple[Parametrization, ...]:
 
 def without_means(p: Parametrization) -> Parametrization:
     """``p`` without the random stages whose mean is not the array itself, as ``init`` knows nothing of them."""
-    kept = [stage for stage in stages(p) if not isinstance(stage.deterministic, Mean)]
+    means = [stage.deterministic for stage in stages(p)]
+    left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
+    kept = [stage for stage, out in zip(stages(p), left_out, strict=True) if not out]
     return p if len(kept) == len(stages(p)) else functools.reduce(operator.rshift, kept, Chain())

@@ -4,6 +4,7 @@ from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine
 from reparax.training._partition import labels as labels
 from reparax.training._partition import partition as partition
+from reparax.training._projected import projected as projected
 from reparax.training._summary import Summary as Summary
 from reparax.training._summary import summary as summary
 from reparax.training._transfer import transfer as transfer

@@ -1,0 +1,118 @@
+"""Numbers that differ from array to array: by regular expressions for paths, or by a function of path and array."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from reparax._core.config import code, register_class
+from reparax._core.value import Check
+from reparax._stage.where import check_where, nothing
+
+TYPICAL = 0.5
+"""A number that every stage takes: types of arrays do not depend on it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class ByPath:
+    """A number for each expression, of which one must match an array's whole path."""
+
+    patterns: tuple[str, ...] = field(metadata={"static": True})
+    numbers: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return code(dict(zip(self.patterns, self.numbers, strict=True)))
+
+    def matching(self, path: str) -> list[int]:
+        """Which of the expressions match a path."""
+        return [i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)]
+
+    def at(self, path: str, array: Any) -> Any:
+        """The number for an array that one expression matches."""
+        del array
+        return self.numbers[self.matching(path)[0]]
+
+
+register_class(ByPath)
+
+
+@dataclass(frozen=True, repr=False)
+class ByArray:
+    """A function of the path and the array, or its type, that gives the number."""
+
+    function: Callable[[str, Any], Any]
+    check: Check = field(compare=False)
+    who: str = field(compare=False)
+    name: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return code(self.function)
+
+    def at(self, path: str, array: Any) -> Any:
+        """The number for an array."""
+        return self.check(self.function(path, array), self.who, f"{self.name} at {path!r}")
+
+
+def per_array(check: Check) -> Check:
+    """A check that takes what ``check`` takes, and a dict or a function that gives it for each array."""
+
+    def checked(value: Any, who: str, name: str) -> Any:
+        if isinstance(value, ByArray):
+            return value
+        if isinstance(value, ByPath):
+            value = dict(zip(value.patterns, value.numbers, strict=True))
+        if isinstance(value, Mapping):
+            return _by_path(value, who, name, check)
+        return ByArray(value, check, who, name) if _takes_two(value) else check(value, who, name)
+
+    return checked
+
+
+def _by_path(value: Mapping[Any, Any], who: str, name: str, check: Check) -> ByPath:
+    if not value or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")
+    for pattern in value:
+        check_where(pattern, who, name)
+    numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())
+    return ByPath(tuple(value), numbers)
+
+
+def _takes_two(value: Any) -> bool:
+    """Whether ``value`` is a function of path and array; one of a step alone is a schedule."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind("path", None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[bool], paths: Sequence[str]) -> list[bool]:
+    """``chosen``, without the paths that have no number.
+
+    Raises:
+      ValueError: Where an expression matches nothing, or two match one path.
+    """
+    flags = list(chosen)
+    for name, by_path in numbers.items():
+        if not isinstance(by_path, ByPath):
+            continue
+        known = [path for path, flag in zip(paths, chosen, strict=True) if flag]
+        used: set[int] = set()
+        for i, path in enumerate(paths):
+            found = by_path.matching(path) if flags[i] else []
+            if len(found) > 1:
+                first, second = (by_path.patterns[place] for place in found[:2])
+                raise ValueError(
+                    f"{who} got {name} for {path!r} by {first!r} and by {second!r}. Narrow one of the expressions."
+                )
+            flags[i] = bool(found)
+            used.update(found)
+        if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in used]:
+            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {nothing(lost[0], known)}")
+    return flags

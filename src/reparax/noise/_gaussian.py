@@ -1,0 +1,83 @@
+"""Weights with a distribution, of which each step draws one."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_positive_number
+from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
+from reparax._stage.leaf import Reparametrization
+from reparax._stage.varied import per_array
+from reparax.noise import _random
+
+
+class Gaussian(Reparametrization):
+    r"""Weights with a normal distribution: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
+
+    Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real, with
+    :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in float32 for half-precision
+    weights. ``init`` gives ``mean = w``, exactly; ``p.deterministic`` and ``fold`` have the mean. The penalty is the
+    divergence from the prior,
+
+    .. math:: KL(N(\mu, \sigma^2) \,\|\, N(0, s^2)) =
+       \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
+
+    so that the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. Complex weights
+    have :math:`E|\varepsilon|^2 = 1`: a real and an imaginary part, each of half the variances.
+
+    Args:
+      std: Where :math:`\sigma` starts, a positive number.
+      prior: The standard deviation :math:`s` of the prior, a positive number or a traced scalar.
+      axis: The axes each index of which has a standard deviation of its own, by number or by name, as for
+        :class:`WeightNorm`. Default: each weight has one.
+      where: Which arrays to act on. Default: every floating or complex parameter, biases too.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Gaussian(std=0.1)
+      >>> raw = p.init({"w": jnp.ones(3)})
+      >>> p.apply(raw, jax.random.key(0))["w"]
+      Array([1.0412295 , 0.9433077 , 0.97662467], dtype=float32)
+      >>> p.fold(raw)["w"]
+      Array([1., 1., 1.], dtype=float32)
+
+    References:
+      Graves, *Practical Variational Inference for Neural Networks*, 2011; Blundell, Cornebise, Kavukcuoglu and
+      Wierstra, *Weight Uncertainty in Neural Networks*, 2015.
+    """
+
+    std: Any = argument(per_array(check_positive_number), default=0.01)
+    prior: Any = argument(per_array(check_positive_number), default=1.0)
+    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    main: ClassVar[tuple[str, ...] | None] = ("mean",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        alike = () if self.axis is None else others(self.axis, w)
+        shape = [1 if i in alike else size for i, size in enumerate(w.shape)]
+        dtype = widened(w).real.dtype
+        return {"mean": w, "rho": jnp.full(shape, softplus_inverse(scalar(self.std, jnp.zeros((), dtype))), dtype)}
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        mean = widened(values["mean"])
+        std = jax.nn.softplus(values["rho"]).astype(mean.real.dtype)
+        return (mean + std.astype(mean.dtype) * _random.normal(key, mean)).astype(values["mean"].dtype)
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return values["mean"]
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        mean = values["mean"]
+        std = jnp.broadcast_to(jax.nn.softplus(values["rho"]), mean.shape)
+        ratio = std / scalar(self.prior, std)
+        squares = jnp.square(jnp.abs(mean) / scalar(self.prior, std))
+        parts = 2 if jnp.iscomplexobj(mean) else 1
+        return jnp.sum((jnp.square(ratio) * parts + squares * parts - parts) / 2 - parts * jnp.log(ratio))

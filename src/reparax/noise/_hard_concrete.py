@@ -1,0 +1,118 @@
+"""Gates that are zero with a probability that trains."""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_known_number
+from reparax._numerics.arithmetic import widened
+from reparax._stage.leaf import Reparametrization
+from reparax._stage.varied import per_array
+from reparax.noise import _random
+
+LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
+NODES, SHARES = np.polynomial.legendre.leggauss(16)
+
+
+def _check_keep(value: Any, who: str, name: str) -> float:
+    keep = check_known_number(value, who, name)
+    if not 0 < keep < 1:
+        raise ValueError(f"{who} got {name}={keep}, but takes a probability between 0 and 1, without these.")
+    return keep
+
+
+class HardConcrete(Reparametrization):
+    r"""Weights with gates that are exactly zero at times: :math:`w = m \, z \, x`, for an expected number of weights.
+
+    .. math:: z = \min(1, \max(0, 1.2 \, s - 0.1)), \quad
+       s = \mathrm{sigm}\left(\tfrac{3}{2} \left(\log \tfrac{u}{1 - u} + \log \alpha\right)\right), \quad
+       u \sim U(0, 1)
+
+    Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, 1 along the axes that share
+    one, in float32 for half-precision weights; ``mask`` (fixed), of the same shape, 1 where a gate is alive.
+    ``p.deterministic`` and ``fold`` have the mean :math:`m \, E[z] \, x`, and ``init`` inverts that, up to rounding.
+    ``update`` closes for good the gates that the paper closes at test time, where :math:`\mathrm{sigm}(\log \alpha) <
+    1 / 12`; then ``fold`` has zeros there. The penalty is the expected number of weights other than zero, :math:`\sum
+    P(z > 0)`, each gate times the weights that it has.
+
+    Args:
+      keep: The probability :math:`P(z > 0)` at the start.
+      axis: The axes each index of which has a gate of its own, by number or by name, as for :class:`WeightNorm`: ``0``
+        prunes inputs of a kernel ``(in, out)``. Default: each weight has one.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.HardConcrete(0.8, axis=0)
+      >>> raw = p.init({"w": jnp.ones((4, 2))})
+      >>> p.penalty(raw).round(3)
+      Array(6.4, dtype=float32)
+      >>> p.apply(raw, jax.random.key(3))["w"].shape
+      (4, 2)
+
+    References:
+      Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
+    """
+
+    keep: Any = argument(per_array(_check_keep), default=0.9)
+    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    min_ndim: ClassVar[int] = 2
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
+        start = math.log(self.keep) - math.log1p(-self.keep) + TEMPERATURE * math.log(-LOW / HIGH)
+        log_alpha = jnp.full(shape, start, x.real.dtype)
+        return {"w": (x / _mean(log_alpha)).astype(w.dtype), "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        x = widened(values["w"])
+        u = _random.uniform(key, x, self._shared(x))
+        logit = jnp.log(jnp.maximum(u, jnp.finfo(u.dtype).tiny)) - jnp.log1p(-u)
+        s = jax.nn.sigmoid((logit.astype(values["log_alpha"].dtype) + values["log_alpha"]) / TEMPERATURE)
+        return self._gated(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return self._gated(values, _mean(values["log_alpha"]))
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        closed = LOW + (HIGH - LOW) * jax.nn.sigmoid(values["log_alpha"]) <= 0
+        return {"mask": jnp.where(closed, jnp.zeros_like(values["mask"]), values["mask"])}
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        log_alpha = values["log_alpha"]
+        shift = TEMPERATURE * math.log(-LOW / HIGH)
+        share = jnp.where(values["mask"] != 0, jax.nn.sigmoid(log_alpha - shift), jnp.zeros_like(log_alpha))
+        return jnp.sum(share) * (values["w"].size // max(share.size, 1))
+
+    def _shared(self, w: Array) -> tuple[int, ...]:
+        """The axes along which weights share a gate."""
+        return () if self.axis is None else others(self.axis, w)
+
+    def _gated(self, values: dict[str, Array], gate: Array) -> Array:
+        x = widened(values["w"])
+        alive = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
+        return (alive.astype(x.real.dtype) * x).astype(values["w"].dtype)
+
+
+def _mean(log_alpha: Array) -> Array:
+    """The mean of a gate: the integral of the probability that it is above a number, by the rule of Gauss."""
+    total = jnp.zeros_like(log_alpha)
+    for node, share in zip(NODES, SHARES, strict=True):
+        x = ((1 + node) / 2 - LOW) / (HIGH - LOW)
+        total = total + share / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
+    return total

@@ -1,0 +1,91 @@
+"""Noise on each weight whose strength trains, and which prunes."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_known_number, check_positive_number
+from reparax._numerics.arithmetic import scalar, widened
+from reparax._stage.leaf import Reparametrization
+from reparax._stage.varied import per_array
+from reparax.noise import _random
+
+TINY = 1e-8
+K1, K2, K3 = 0.63576, 1.87320, 1.48695
+"""The numbers by which the paper approximates the divergence."""
+
+
+class VariationalDropout(Reparametrization):
+    r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
+
+    Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
+    float32 for half-precision weights; ``mask`` (fixed), real, 1 where a weight is alive. ``init`` gives ``theta = w``,
+    exactly; ``p.deterministic`` and ``fold`` have :math:`m \theta`. ``update`` prunes for good what is noise alone:
+    where :math:`\log \alpha` is above ``threshold``. The penalty is the divergence from the log-uniform prior, as the
+    paper approximates it,
+
+    .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
+
+    to be added to a mean loss over ``n`` examples as ``p.penalty(raw) / n``.
+
+    Args:
+      std: Where :math:`\sigma` starts, a positive number.
+      threshold: The :math:`\log \alpha` above which a weight is pruned; 3 is a dropout rate of 0.95.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VariationalDropout(std=0.1)
+      >>> raw = p.update(p.init({"w": jnp.array([[1.0, 0.001]])}))
+      >>> p.fold(raw)["w"]
+      Array([[1., 0.]], dtype=float32)
+
+    References:
+      Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015; Molchanov,
+      Ashukha and Vetrov, *Variational Dropout Sparsifies Deep Neural Networks*, 2017.
+    """
+
+    std: Any = argument(per_array(check_positive_number), default=0.01)
+    threshold: float = argument(check_known_number, default=3.0, kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    dtypes: ClassVar[Any] = jnp.floating
+    min_ndim: ClassVar[int] = 2
+    main: ClassVar[tuple[str, ...] | None] = ("theta",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    aligned: ClassVar[bool] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        dtype = widened(w).dtype
+        log_var = jnp.broadcast_to(2 * jnp.log(scalar(self.std, jnp.zeros((), dtype))), w.shape)
+        return {"theta": w, "log_var": log_var, "mask": jnp.ones_like(w)}
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        theta = widened(values["theta"])
+        std = jnp.exp(values["log_var"] / 2).astype(theta.dtype)
+        return _alive(values, theta + std * _random.normal(key, theta)).astype(values["theta"].dtype)
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return _alive(values, values["theta"])
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        mask = values["mask"]
+        return {"mask": jnp.where(_log_alpha(values) > self.threshold, jnp.zeros_like(mask), mask)}
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        log_alpha = _log_alpha(values)
+        each = K1 * jax.nn.sigmoid(-K2 - K3 * log_alpha) + jax.nn.softplus(-log_alpha) / 2
+        return jnp.sum(_alive(values, each))
+
+
+def _alive(values: dict[str, Array], x: Array) -> Array:
+    return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
+
+
+def _log_alpha(values: dict[str, Array]) -> Array:
+    theta = widened(values["theta"])
+    return values["log_var"].astype(theta.dtype) - jnp.log(jnp.square(theta) + TINY)

@@ -1,0 +1,60 @@
+"""Parameters that go back onto the image of a chain after each step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from reparax._core.algebra import Parametrization, call
+from reparax._core.keys import Keys
+from reparax._tree.paths import PyTree
+
+
+class Projection(NamedTuple):
+    """A transformation as optax has them."""
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+
+
+def projected(p: Parametrization) -> Projection:
+    """A transformation of optax that puts parameters back onto the image of ``p`` after each step.
+
+    For those who keep the model's own tree: there is no raw tree; ``optax.chain(optax.adam(1e-3), projected(p))``
+    moves parameters by what leads to ``p.fold(p.init(params + updates))``, the nearest point that ``p`` can make, or
+    the one that its stages name. Put it last. Where the step is to be taken in raw values, train these instead.
+
+    Args:
+      p: A chain of stages that ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
+
+    Raises:
+      ValueError: If ``update`` is called without parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> tx = optax.chain(optax.sgd(1.0), rpx.projected(rpx.MaxNorm(1.0, axis=None)))
+      >>> params = {"w": jnp.array([[0.6, 0.8]])}
+      >>> updates, _ = tx.update({"w": jnp.array([[-0.6, -0.8]])}, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)["w"].round(3)
+      Array([[0.6, 0.8]], dtype=float32)
+
+    References:
+      Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        p.deterministic.init_tree(params, Keys(None))  # what it cannot take, it refuses before the first step
+        return ()
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        del extra
+        if params is None:
+            raise ValueError(
+                f"{call(p, 'projected')} needs the parameters that it puts back, but got none. Pass them: "
+                f"`tx.update(grads, state, params)`."
+            )
+        moved = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), params, updates)
+        back = p.fold(p.deterministic.init(moved))
+        return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
+
+    return Projection(init, update)

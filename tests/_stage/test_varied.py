@@ -1,0 +1,182 @@
+"""Numbers that differ from array to array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def model():
+    dense = {"kernel": normal(8, 6), "bias": normal(6, seed=1)}
+    return {"encoder": dense, "decoder": {"kernel": normal(8, 6, seed=2), "bias": normal(6, seed=3)}}
+
+
+def shift(p, params, key=KEY):
+    return jax.tree.map(jnp.subtract, p.apply(params, key), params)
+
+
+TWO = {"decoder/.*": 0.5, "encoder/kernel": 0.25}
+
+
+def test_each_array_has_the_number_of_the_expression_that_matches_it():
+    params = jax.tree.map(jnp.zeros_like, model())
+    got, one = shift(rpx.VarNoise(TWO), params), shift(rpx.VarNoise(1.0), params)
+    for path, number in ((("decoder", "kernel"), 0.5), (("decoder", "bias"), 0.5), (("encoder", "kernel"), 0.25)):
+        np.testing.assert_allclose(got[path[0]][path[1]], number * one[path[0]][path[1]], rtol=1e-6)
+    assert not got["encoder"]["bias"].any()  # which none matches
+
+
+def test_a_function_of_path_and_array_gives_the_number():
+    def width(path, w):
+        return w.shape[0] ** -0.5 if path.endswith("kernel") else 1.0
+
+    p = rpx.Scale(width, where=".*")
+    raw = p.init(model())
+    np.testing.assert_allclose(
+        raw["encoder"]["kernel"]["@scale"]["x"], model()["encoder"]["kernel"] * 8**0.5, rtol=1e-6
+    )
+    np.testing.assert_array_equal(raw["encoder"]["bias"]["@scale"]["x"], model()["encoder"]["bias"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), model())
+    assert p == rpx.Scale(width, where=".*")
+    assert p != rpx.Scale(lambda path, w: 1.0, where=".*")
+
+
+STAGES = [
+    rpx.WeightDropout({"decoder/.*": 0.5, "encoder/.*": 0.25}),
+    rpx.Scale({"decoder/.*": 2.0}),
+    rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25}),
+    rpx.RandomPrune({"decoder/kernel": 0.5}),
+    rpx.Gaussian({"decoder/kernel": 0.5, "encoder/.*": 0.1}, prior={".*": 2.0}),
+    rpx.LoRA(2, {"decoder/.*": 2.0, "encoder/.*": 4.0}),
+    rpx.MaxNorm({"decoder/.*": 2.0}),
+    rpx.WeightNorm() >> rpx.VarNoise(TWO),
+    rpx.VarNoise({"decoder/kernel": 0.1}) >> rpx.VarNoise({".*kernel": 0.2}),
+]
+
+
+@pytest.mark.parametrize("p", STAGES, ids=repr)
+def test_a_stage_with_several_numbers_keeps_the_laws(p):
+    check_laws(p, model())
+
+
+@pytest.mark.parametrize("p", STAGES, ids=repr)
+def test_numbers_are_in_repr_json_equality_and_hash(p):
+    again = eval(repr(p), {**vars(rpx)})
+    assert (again, hash(again)) == (p, hash(p))
+    assert rpx.from_json(p.to_json()) == p
+    assert repr(rpx.VarNoise(TWO)) == f"VarNoise({TWO!r})"
+    assert rpx.VarNoise(TWO) != rpx.VarNoise({**TWO, "encoder/kernel": 0.3})
+
+
+def test_sparsity_and_penalty_are_those_of_each_array():
+    p = rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25})
+    folded = p.fold(p.init(model()))
+    assert [int((folded[name]["kernel"] == 0).sum()) for name in ("decoder", "encoder")] == [24, 12]
+    q = rpx.Gaussian(1.0, prior={"decoder/bias": 1.0, "encoder/bias": 2.0})
+    want = sum(
+        rpx.Gaussian(1.0, prior=s).penalty(rpx.Gaussian(1.0, prior=s).init({"b": model()[name]["bias"]}))
+        for name, s in (("decoder", 1.0), ("encoder", 2.0))
+    )
+    np.testing.assert_allclose(q.penalty(q.init(model())), want, rtol=1e-6)
+
+
+def test_traced_numbers_compile_once_over_a_schedule():
+    schedule = optax.linear_schedule(0.0, 0.5, 10)
+
+    @jax.jit
+    def noisy(step):
+        return rpx.VarNoise({"decoder/.*": schedule(step), "encoder/.*": 0.1}).apply(model(), KEY)
+
+    with jax.numpy_dtype_promotion("standard"):
+        late, early = noisy(10), noisy(0)
+    assert noisy._cache_size() == 1
+    assert jnp.array_equal(early["decoder"]["kernel"], model()["decoder"]["kernel"])
+    np.testing.assert_allclose(
+        late["decoder"]["kernel"], rpx.VarNoise(0.5).apply(model(), KEY)["decoder"]["kernel"], rtol=1e-5
+    )
+    grads = jax.grad(lambda s: jnp.sum(rpx.VarNoise({"decoder/kernel": s}).apply(model(), KEY)["decoder"]["kernel"]))(
+        0.5
+    )
+    np.testing.assert_allclose(grads, jnp.sum(shift(rpx.VarNoise(1.0), model())["decoder"]["kernel"]), rtol=1e-3)
+
+
+def test_a_where_and_numbers_select_together():
+    p = rpx.VarNoise(TWO, where=".*kernel")
+    got = shift(p, model())
+    assert [bool(got[a][b].any()) for a in ("decoder", "encoder") for b in ("kernel", "bias")] == [True, False] * 2
+
+
+def test_shardings_and_checks_know_them():
+    p = rpx.LoRA(2, {"decoder/.*": 2.0})
+    raw = p.init(model())
+    p.check(raw, like=model())
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    specs = jax.tree.map(lambda w: jax.P("x") if w.ndim > 1 else jax.P(), model())
+    assert p.shardings(specs, mesh, like=model())["decoder"]["kernel"]["@lora"]["a"].spec[0] == "x"
+
+
+def two(path, w):
+    return 2.0
+
+
+ERRORS = {
+    "nothing matches": (
+        lambda: rpx.VarNoise({"decodr/.*": 0.1}).apply(model(), KEY),
+        ValueError,
+        "VarNoise({'decodr/.*': 0.1}).apply got std for 'decodr/.*', but no path matches 'decodr/.*' as a whole. The "
+        "nearest of 4 paths are 'decoder/bias', 'decoder/kernel', 'encoder/bias'. Correct the expression; `.*` stands "
+        "for any text.",
+    ),
+    "two match": (
+        lambda: rpx.VarNoise({"decoder/.*": 0.1, ".*kernel": 0.2}).apply(model(), KEY),
+        ValueError,
+        "VarNoise({'decoder/.*': 0.1, '.*kernel': 0.2}).apply got std for 'decoder/kernel' by 'decoder/.*' and by "
+        "'.*kernel'. Narrow one of the expressions.",
+    ),
+    "a bad number": (
+        lambda: rpx.WeightDropout({"a": 1.5}),
+        ValueError,
+        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights that "
+        "are dropped, not kept.",
+    ),
+    "a bad expression": (
+        lambda: rpx.VarNoise({"(": 0.1}),
+        ValueError,
+        "VarNoise got std='(', which is not a regular expression: missing ), unterminated subpattern at position 0.",
+    ),
+    "an empty dict": (
+        lambda: rpx.VarNoise({}),
+        TypeError,
+        "VarNoise takes a dict of regular expressions and numbers as std, but got {}.",
+    ),
+    "a bad result": (
+        lambda: rpx.WeightDropout(two).apply({"w": normal(2, 2)}, KEY),
+        ValueError,
+        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 "
+        "and less than 1. It is the share of weights that are dropped, not kept.",
+    ),
+    "a schedule": (
+        lambda: rpx.VarNoise(optax.constant_schedule(0.1)),
+        TypeError,
+        "VarNoise takes a number as std, but got a function. Call the schedule in the training step: "
+        "`VarNoise(schedule(step))`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, text = ERRORS[case]
+    with raises(error, text):
+        call()

@@ -1,0 +1,295 @@
+"""Weights with a distribution: moments, divergences, gates, and what updates close."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from scipy import integrate, stats
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+KEYS = jax.random.split(jax.random.key(0), 4000)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def draws(p, raw, keys=KEYS):
+    return np.asarray(jax.jit(lambda raw: jax.lax.map(lambda key: p.apply(raw, key)["w"], keys))(raw))
+
+
+# Gaussian. ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [None, -1, 0])
+def test_gaussian_has_its_mean_and_its_standard_deviations(axis):
+    p = rpx.Gaussian(std=0.1, axis=axis)
+    raw = p.init({"w": normal(3, 2)})
+    held = raw["w"]["@gaussian"]
+    assert held["rho"].shape == {None: (3, 2), -1: (1, 2), 0: (3, 1)}[axis]
+    np.testing.assert_allclose(jax.nn.softplus(held["rho"]), 0.1, rtol=1e-5)
+    held["rho"] = held["rho"] + jnp.abs(normal(*held["rho"].shape, seed=1))
+    std = np.broadcast_to(jax.nn.softplus(held["rho"]), (3, 2))
+    found = draws(p, raw)
+    n = len(KEYS)
+    assert np.all(np.abs(found.mean(0) - held["mean"]) < 5 * std / np.sqrt(n))
+    assert np.all(np.abs(found.std(0) / std - 1) < 5 / np.sqrt(2 * n))
+    assert jnp.array_equal(p.fold(raw)["w"], held["mean"])
+
+
+def test_the_divergence_is_that_of_scipy_and_of_a_whole_std_over_its_axis():
+    p = rpx.Gaussian(std=0.3, prior=0.7)
+    raw = p.init({"w": normal(3, 2)})
+    raw["w"]["@gaussian"]["rho"] = normal(3, 2, seed=1)
+
+    def divergence(mean, std):
+        q, prior = stats.norm(mean, std), stats.norm(0, 0.7)
+        return integrate.quad(lambda x: q.pdf(x) * (q.logpdf(x) - prior.logpdf(x)), mean - 12 * std, mean + 12 * std)[0]
+
+    held = raw["w"]["@gaussian"]
+    pairs = zip(np.ravel(held["mean"]), np.ravel(jax.nn.softplus(held["rho"])), strict=True)
+    np.testing.assert_allclose(p.penalty(raw), sum(divergence(float(m), float(s)) for m, s in pairs), rtol=1e-5)
+    shared = rpx.Gaussian(std=0.3, prior=0.7, axis=-1)
+    each = rpx.Gaussian(std=0.3, prior=0.7)
+    params = {"w": normal(3, 2)}
+    np.testing.assert_allclose(shared.penalty(shared.init(params)), each.penalty(each.init(params)), rtol=1e-6)
+
+
+def test_complex_weights_have_the_divergence_of_their_parts():
+    w = normal(4, dtype=np.complex64) + 1j * normal(4, seed=1).astype(np.complex64)
+    p, half = rpx.Gaussian(std=0.3, prior=0.7), np.sqrt(0.5)
+    parts = rpx.Gaussian(std=0.3 * half, prior=0.7 * half)
+    both = parts.penalty(parts.init({"w": jnp.concatenate([w.real, w.imag])}))
+    np.testing.assert_allclose(p.penalty(p.init({"w": w})), both, rtol=1e-5)
+
+
+def test_gradients_of_the_penalty_and_of_the_likelihood_are_those_of_the_formulas():
+    p = rpx.Gaussian(std=0.3, prior=0.7)
+    raw = p.init({"w": normal(5)})
+    grads = jax.grad(p.penalty)(raw)["w"]["@gaussian"]
+    mean, rho = raw["w"]["@gaussian"]["mean"], raw["w"]["@gaussian"]["rho"]
+    std = jax.nn.softplus(rho)
+    np.testing.assert_allclose(grads["mean"], mean / 0.49, rtol=1e-5)
+    np.testing.assert_allclose(grads["rho"], (std / 0.49 - 1 / std) * jax.nn.sigmoid(rho), rtol=1e-4)
+    # E[sum w^2] = sum mean^2 + std^2: the estimate of its gradient has that mean, within its own standard error.
+    found = jax.vmap(lambda key: jax.grad(lambda raw: jnp.sum(p.apply(raw, key)["w"] ** 2))(raw))(KEYS)
+    for name, want in (("mean", 2 * mean), ("rho", 2 * std * jax.nn.sigmoid(rho))):
+        each = np.asarray(found["w"]["@gaussian"][name])
+        assert np.all(np.abs(each.mean(0) - want) < 5 * each.std(0) / np.sqrt(len(KEYS)))
+
+
+def test_nothing_of_a_drawn_weight_is_kept_under_remat():
+    p = rpx.Gaussian(std=0.1)
+    raw, x = p.init({"w": normal(16, 16)}), normal(4, 16)
+
+    def loss(raw, key, x):
+        w = p.apply(raw, key)["w"]
+        return jnp.sum(jnp.tanh(x @ w) @ w) + p.penalty(raw)
+
+    args = raw, jax.random.key(0), x
+    assert rpx.saved(rpx.remat(loss), *args).bytes("weights") == 0
+    plain, again = (jax.grad(f)(*args) for f in (loss, rpx.remat(loss)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
+
+
+def test_two_arrays_and_two_stages_draw_apart():
+    p = rpx.Gaussian(std=1.0)
+    raw = p.init({"a": jnp.zeros(1000), "b": jnp.zeros(1000)})
+    found = p.apply(raw, KEYS[0])
+    assert abs(float(jnp.corrcoef(found["a"], found["b"])[0, 1])) < 5 / np.sqrt(1000)
+    alone = p.apply(p.init({"a": jnp.zeros(1000)}), KEYS[0])
+    assert jnp.array_equal(alone["a"], found["a"])
+    stacked = rpx.Gaussian(std=1.0, stacked=0)
+    rows = stacked.apply(stacked.init({"a": jnp.zeros((2, 1000))}), KEYS[0])["a"]
+    assert abs(float(jnp.corrcoef(rows)[0, 1])) < 5 / np.sqrt(1000)
+
+
+def test_penalties_add_up_over_stages_each_on_what_it_sees():
+    params = {"w": normal(4, 3)}
+    p = rpx.WeightNorm() >> rpx.Gaussian(std=0.1)
+    raw = p.init(params)
+    mean = (rpx.WeightNorm()).apply({"w": raw["w"]["@gaussian"]["mean"]})["w"]
+    plain = {"w": {"@gaussian": {"mean": mean, "rho": raw["w"]["@gaussian"]["rho"]}}}
+    np.testing.assert_allclose(p.penalty(raw), rpx.Gaussian(std=0.1).penalty(plain), rtol=1e-5)
+    assert rpx.WeightNorm().penalty(rpx.WeightNorm().init(params)) == 0
+    both = rpx.Gaussian(std=0.1, where="a") >> rpx.Gaussian(std=0.2, where="b")
+    ab = {"a": normal(3), "b": normal(3, seed=1)}
+    one, two = rpx.Gaussian(std=0.1), rpx.Gaussian(std=0.2)
+    want = one.penalty(one.init({"a": ab["a"]})) + two.penalty(two.init({"b": ab["b"]}))
+    np.testing.assert_allclose(both.penalty(both.init(ab)), want, rtol=1e-6)
+
+
+def test_the_penalty_of_half_precision_is_a_number_in_single_precision():
+    p = rpx.Gaussian(std=0.1)
+    raw = p.init({"w": normal(1000).astype(jnp.bfloat16)})
+    assert p.penalty(raw).dtype == jnp.float32
+
+
+def test_the_distance_from_the_base_is_a_penalty():
+    p = rpx.Delta(strength=0.2)
+    raw = p.init({"w": normal(3, 2)})
+    assert p.penalty(raw) == 0
+    raw["w"]["@delta"]["x"] = normal(3, 2, seed=1)
+    np.testing.assert_allclose(p.penalty(raw), 0.1 * np.sum(np.square(normal(3, 2, seed=1))), rtol=1e-6)
+
+
+# Variational dropout. ----------------------------------------------------------------------------------------------
+
+
+def test_variational_dropout_draws_and_prunes_by_its_rule():
+    w = jnp.array([[1.0, 0.04, 0.02, 0.001]])
+    p = rpx.VariationalDropout(std=0.1)
+    raw = p.init({"w": w})
+    found = draws(p, raw)
+    assert np.all(np.abs(found.mean(0) - w) < 5 * 0.1 / np.sqrt(len(KEYS)))
+    assert np.all(np.abs(found.std(0) / 0.1 - 1) < 5 / np.sqrt(2 * len(KEYS)))
+    pruned = p.update(raw)
+    alive = np.log(0.01 / np.square(w)) <= 3
+    np.testing.assert_array_equal(p.fold(pruned)["w"], np.where(alive, w, 0))
+    assert not draws(p, pruned, KEYS[:10])[:, ~alive].any()
+
+
+def test_the_divergence_of_variational_dropout_is_near_the_integral():
+    # -KL + const = 0.5 log(alpha) - E log|1 + sqrt(alpha) eps|, of which the constant goes away in differences.
+    def exact(alpha):
+        low, high = (
+            stats.norm.expect(lambda e: np.log(np.abs(1 + np.sqrt(alpha) * e) + 1e-300), lb=a, ub=b)
+            for a, b in ((-np.inf, -1 / np.sqrt(alpha)), (-1 / np.sqrt(alpha), np.inf))
+        )
+        return low + high - 0.5 * np.log(alpha)
+
+    p = rpx.VariationalDropout()
+
+    def ours(alpha):
+        raw = p.init({"w": jnp.ones((1, 1))})
+        raw["w"]["@variational_dropout"]["log_var"] = jnp.full((1, 1), np.log(alpha), jnp.float32)
+        return float(p.penalty(raw))
+
+    for alpha, other in ((0.05, 0.5), (0.5, 2.0), (2.0, 10.0)):
+        assert abs((ours(alpha) - ours(other)) - (exact(alpha) - exact(other))) < 0.02
+
+
+# Gates. ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "axis"), [(0.9, None), (0.5, 0), (0.7, -1)])
+def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(keep, axis):
+    p = rpx.HardConcrete(keep, axis=axis)
+    raw = p.init({"w": jnp.ones((4, 3))})
+    held = raw["w"]["@hard_concrete"]
+    gates = held["log_alpha"].size
+    np.testing.assert_allclose(p.penalty(raw), 12 * keep, rtol=1e-5)
+    np.testing.assert_allclose(p.fold(raw)["w"], 1.0, rtol=1e-6)
+    found = draws(p, raw)
+    n = found.shape[0] * gates
+    assert abs(np.mean(found != 0) - keep) < 5 * np.sqrt(keep * (1 - keep) / n)
+    assert abs(found.mean() - 1) < 5 * found.std() / np.sqrt(n)
+    if axis is not None:
+        across = np.moveaxis(found, axis + 1 if axis >= 0 else -1, 0).reshape(found.shape[1 if axis == 0 else 2], -1)
+        assert across.shape[0] == gates
+
+
+def test_the_mean_of_a_gate_is_that_of_its_draws_far_from_the_start_too():
+    for log_alpha in (-3.0, -1.0, 0.0, 4.0):
+        p = rpx.HardConcrete()
+        raw = p.init({"w": jnp.ones((50, 50))})
+        raw["w"]["@hard_concrete"] |= {"w": jnp.ones((50, 50)), "log_alpha": jnp.full((50, 50), log_alpha)}
+        found = draws(p, raw, KEYS[:100])
+        assert abs(found.mean() - float(p.fold(raw)["w"][0, 0])) < 5 * found.std() / np.sqrt(found.size) + 1e-5
+
+
+def test_update_closes_gates_that_the_paper_closes():
+    p = rpx.HardConcrete(axis=0)
+    raw = p.init({"w": jnp.ones((4, 2))})
+    log_alpha = jnp.array([-3.0, -2.41, -2.38, 1.0])[:, None]
+    raw["w"]["@hard_concrete"]["log_alpha"] = log_alpha
+    test_time = np.clip(1.2 / (1 + np.exp(-np.asarray(log_alpha))) - 0.1, 0, 1)
+    after = p.update(raw)
+    np.testing.assert_array_equal(p.fold(after)["w"] != 0, np.broadcast_to(test_time > 0, (4, 2)))
+    assert p.penalty(after) < p.penalty(raw)
+    open_share = 1 / (1 + np.exp(-(log_alpha - 2 / 3 * np.log(1 / 11))))
+    np.testing.assert_allclose(p.penalty(raw), 2 * np.sum(open_share), rtol=1e-5)
+
+
+# A third party's. --------------------------------------------------------------------------------------------------
+
+
+class Laplace(rpx.Reparametrization):
+    """A distribution of a user, in a few lines."""
+
+    main, stochastic = ("mean",), True
+
+    def init_leaf(self, w):
+        return {"mean": w, "log_scale": jnp.full_like(w, -3)}
+
+    def apply_leaf(self, values, key):
+        return values["mean"] + jnp.exp(values["log_scale"]) * jax.random.laplace(key, values["mean"].shape)
+
+    def mean_leaf(self, values):
+        return values["mean"]
+
+
+def test_a_distribution_of_a_third_party_keeps_the_laws():
+    check_laws(Laplace() >> rpx.WeightNorm(), {"a": normal(4, 3), "b": normal(4, 3, seed=1)})
+
+
+def test_a_random_stage_that_says_no_mean_is_told_so():
+    class NoMean(Laplace):
+        kind = "no_mean"
+        mean_leaf = rpx.Reparametrization.mean_leaf
+
+    with pytest.raises(TypeError, match=r"^NoMean is stochastic, but says no mean\. Define mean_leaf\(values\)\."):
+        NoMean().init({"w": normal(2)})
+
+
+def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
+    p = rpx.Gaussian() >> rpx.VarNoise(0.1)
+    assert p.deterministic == rpx.Mean(rpx.Gaussian())
+    raw = p.init({"w": normal(3)})
+    p.deterministic.check(raw, like={"w": normal(3)})
+    q = rpx.VariationalDropout(std=0.1)
+    start = q.init({"w": jnp.full((2, 2), 1e-3)})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, q.deterministic.update(start), q.update(start)))
+    other = rpx.transfer(raw, p, rpx.Gaussian())
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, raw, other))
+
+
+ERRORS = {
+    "std": (
+        lambda: rpx.Gaussian(0.0),
+        ValueError,
+        "Gaussian got std=0.0, but takes a finite number greater than 0.",
+    ),
+    "keep": (
+        lambda: rpx.HardConcrete(1.0),
+        ValueError,
+        "HardConcrete got keep=1.0, but takes a probability between 0 and 1, without these.",
+    ),
+    "no key": (
+        lambda: rpx.Gaussian().apply(rpx.Gaussian().init({"w": normal(2)})),
+        ValueError,
+        "Gaussian().apply draws random numbers, so it needs a key, but got key=None. Pass a key, or evaluate with "
+        "`p.deterministic`.",
+    ),
+    "never init": (
+        lambda: rpx.Gaussian().penalty({"w": normal(2)}),
+        ValueError,
+        "Gaussian().penalty got a tree that never went through init: it holds no '@gaussian'. Call `raw = "
+        "p.init(params)` once, with the whole chain, and pass `raw`.",
+    ),
+    "strength": (
+        lambda: rpx.Delta(strength=-1.0),
+        ValueError,
+        "Delta got strength=-1.0, but takes a finite number that is not negative.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, text = ERRORS[case]
+    with raises(error, text):
+        call()

@@ -1,0 +1,233 @@
+"""Mirrored, relative and low-rank noise, and the gradient that noise estimates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from jax.sharding import PartitionSpec as P
+
+import reparax as rpx
+
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def shift(p, w, key=KEY):
+    return p.apply({"w": w}, key)["w"] - w
+
+
+# Mirrored. ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_negative_std_draws_the_mirrored_noise():
+    w = jnp.zeros((50, 3))
+    assert jnp.array_equal(shift(rpx.VarNoise(-0.3), w), -shift(rpx.VarNoise(0.3), w))
+    traced = jax.jit(lambda std: shift(rpx.VarNoise(std), w))
+    assert jnp.array_equal(traced(-0.3), -traced(0.3))
+
+
+def test_mirrored_chains_are_mirrored_where_two_draw_once():
+    w = jnp.zeros((50, 3))
+    both = rpx.VarNoise(0.3) >> rpx.VarNoise(0.4)
+    assert jnp.array_equal(shift(rpx.VarNoise(-0.3) >> rpx.VarNoise(-0.4), w), -shift(both, w))
+    traced = jax.jit(lambda sign: shift(rpx.VarNoise(sign * 0.3) >> rpx.VarNoise(sign * 0.4), w))
+    np.testing.assert_allclose(traced(-1.0), -traced(1.0), rtol=1e-6)
+    np.testing.assert_allclose(shift(rpx.VarNoise(-0.3) >> rpx.VarNoise(0.4), w), shift(both, w), rtol=1e-6)
+
+
+# Relative. ---------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "max": lambda w, axes: np.max(np.abs(w), axis=axes, keepdims=True),
+    "std": lambda w, axes: np.std(w, axis=axes, keepdims=True),
+    "norm": lambda w, axes: np.sqrt(np.sum(np.square(w), axis=axes, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("relative", SIZES)
+@pytest.mark.parametrize(("axis", "axes"), [(None, (0, 1)), (-1, (0,)), (0, (1,))])
+def test_relative_noise_is_in_units_of_the_weights(relative, axis, axes):
+    w = normal(6, 4)
+    plain = shift(rpx.VarNoise(1.0), jnp.zeros_like(w))
+    got = shift(rpx.VarNoise(0.2, relative=relative, axis=axis), w)
+    np.testing.assert_allclose(
+        got, 0.2 * SIZES[relative](np.asarray(w, np.float64), axes) * plain, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_size_of_the_weights_is_a_constant_in_gradients():
+    w, upstream = normal(6, 4), normal(6, 4, seed=1)
+    p = rpx.VarNoise(0.2, relative="norm")
+    got = jax.grad(lambda w: jnp.vdot(p.apply({"w": w}, KEY)["w"], upstream))(w)
+    np.testing.assert_allclose(got, upstream, rtol=1e-6)
+
+
+def test_relative_noise_on_stacked_layers_is_that_of_each():
+    w = normal(3, 4, 2) * jnp.array([1.0, 10.0, 100.0])[:, None, None]
+    got = shift(rpx.VarNoise(0.1, relative="max", stacked=0), w)
+    plain = shift(rpx.VarNoise(1.0), jnp.zeros_like(w))
+    sizes = np.max(np.abs(w), axis=(1, 2), keepdims=True)
+    np.testing.assert_allclose(got, 0.1 * sizes * plain, rtol=1e-3, atol=1e-5)
+
+
+def test_relative_noises_in_a_row_draw_apart():
+    w = normal(6, 4)
+    p = rpx.VarNoise(0.2, relative="max")
+    twice, first = shift(p >> p, w), shift(p, w)
+    assert not jnp.allclose(twice, np.sqrt(2) * first, rtol=1e-2)
+
+
+# Of low rank. ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_noise_of_low_rank_has_its_rank_and_the_variance_of_plain_noise(rank):
+    p, w = rpx.VarNoise(0.5, rank=rank), jnp.zeros((8, 6))
+    assert jnp.linalg.matrix_rank(shift(p, w)) == rank
+    keys = jax.random.split(KEY, 4000)
+    found = np.asarray(jax.jit(lambda: jax.lax.map(lambda key: shift(p, w, key), keys))())
+    n = len(keys)
+    # A product of two normal numbers has the fourth moment 9; an entry is a mean of `rank` of them.
+    kurtosis = 3 + 6 / rank
+    assert np.all(np.abs(found.mean(0)) < 5 * 0.5 / np.sqrt(n))
+    assert np.all(np.abs(found.var(0) / 0.25 - 1) < 6 * np.sqrt((kurtosis - 1) / n))
+    flat = found.reshape(n, -1) / 0.5
+    correlations = flat.T @ flat / n - np.diag(np.mean(flat**2, 0))
+    assert np.max(np.abs(correlations)) < 6 * np.sqrt(3 / n)
+
+
+def test_vectors_have_noise_of_full_rank_and_stacked_matrices_have_their_own():
+    p = rpx.VarNoise(0.5, rank=1)
+    tree = {"b": jnp.zeros(5), "w": jnp.zeros((4, 3))}
+    assert jnp.array_equal(p.apply(tree, KEY)["b"], rpx.VarNoise(0.5).apply(tree, KEY)["b"])
+    stacked = shift(rpx.VarNoise(0.5, rank=1, stacked=0), jnp.zeros((3, 8, 6)))
+    assert [int(jnp.linalg.matrix_rank(each)) for each in stacked] == [1, 1, 1]
+    assert jnp.linalg.matrix_rank(stacked.reshape(24, 6)) > 1
+    middle = shift(rpx.VarNoise(0.5, rank=1, stacked=1), jnp.zeros((8, 3, 6)))
+    assert [int(jnp.linalg.matrix_rank(middle[:, i])) for i in range(3)] == [1, 1, 1]
+    kernel = shift(p, jnp.zeros((3, 3, 4, 6)))
+    assert jnp.linalg.matrix_rank(kernel.reshape(36, 6)) == 1
+
+
+def test_equal_small_arrays_draw_apart_in_one_loop():
+    p = rpx.VarNoise(0.5, rank=1)
+    found = p.apply({"a": jnp.zeros((4, 3)), "b": jnp.zeros((4, 3))}, KEY)
+    assert not jnp.allclose(found["a"], found["b"])
+    assert jnp.array_equal(found["a"], p.apply({"a": jnp.zeros((4, 3))}, KEY)["a"])
+
+
+# The estimate. -----------------------------------------------------------------------------------------------------
+
+
+def members(p, raw, keys):
+    return jax.vmap(lambda key: p.apply(raw, key))(keys)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_the_estimate_is_that_of_stored_noise(rank):
+    p = rpx.VarNoise(0.3, rank=rank)
+    raw = {"w": normal(6, 4), "b": normal(4, seed=1), "n": jnp.arange(3)}
+    keys, fitness = jax.random.split(KEY, 32), normal(32, seed=2)
+    got = rpx.noise_gradient(p, raw, keys, fitness)
+    for name in ("w", "b"):
+        noise = (np.asarray(members(p, raw, keys)[name], np.float64) - np.asarray(raw[name])) / 0.3
+        want = np.tensordot(np.asarray(fitness, np.float64), noise, 1) / (32 * 0.3)
+        np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-5)
+    assert not got["n"].any()
+    assert got["n"].dtype == raw["n"].dtype
+
+
+def test_the_estimate_goes_on_to_raw_values_by_the_chain_rule():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.3)
+    raw = p.init({"w": normal(6, 4)})
+    keys, fitness = jax.random.split(KEY, 16), normal(16, seed=2)
+    weights = rpx.WeightNorm().apply(raw)
+    outer = rpx.noise_gradient(rpx.VarNoise(0.3), weights, keys, fitness)
+    want = jax.vjp(rpx.WeightNorm().apply, raw)[1](outer)[0]
+    got = rpx.noise_gradient(p, raw, keys, fitness)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_mirrored_pairs_are_those_of_evolution_strategies():
+    raw, keys = {"w": normal(6)}, jax.random.split(KEY, 64)
+
+    def reward(tree):
+        return jnp.sum(jnp.sin(tree["w"])) + 100.0
+
+    up, down = ([float(reward(rpx.VarNoise(s).apply(raw, key))) for key in keys] for s in (0.1, -0.1))
+    halves = (jnp.asarray(up) - jnp.asarray(down)) / 2
+    got = rpx.noise_gradient(rpx.VarNoise(0.1), raw, keys, halves)["w"]
+    noise = (np.asarray(members(rpx.VarNoise(0.1), raw, keys)["w"]) - np.asarray(raw["w"])) / 0.1
+    want = np.tensordot(np.asarray(up) - np.asarray(down), noise, 1) / (2 * 64 * 0.1)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+    each = (np.asarray(up) - np.asarray(down))[:, None] / 0.2 * noise
+    assert np.all(np.abs(got - np.cos(raw["w"]) * np.exp(-0.005)) < 5 * each.std(0) / 8)
+
+
+def test_memory_is_that_of_one_member():
+    p, raw = rpx.VarNoise(0.1), {"w": jnp.zeros((256, 256))}
+
+    def temporary(n):
+        given = raw, jax.eval_shape(lambda: jax.random.split(KEY, n)), jax.ShapeDtypeStruct((n,), jnp.float32)
+        estimate = jax.jit(lambda raw, keys, fitness: rpx.noise_gradient(p, raw, keys, fitness))
+        return estimate.lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(64) < 1.1 * temporary(8)
+    assert temporary(64) < 6 * raw["w"].nbytes
+
+
+ERRORS = {
+    "relative": (
+        lambda: rpx.VarNoise(0.1, relative="mean"),
+        ValueError,
+        "VarNoise takes relative='max', 'std' or 'norm', but got 'mean'.",
+    ),
+    "axis": (
+        lambda: rpx.VarNoise(0.1, axis=0),
+        ValueError,
+        "VarNoise got axis=0 without relative, but only noise in units of the weights has an axis. Give "
+        "relative='max', 'std' or 'norm', or leave axis out.",
+    ),
+    "rank": (
+        lambda: rpx.VarNoise(0.1, rank=0),
+        ValueError,
+        "VarNoise got rank=0, but takes at least 1.",
+    ),
+    "two noises": (
+        lambda: rpx.noise_gradient(
+            rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1), {"w": normal(2, 2)}, jax.random.split(KEY, 2), jnp.ones(2)
+        ),
+        ValueError,
+        "(VarNoise(0.1) >> WeightDropout(0.1)).noise_gradient takes a chain with one VarNoise, of one std that is not "
+        "zero and not relative, and no other random stage. Write such a chain.",
+    ),
+    "counts": (
+        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(3)),
+        ValueError,
+        "noise_gradient takes a number for each key, but got fitness of shape (3,) for keys of shape (2,). Pass one of "
+        "each for each member.",
+    ),
+    "std": (
+        lambda: rpx.VarNoise(float("nan")),
+        ValueError,
+        "VarNoise got std=nan, but a standard deviation is a finite number.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, error, text = ERRORS[case]
+    with raises(error, text):
+        call()
+
+
+def test_noise_in_units_of_a_sharded_weight_lies_as_it_does():
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    w = jax.device_put(normal(8, 8), jax.NamedSharding(mesh, P("x", "y")))
+    p = rpx.VarNoise(0.1, relative="max", axis=-1)
+    np.testing.assert_allclose(jax.jit(p.apply)({"w": w}, KEY)["w"], p.apply({"w": normal(8, 8)}, KEY)["w"], rtol=1e-5)

@@ -1,0 +1,124 @@
+"""Volumes: against the determinant of the Jacobian."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def log_slope(f, x):
+    """Of a function of as many numbers as it gives, in float64."""
+    jacobian = np.asarray(jax.jacobian(lambda x: f(x).reshape(-1))(x), np.float64).reshape(x.size, x.size)
+    return np.linalg.slogdet(jacobian)[1]
+
+
+def lower(w):
+    return w[np.tril_indices(w.shape[-1])]
+
+
+SQUARE = normal(3, 3) @ normal(3, 3).T + jnp.eye(3)
+CASES = {
+    "softplus": (rpx.Positive(), jnp.exp(normal(4)), lambda w: w),
+    "exp": (rpx.Positive("exp"), jnp.exp(normal(4)), lambda w: w),
+    "square": (rpx.Positive("square"), jnp.exp(normal(4)), lambda w: w),
+    "bounded": (rpx.Bounded(-2, 3), jnp.tanh(normal(4)), lambda w: w),
+    "own functions": (rpx.Elementwise(jnp.sinh, jnp.arcsinh), normal(4), lambda w: w),
+    "scale": (rpx.Scale(-0.5), normal(4), lambda w: w),
+    "triangular": (rpx.Triangular(), jnp.tril(normal(3, 3)), lower),
+    "definite": (rpx.PositiveDefinite(), SQUARE, lower),
+    "scale >> positive": (rpx.Scale(3.0) >> rpx.Positive("exp"), jnp.exp(normal(4)), lambda w: w),
+    "positive >> scale": (rpx.Positive("exp") >> rpx.Scale(3.0), jnp.exp(normal(4)), lambda w: w),
+    "positive >> noise": (rpx.Positive("exp") >> rpx.VarNoise(0.1), jnp.exp(normal(4)), lambda w: w),
+    "freeze of another": (
+        rpx.Freeze(where="v") >> rpx.Positive("exp", where="w"),
+        jnp.exp(normal(4)),
+        lambda w: w,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_volume_is_that_of_the_jacobian(name):
+    p, w, numbers = CASES[name]
+    raw = p.init({"w": w, "v": jnp.ones(2)} if "freeze" in name else {"w": w})
+    (x,), treedef = jax.tree.flatten(raw["w"])
+    flat = x.reshape(-1)
+
+    def effective(flat):
+        return numbers(p.fold({**raw, "w": treedef.unflatten([flat.reshape(x.shape)])})["w"])
+
+    np.testing.assert_allclose(p.log_det(raw), log_slope(effective, flat), rtol=1e-4, atol=1e-4)
+
+
+def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum():
+    p = rpx.Simplex()
+    raw = p.init({"w": jax.nn.softmax(normal(5))})
+    x = raw["w"]["@simplex"]["x"] + 0.7
+
+    def both(x):
+        return jnp.append(jax.nn.softmax(x)[:-1], jax.nn.logsumexp(x))
+
+    got = p.log_det({"w": {"@simplex": {"x": x}}})
+    np.testing.assert_allclose(got, log_slope(both, x), rtol=1e-4)
+
+
+def test_small_slopes_have_logarithms():
+    x = jnp.array([-300.0, 300.0])
+    for p, want in ((rpx.Positive(), -300.0), (rpx.Bounded(0, 1), -600.0)):
+        raw = {"w": {f"@{p.kind}": {"x": x}}}
+        np.testing.assert_allclose(p.log_det(raw), want, rtol=1e-6)
+
+
+def test_stacked_matrices_add_up_and_half_precision_is_a_number_in_single():
+    p, one = rpx.PositiveDefinite(stacked=0), rpx.PositiveDefinite()
+    both = p.log_det(p.init({"w": jnp.stack([SQUARE, 2 * SQUARE])}))
+    alone = [one.log_det(one.init({"w": w})) for w in (SQUARE, 2 * SQUARE)]
+    np.testing.assert_allclose(both, sum(alone), rtol=1e-5)
+    q = rpx.Positive("exp")
+    assert q.log_det(q.init({"w": jnp.ones(3, jnp.bfloat16)})).dtype == jnp.float32
+
+
+def test_gradients_are_those_of_the_formula():
+    p = rpx.Positive("exp")
+    grads = jax.grad(p.log_det)(p.init({"w": jnp.exp(normal(4))}))
+    np.testing.assert_allclose(grads["w"]["@positive"]["x"], 1.0)
+
+
+ERRORS = {
+    "no bijection": (
+        lambda: rpx.WeightNorm().log_det(rpx.WeightNorm().init({"w": normal(2, 2)})),
+        "WeightNorm().log_det: the stage is no bijection, so volumes of raw and of effective values cannot be "
+        "compared. Take a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+        "Triangular.",
+    ),
+    "tie": (
+        lambda: rpx.Tie({"b": "a"}).log_det(rpx.Tie({"b": "a"}).init({"a": jnp.ones(2), "b": jnp.ones(2)})),
+        "Tie({'b': 'a'}).log_det: the stage is no bijection, so volumes of raw and of effective values cannot be "
+        "compared. Take a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+        "Triangular.",
+    ),
+    "exponential": (
+        lambda: rpx.PositiveDefinite("expm").log_det(rpx.PositiveDefinite("expm").init({"w": SQUARE})),
+        "PositiveDefinite(map='expm').log_det at 'w': PositiveDefinite(map='expm') has no log_det, but "
+        "PositiveDefinite('cholesky') has. Take that map.",
+    ),
+    "complex": (
+        lambda: (q := rpx.Elementwise(jnp.sinh, jnp.arcsinh)).log_det(q.init({"w": normal(2).astype(jnp.complex64)})),
+        "Elementwise(jnp.sinh, jnp.arcsinh).log_det at 'w': expected real numbers, whose volumes are known, got "
+        "complex64.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, text = ERRORS[case]
+    with raises(ValueError, text):
+        call()
