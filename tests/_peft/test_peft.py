@@ -91,6 +91,43 @@ def test_an_alpha_of_none_is_a_factor_of_one():
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
+def test_weights_that_torch_keeps_with_inputs_first_say_so():
+    tensors = lora(dense=(2, 6, 6))
+    params = {"dense": {"kernel": jnp.asarray(normal(6, 6)), "bias": jnp.zeros(6)}}
+    config = CONFIG | {"fan_in_fan_out": True}
+    p, raw = rpx.from_peft(tensors, config, params, layouts={"dense/kernel": "same"})
+    a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
+    np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-4)
+
+
+def test_what_peft_has_put_aside_is_not_read():
+    tensors = lora(dense=(2, 8, 6)) | {
+        f"{PREFIX}out.modules_to_save.weight": normal(4, 6, seed=7),
+        f"{PREFIX}out.original_module.weight": normal(4, 6, seed=8),
+    }
+    p, raw = rpx.from_peft(tensors, CONFIG, model())
+    np.testing.assert_array_equal(p.fold(raw)["out"]["kernel"], normal(4, 6, seed=7).T)
+
+
+def test_an_alpha_for_each_array_is_written_by_pattern():
+    p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
+    _, config = rpx.to_peft(p.init(model()), p)
+    assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
+
+
+def test_ends_of_names_that_mean_several_modules():
+    params = {name: {"kernel": jnp.ones((8, 8))} for name in ("lin", "xlin")}
+    p = rpx.Freeze() >> rpx.Gain(0, where="lin/kernel") >> rpx.Gain(-1, where="xlin/kernel")
+    assert rpx.to_peft(p.init(params), p)[1]["feedforward_modules"] == "lin"
+    q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
+    with raises(
+        ValueError,
+        "to_peft: PEFT takes the name of a module that it saves for the end of names, but 'lin' ends 'xlin' too. "
+        "Freeze 'lin'.",
+    ):
+        rpx.to_peft(q.init(params), q)
+
+
 MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
 READING = {
     "another model": (

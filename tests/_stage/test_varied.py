@@ -117,6 +117,14 @@ def test_a_where_and_numbers_select_together():
     assert [bool(got[a][b].any()) for a in ("decoder", "encoder") for b in ("kernel", "bias")] == [True, False] * 2
 
 
+def test_a_function_gets_types_alone_and_is_told_so():
+    p = rpx.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
+    with pytest.raises(
+        TypeError, match=r"^MaxNorm got a function as max that fails for 'w': .* It gets the path, and the"
+    ):
+        p.init({"w": normal(2, 2)})
+
+
 def test_shardings_and_checks_know_them():
     p = rpx.LoRA(2, {"decoder/.*": 2.0})
     raw = p.init(model())

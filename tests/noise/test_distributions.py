@@ -257,6 +257,45 @@ def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     assert jax.tree.all(jax.tree.map(jnp.array_equal, raw, other))
 
 
+def test_a_narrow_gaussian_has_a_finite_divergence():
+    p = rpx.Gaussian()
+    raw = p.init({"w": jnp.zeros(1)})
+    raw["w"]["@gaussian"]["rho"] = jnp.full(1, -200.0)
+    np.testing.assert_allclose(p.penalty(raw), 199.5, rtol=1e-6)
+    assert jnp.isfinite(jax.grad(p.penalty)(raw)["w"]["@gaussian"]["rho"]).all()
+
+
+def test_penalties_add_up_in_double_precision_too():
+    with jax.enable_x64(new_val=True):
+        raw = rpx.Gaussian().init({"a": jnp.ones(2, jnp.float32), "b": jnp.ones(2, jnp.float64)})
+        assert rpx.Gaussian().penalty(raw).dtype == jnp.float64
+        gates = rpx.HardConcrete().init({"a": jnp.ones((2, 2), jnp.float32)})
+        assert rpx.HardConcrete().penalty(gates).dtype == jnp.float32
+
+
+def test_a_random_formula_of_another_type_is_refused():
+    class Wide(Laplace):
+        kind = "wide_laplace"
+
+        def apply_leaf(self, values, key):
+            return super().apply_leaf(values, key)[None]
+
+    with pytest.raises(ValueError, match=r"^Wide\(\)\.apply at 'w': apply_leaf must give"):
+        Wide().apply(Wide().init({"w": normal(2)}), KEYS[0])
+
+
+def test_the_mean_of_a_stage_with_a_base_moves_its_base():
+    class Shifted(Laplace):
+        kind = "shifted_laplace"
+
+        def rebase_leaf(self, values):
+            return {**values, "log_scale": values["log_scale"] + 1}
+
+    raw = Shifted().init({"w": normal(2)})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, Shifted().deterministic.rebase(raw), Shifted().rebase(raw)))
+    assert not jnp.array_equal(Shifted().rebase(raw)["w"]["@shifted_laplace"]["log_scale"], -3)
+
+
 ERRORS = {
     "std": (
         lambda: rpx.Gaussian(0.0),
@@ -266,7 +305,7 @@ ERRORS = {
     "keep": (
         lambda: rpx.HardConcrete(1.0),
         ValueError,
-        "HardConcrete got keep=1.0, but takes a probability between 0 and 1, without these.",
+        "HardConcrete got keep=1.0, but takes a probability above 0.32 and below 1, as `update` closes gates of less.",
     ),
     "no key": (
         lambda: rpx.Gaussian().apply(rpx.Gaussian().init({"w": normal(2)})),

@@ -180,6 +180,31 @@ def test_memory_is_that_of_one_member():
     assert temporary(64) < 6 * raw["w"].nbytes
 
 
+def test_noise_before_a_reparametrization_has_an_estimate_too():
+    p = rpx.VarNoise(0.3) >> rpx.WeightNorm()
+    raw, keys, fitness = p.init({"w": normal(6, 4)}), jax.random.split(KEY, 16), normal(16, seed=2)
+    got = rpx.noise_gradient(p, raw, keys, fitness)["w"]["@weight_norm"]["v"]
+    drawn = [rpx.VarNoise(1.0).apply({"w": jnp.zeros((6, 4))}, key)["w"] for key in keys]
+    np.testing.assert_allclose(got, np.tensordot(fitness, np.stack(drawn), 1) / (16 * 0.3), rtol=1e-4, atol=1e-5)
+
+
+def test_the_estimate_of_complex_weights_is_their_gradient():
+    raw, p, keys = {"w": jnp.array([1.0 + 2.0j])}, rpx.VarNoise(0.1), jax.random.split(KEY, 20000)
+
+    def value(w):
+        return jnp.sum(w.real**2 + 3 * w.imag)
+
+    fitness = jax.vmap(lambda key: value(p.apply(raw, key)["w"]))(keys)
+    got = rpx.noise_gradient(p, raw, keys, fitness - fitness.mean())["w"]
+    assert abs(complex(got[0] - jax.grad(value)(raw["w"])[0])) < 0.25
+
+
+def test_the_estimate_takes_trees_with_functions_and_half_precision():
+    raw = {"w": jnp.ones(3, jnp.bfloat16), "act": jax.nn.relu, "n": jnp.arange(2)}
+    got = rpx.noise_gradient(rpx.VarNoise(0.1), raw, jax.random.split(KEY, 4), jnp.arange(4))
+    assert (got["w"].dtype, got["act"]) == (jnp.bfloat16, jax.nn.relu)
+
+
 ERRORS = {
     "relative": (
         lambda: rpx.VarNoise(0.1, relative="mean"),

@@ -69,6 +69,14 @@ def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum():
     np.testing.assert_allclose(got, log_slope(both, x), rtol=1e-4)
 
 
+def test_frozen_values_do_not_count():
+    params = {"a": jnp.full(2, jnp.e), "b": jnp.full(3, jnp.e)}
+    p = rpx.Freeze(where="b") >> rpx.Positive("exp")
+    np.testing.assert_allclose(p.log_det(p.init(params)), 2.0, rtol=1e-6)
+    q = rpx.Positive("exp") >> rpx.Freeze()
+    assert q.log_det(q.init(params)) == 0
+
+
 def test_small_slopes_have_logarithms():
     x = jnp.array([-300.0, 300.0])
     for p, want in ((rpx.Positive(), -300.0), (rpx.Bounded(0, 1), -600.0)):

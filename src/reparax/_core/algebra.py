@@ -17,8 +17,9 @@ from reparax._core.keys import Keys, check_key
 from reparax._core.pending import settle
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
+from reparax._numerics.arithmetic import add_up
 from reparax._tree.differences import abstract, require_no_differences
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, is_array
 from reparax._tree.raw import OTHER_CHAIN, flatten_slots, graft, kind_of, outer_markers, resolve_owners
 
 
@@ -160,15 +161,21 @@ class Parametrization(Static, ABC):
           >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
           Array(3., dtype=float32)
         """
-        return self._sum(raw, lambda stage, tree: stage.log_det_tree(tree))
+        leaves, slots, _ = flatten_slots(gather_boxes(raw))
+        places = [slot.place for x, slot in zip(leaves, slots, strict=True) if is_array(x) and not slot.fixed]
+
+        def is_free(place: str) -> bool:
+            return any(each == place or each.startswith(f"{place}/") for each in places)
+
+        return self._sum(raw, lambda stage, tree: stage.log_det_tree(tree, is_free))
 
     def _sum(self, raw: PyTree, of: "Callable[[Parametrization, PyTree], jax.Array]") -> jax.Array:
         """What the stages say of the trees that they see, added up."""
-        tree, total = gather_boxes(raw), jnp.zeros(())
+        tree, said = gather_boxes(raw), list[jax.Array]()
         for stage in _stages(self.deterministic):
-            total = total + of(stage, tree)
+            said.append(of(stage, tree))
             tree = stage.apply_tree(tree, Keys(None))
-        return total
+        return add_up(said)
 
     @property
     def advances(self) -> bool:
@@ -206,11 +213,11 @@ class Parametrization(Static, ABC):
     def penalty_tree(self, tree: PyTree) -> jax.Array:
         """What this stage adds to the loss, of the tree that earlier stages made."""
         del tree
-        return jnp.zeros(())
+        return jnp.zeros((), jnp.float32)
 
-    def log_det_tree(self, tree: PyTree) -> jax.Array:
-        """The logarithm of this stage's own volume, of the tree that earlier stages made."""
-        del tree
+    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> jax.Array:
+        """The logarithm of this stage's own volume, of the tree that earlier stages made, at the places that train."""
+        del tree, is_free
         raise ValueError(
             f"{self!r}.log_det: the stage is no bijection, so volumes of raw and of effective values cannot be "
             f"compared. Take a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "

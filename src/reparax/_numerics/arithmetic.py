@@ -1,5 +1,7 @@
 """Arithmetic of low-precision arrays: computed in float32, cast back at the end."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +17,13 @@ def widened(w: Array) -> Array:
 def is_inexact(w: Array) -> bool:
     """Whether the numbers of ``w`` are floating or complex."""
     return jnp.issubdtype(w.dtype, jnp.inexact)
+
+
+def add_up(numbers: Sequence[Array]) -> Array:
+    """The sum of real numbers, in float32 at least."""
+    double = any(x.dtype == jnp.float64 for x in numbers)
+    dtype = jnp.float64 if double else jnp.float32
+    return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
 
 def holds(wide: Any, narrow: Any) -> bool:

@@ -49,11 +49,14 @@ class IA3Method(Method):
         return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        return {"feedforward_modules": sorted(module for module, each in modules.items() if each.flags["inputs"])}
+        inputs = sorted(module for module, each in modules.items() if each.flags["inputs"])
+        clear = all(each.flags["inputs"] == is_named(module, inputs) for module, each in modules.items())
+        # A list names ends of names; where these are not clear, an expression names the whole.
+        return {"feedforward_modules": inputs if clear else "|".join(map(re.escape, inputs))}
 
 
 def is_named(module: str, names: Any) -> bool:
     """Whether a list of names, or a regular expression, means a module, as PEFT reads them."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    return any(module.endswith(name) for name in names)

@@ -14,7 +14,7 @@ from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method
 from reparax._peft.methods import METHODS
 from reparax._peft.target import Target
-from reparax._peft.targets import plain_name, targets_of
+from reparax._peft.targets import is_unused, plain_name, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.rules import Rules
 from reparax._tree.paths import PyTree, named, path_text
@@ -42,7 +42,8 @@ def from_peft(
       config: The contents of ``adapter_config.json``.
       like: The model's parameters, which are the base.
       names: As for :func:`from_torch`: what torch calls a parameter of the base model.
-      layouts: As for :func:`from_torch`.
+      layouts: As for :func:`from_torch`: ``"same"`` for the weights of ``Conv1D`` of transformers (``fan_in_fan_out``),
+        which torch has as ``(in, out)`` too.
 
     Returns:
       The chain, and its raw tree.
@@ -68,10 +69,13 @@ def from_peft(
     """
     method = _method(config)
     targets = targets_of(like, names, layouts)
-    found = _Found.of(method, targets, {plain_name(name): _array(x) for name, x in tensors.items()})
+    arrays = {plain_name(name): _array(x) for name, x in tensors.items() if not is_unused(name)}
+    found = _Found.of(method, targets, arrays)
     layers: dict[str, Layer] = {}
+    turned = bool(config.get("fan_in_fan_out"))
     for module, held in found.modules.items():
         target = replace(targets[f"{module}.weight"], table="lora_embedding_A" in held)
+        target = target.turned() if turned and not target.table else target
         try:
             layers[target.path] = _layer(method, target, held, config)
         except ValueError as error:

@@ -1,6 +1,6 @@
 """An array that PEFT adapts: what it is called there, and which of its axes are inputs and outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +32,11 @@ class Target:
     def module(self) -> str:
         """What torch calls the module that it belongs to."""
         return self.tensor.rpartition(".")[0]
+
+    def turned(self) -> "Target":
+        """The same array, of which torch keeps the transposed weight, while PEFT adapts it as ``(out, in)``."""
+        other = {"same": "kernel", "kernel": "same"}
+        return replace(self, layout=other[self.layout]) if len(self.shape) == 2 else self
 
     @property
     def out(self) -> int:

@@ -16,6 +16,11 @@ def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target
 
 def plain_name(name: str) -> str:
     """The name of a tensor without what PEFT puts in front of the base model's, and around its modules."""
-    for inserted in (".base_layer", ".modules_to_save.default"):
+    for inserted in (".base_layer", ".modules_to_save.default", ".modules_to_save"):
         name = name.replace(inserted, "")
     return name.removeprefix(PREFIX)
+
+
+def is_unused(name: str) -> bool:
+    """Whether PEFT has put aside a module under this name, of which a copy trains."""
+    return ".original_module." in name

@@ -17,7 +17,7 @@ from reparax._stage.leaf import Perturbation
 from reparax._torch.rules import Rules
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, items, path_text
-from reparax._tree.raw import FIXED, kind_of
+from reparax._tree.raw import FIXED, kind_of, parameter
 from reparax.adapters import Gain
 from reparax.quantized import Quantize, Stored
 from reparax.shared import Tie
@@ -121,7 +121,8 @@ def _node(held: Any, keys: Names, made: Mapping[Names, Parametrization]) -> Any:
         raise ValueError(f"the chain has no stage for @{kind_of(mark)}")
     free = {name: _node(x, (*keys, mark, name), made) for name, x in content.items() if name != FIXED}
     fixed = {name: _node(x, (*keys, mark, FIXED, name), made) for name, x in content.get(FIXED, {}).items()}
-    return Node(made[_transfer.plain(keys)], {**free, **fixed})
+    stage: Any = made[_transfer.plain(keys)]
+    return Node(stage.for_array(parameter(keys), None) if hasattr(stage, "for_array") else stage, {**free, **fixed})
 
 
 def _is_bias_gain(node: Node, target: Target) -> bool:
@@ -161,6 +162,12 @@ def _beside(
     biases = {path for path in free if targets[path].module not in saved}
     if shared := sorted(saved & adapted):
         raise ValueError(f"to_peft: PEFT adapts a module or saves it as a whole, but {shared[0]!r} would be both.")
+    for module in saved:
+        if also := sorted({t.module for t in targets.values() if t.module.endswith(module)} - saved):
+            raise ValueError(
+                f"to_peft: PEFT takes the name of a module that it saves for the end of names, but {module!r} ends "
+                f"{also[0]!r} too. Freeze {module!r}."
+            )
     known = {path for path, t in targets.items() if t.tensor.endswith("bias") and t.module not in saved}
     rest = {path for path in known if targets[path].module in adapted}
     kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None

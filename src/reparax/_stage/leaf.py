@@ -19,7 +19,7 @@ from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.keys import Keys, split_key
 from reparax._core.pending import draw_all, settle, without_noise
 from reparax._core.value import argument
-from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._numerics.arithmetic import add_up, is_inexact, widened
 from reparax._stage.mean import Mean
 from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
 from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
@@ -121,8 +121,8 @@ class _Leafwise(Parametrization):
         held = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in held.items() if isinstance(value, ByPath | ByArray)}
 
-    def _at(self, path: str, w: Any) -> Self:
-        """This stage with the numbers of one array."""
+    def for_array(self, path: str, w: Any) -> Self:
+        """This stage with the numbers of one array, of which functions get the type."""
         varied = self._varied
         return replace(self, **{name: value.at(path, w) for name, value in varied.items()}) if varied else self
 
@@ -135,7 +135,7 @@ class _Leafwise(Parametrization):
     def _taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Self:
         """This stage for an array that it can take."""
         with locate_errors(who):
-            own = self._at(path, w)
+            own = self.for_array(path, jax.ShapeDtypeStruct(w.shape, w.dtype)) if self._varied else self
             stage = own._numbered(names)
             if stage is not own and names is not None:
                 require_names_fit(names, w)
@@ -203,9 +203,10 @@ class Perturbation(_Leafwise):
         Nothing else counts them: of kernels of ``(layers, in, out)``, ``stacked=0`` leaves matrices, which have two
         dimensions, and whose ``axis=0`` is ``in``. Default: none.
 
-    Where a stage takes a number, it takes one for each array too: a dict of regular expressions that must match the
-    whole path, ``VarNoise({"decoder/.*": 0.075, "encoder/.*": 0.01})``, of which an array that none matches is left
-    alone; or a function ``(path, array) -> number``.
+    Where a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, it takes one for each array
+    too: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, of which an
+    array that none matches is left alone; or a function ``(path, array) -> number``, which may look at the array's
+    shape and dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -286,6 +287,7 @@ class _Node:
     Attributes:
       who: How errors name it.
       path: The path on which its draws depend.
+      place: The path in the raw tree.
       stage: The stage, its axes by number where it is known to act here.
       mark: The marker.
       held: What stands under it.
@@ -293,6 +295,7 @@ class _Node:
 
     who: str
     path: str
+    place: str
     stage: Any
     mark: str
     held: Mapping[str, Any]
@@ -447,12 +450,18 @@ class Reparametrization(_Leafwise):
             return super().penalty_tree(tree)
         return self._total("penalty", tree, lambda stage: stage.penalty_leaf)
 
-    def log_det_tree(self, tree: PyTree) -> Array:
+    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> Array:
         if type(self).log_det_leaf is Reparametrization.log_det_leaf:
-            return super().log_det_tree(tree)
-        return self._total("log_det", tree, lambda stage: stage.log_det_leaf)
+            return super().log_det_tree(tree, is_free)
+        return self._total("log_det", tree, lambda stage: stage.log_det_leaf, is_free)
 
-    def _total(self, method: str, tree: PyTree, formula: Callable[[Self], Callable[..., Array]]) -> Array:
+    def _total(
+        self,
+        method: str,
+        tree: PyTree,
+        formula: Callable[[Self], Callable[..., Array]],
+        counts: Callable[[str], bool] = lambda _: True,
+    ) -> Array:
         """The sum of a number of each array, of which half precision is widened first."""
 
         def number(node: _Node) -> Array:
@@ -461,7 +470,7 @@ class Reparametrization(_Leafwise):
                 return jnp.sum(node.stage._over(formula(node.stage))(values))
 
         _, _, own = self._own_nodes(method, tree, Keys(None))
-        return sum(map(number, own.values()), jnp.zeros(()))
+        return add_up([number(node) for node in own.values() if counts(node.place)])
 
     def _in_place(self, tree: PyTree, keys: Keys) -> PyTree:
         """``tree`` with each selected array, which is its own raw value, as its effective one."""
@@ -503,8 +512,10 @@ class Reparametrization(_Leafwise):
             return self._over(self.apply_leaf)(dict(values))
         if key is None:
             return self._over(self.mean_leaf)(dict(values))
-        like = jax.eval_shape(self._closed, dict(values))
-        return self._over(self.apply_leaf)(dict(values), self._each_key(key, like))
+        like: Any = jax.eval_shape(self._closed, dict(values))
+        drawn = self._over(self.apply_leaf)(dict(values), self._each_key(key, like))
+        require_type("apply_leaf", drawn, like)
+        return drawn
 
     def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
@@ -570,12 +581,12 @@ class Reparametrization(_Leafwise):
         mark = str(own_mark(x, self.kind))
         with locate_errors(who):
             require_values(x, mark)
-        return _Node(who, slot.draw, self, mark, x[mark])
+        return _Node(who, slot.draw, slot.place, self, mark, x[mark])
 
     def _varied_node(self, node: _Node, path: str, names: AxisNames | None) -> _Node:
         """``node`` with the stage of its own numbers."""
         with locate_errors(node.who):
-            return replace(node, stage=self._at(path, self._type(node, names))._numbered(names))
+            return replace(node, stage=self.for_array(path, self._type(node, names))._numbered(names))
 
     def _all_fitting(
         self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None], known: Known

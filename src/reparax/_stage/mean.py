@@ -1,5 +1,6 @@
 """The mean of a random stage, in its place."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jax import Array
@@ -61,11 +62,18 @@ class Mean(Parametrization):
     def advances(self) -> bool:
         return self.stage.advances
 
+    @property
+    def has_base(self) -> bool:
+        return self.stage.has_base
+
+    def rebase_tree(self, tree: PyTree) -> PyTree:
+        return self.stage.rebase_tree(tree)
+
     def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.stage.update_tree(tree, keys)
 
-    def log_det_tree(self, tree: PyTree) -> Array:
-        return self.stage.log_det_tree(tree)
+    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> Array:
+        return self.stage.log_det_tree(tree, is_free)
 
     def penalty_tree(self, tree: PyTree) -> Array:
         return self.stage.penalty_tree(tree)

@@ -53,8 +53,15 @@ class ByArray:
         return code(self.function)
 
     def at(self, path: str, array: Any) -> Any:
-        """The number for an array."""
-        return self.check(self.function(path, array), self.who, f"{self.name} at {path!r}")
+        """The number for an array, of which the function gets the type."""
+        try:
+            number = self.function(path, array)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It gets the path, and the "
+                f"shape and dtype of the array without its numbers."
+            ) from error
+        return self.check(number, self.who, f"{self.name} at {path!r}")
 
 
 def per_array(check: Check) -> Check:

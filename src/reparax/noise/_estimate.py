@@ -9,9 +9,10 @@ from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization, call
-from reparax._core.keys import Keys
+from reparax._core.keys import Keys, check_key
+from reparax._core.pending import settle
 from reparax._numerics.arithmetic import is_inexact, widened
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, is_array, is_traceable
 from reparax.noise._stages import VarNoise
 
 
@@ -57,7 +58,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
         )
 
     leaves, treedef = jax.tree.flatten(gather_boxes(raw))
-    moving = [i for i, x in enumerate(leaves) if is_inexact(jnp.asarray(x))]
+    moving = _inexact(leaves)
 
     def before(values: list[Array]) -> PyTree:
         held = dict(zip(moving, values, strict=True))
@@ -65,21 +66,33 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
         return Chain(stages[:place]).apply_tree(tree, Keys(None))
 
     seen, seen_def = jax.tree.flatten(before([leaves[i] for i in moving]))
-    noisy = [i for i, x in enumerate(seen) if is_inexact(jnp.asarray(x))]
-    drawing = replace(noise, std=1.0)
-    zeros = seen_def.unflatten([jnp.zeros_like(x) for x in seen])
+    noisy, unit = _inexact(seen), replace(noise, std=1.0)
+    zeros = seen_def.unflatten([jnp.zeros_like(x) if i in noisy else x for i, x in enumerate(seen)])
 
     def add(total: list[Array], member: tuple[Array, Array]) -> tuple[list[Array], None]:
-        key, value = member
-        drawn = jax.tree.leaves(drawing.apply(zeros, key))
-        return [t + (value * drawn[i]).astype(t.dtype) for t, i in zip(total, noisy, strict=True)], None
+        keys = Keys(check_key(member[0], "noise_gradient", "noise_gradient(p, raw, keys, fitness)"))
+        drawn = jax.tree.leaves(settle(unit.apply_tree(zeros, keys), keys))
+        pairs = zip(total, noisy, strict=True)
+        return [t + member[1].astype(t.dtype) * drawn[i].astype(t.dtype) for t, i in pairs], None
 
     total, _ = jax.lax.scan(add, [widened(jnp.zeros_like(seen[i])) for i in noisy], (keys, fitness))
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
     _, pull = jax.vjp(lambda values: [jax.tree.leaves(before(values))[i] for i in noisy], [leaves[i] for i in moving])
-    (found,) = pull([(t * scale.astype(t.dtype)).astype(seen[i].dtype) for t, i in zip(total, noisy, strict=True)])
+    # Each part of a complex number has half of the variance, and its gradient is the conjugate by JAX's convention.
+    whole = [2 * t.conj() if jnp.iscomplexobj(t) else t for t in total]
+    (found,) = pull([(t * scale.astype(t.dtype)).astype(seen[i].dtype) for t, i in zip(whole, noisy, strict=True)])
     gradient = dict(zip(moving, found, strict=True))
-    return spread_like(raw, treedef.unflatten([gradient.get(i, jnp.zeros_like(x)) for i, x in enumerate(leaves)]))
+    return spread_like(raw, treedef.unflatten([gradient.get(i, _still(x)) for i, x in enumerate(leaves)]))
+
+
+def _inexact(leaves: list[Any]) -> list[int]:
+    """The places of floating and complex arrays."""
+    return [i for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)]
+
+
+def _still(x: Any) -> Any:
+    """The gradient of what is no floating array."""
+    return jnp.zeros_like(x) if is_traceable(x) else x
 
 
 def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:

@@ -76,8 +76,11 @@ class Gaussian(Reparametrization):
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         mean = values["mean"]
-        std = jnp.broadcast_to(jax.nn.softplus(values["rho"]), mean.shape)
+        rho = jnp.broadcast_to(values["rho"], mean.shape)
+        std = jax.nn.softplus(rho)
+        log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
         ratio = std / scalar(self.prior, std)
         squares = jnp.square(jnp.abs(mean) / scalar(self.prior, std))
         parts = 2 if jnp.iscomplexobj(mean) else 1
-        return jnp.sum((jnp.square(ratio) * parts + squares * parts - parts) / 2 - parts * jnp.log(ratio))
+        log_ratio = log_std - jnp.log(scalar(self.prior, std))
+        return jnp.sum((jnp.square(ratio) * parts + squares * parts - parts) / 2 - parts * log_ratio)

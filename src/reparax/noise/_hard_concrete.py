@@ -17,13 +17,17 @@ from reparax._stage.varied import per_array
 from reparax.noise import _random
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
+LEAST = 0.32
 NODES, SHARES = np.polynomial.legendre.leggauss(16)
 
 
 def _check_keep(value: Any, who: str, name: str) -> float:
     keep = check_known_number(value, who, name)
-    if not 0 < keep < 1:
-        raise ValueError(f"{who} got {name}={keep}, but takes a probability between 0 and 1, without these.")
+    if not LEAST < keep < 1:
+        raise ValueError(
+            f"{who} got {name}={keep}, but takes a probability above {LEAST} and below 1, as `update` closes gates of "
+            f"less."
+        )
     return keep
 
 
@@ -42,7 +46,7 @@ class HardConcrete(Reparametrization):
     P(z > 0)`, each gate times the weights that it has.
 
     Args:
-      keep: The probability :math:`P(z > 0)` at the start.
+      keep: The probability :math:`P(z > 0)` at the start, above 0.32, where ``update`` closes a gate.
       axis: The axes each index of which has a gate of its own, by number or by name, as for :class:`WeightNorm`: ``0``
         prunes inputs of a kernel ``(in, out)``. Default: each weight has one.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
@@ -113,6 +117,6 @@ def _mean(log_alpha: Array) -> Array:
     """The mean of a gate: the integral of the probability that it is above a number, by the rule of Gauss."""
     total = jnp.zeros_like(log_alpha)
     for node, share in zip(NODES, SHARES, strict=True):
-        x = ((1 + node) / 2 - LOW) / (HIGH - LOW)
-        total = total + share / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
+        x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)
+        total = total + float(share) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
     return total

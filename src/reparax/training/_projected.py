@@ -53,7 +53,7 @@ def projected(p: Parametrization) -> Projection:
                 f"{call(p, 'projected')} needs the parameters that it puts back, but got none. Pass them: "
                 f"`tx.update(grads, state, params)`."
             )
-        moved = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), params, updates)
+        moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
         back = p.fold(p.deterministic.init(moved))
         return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
 
