@@ -65,7 +65,8 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("p", STAGES, ids=repr)
+# Each way in which numbers are read: in place, by init, by update, by a penalty, and where two draw once.
+@pytest.mark.parametrize("p", [STAGES[i] for i in (0, 1, 2, 4, 8)], ids=repr)
 def test_a_stage_with_several_numbers_keeps_the_laws(p):
     check_laws(p, model())
 
