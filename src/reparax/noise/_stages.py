@@ -80,6 +80,10 @@ class VarNoise(Drawn):
       >>> p = rpx.VarNoise(0.075)
       >>> p.apply({"w": jnp.ones(3)}, jax.random.key(0))["w"]
       Array([0.95527077, 1.0161126 , 0.992114  ], dtype=float32)
+      >>> def scheduled(step):  # from step 20000 on, in the decoder alone, on no bias and no norm; call it in the step
+      ...     return rpx.VarNoise({"decoder/.*kernel": jnp.where(step < 20000, 0.0, 0.075)})
+      >>> scheduled(30000)
+      VarNoise({'decoder/.*kernel': 0.07500000298023224})
 
     References:
       Graves, *Practical Variational Inference for Neural Networks*, 2011; Sarkar et al., *Evolution Strategies at the
