@@ -66,6 +66,11 @@ def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
     return value
 
 
+def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
+    """A check that takes what ``check`` takes, or None, which says something too."""
+    return lambda value, who, name: None if value is None else check(value, who, name)
+
+
 def one_of(*words: str) -> Callable[[Any, str, str], str]:
     """A check that takes one of these words."""
     *most, last = map(repr, words)
@@ -88,11 +93,6 @@ def check_whole(value: Any, who: str, name: str) -> int:
     if not is_whole(value):
         raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
     return int(value)
-
-
-def check_optional_whole(value: Any, who: str, name: str) -> int | None:
-    """As :func:`check_whole`, where None says something too."""
-    return None if value is None else check_whole(value, who, name)
 
 
 def check_positive_whole(value: Any, who: str, name: str) -> int:

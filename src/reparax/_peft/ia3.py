@@ -27,7 +27,7 @@ class IA3Method(Method):
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         feedforward = is_named(target.module, config.get("feedforward_modules") or [])
         axis = self._axis(target, feedforward=feedforward)
-        size, ones = target.shape[axis], (1,) * (len(target.shape) - 2)
+        size, ones = target.shape[axis], target.ones
         inputs = feedforward or bool(ones)
         require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
         return Layer((Gain(axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
@@ -37,8 +37,7 @@ class IA3Method(Method):
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
         if axis not in (self._axis(target, feedforward=True), target.out):
             raise ValueError(f"PEFT has numbers on inputs or on outputs, and nothing like {gain!r}")
-        ones = (1,) * (len(target.shape) - 2)
-        inputs = axis != target.out
+        ones, inputs = target.ones, axis != target.out
         return Written({"ia3_l": g.reshape((1, -1, *ones) if ones or inputs else (-1, 1))}, flags={"inputs": inputs})
 
     @staticmethod

@@ -13,9 +13,9 @@ from reparax._peft.method import (
     Node,
     Tensors,
     Written,
+    ranks_and_alphas,
     require,
     unscaled,
-    usual,
 )
 from reparax._peft.target import Target
 from reparax.adapters import Delta, Hadamard
@@ -57,9 +57,7 @@ class LoHaMethod(Method):
         return Written(found, factor, ranks[0])
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        ranks = {module: each.rank or 1 for module, each in modules.items()}
-        alphas = {module: (each.factor or 0.0) * ranks[module] for module, each in modules.items()}
-        return usual("r", "rank_pattern", ranks) | usual("alpha", "alpha_pattern", alphas)
+        return ranks_and_alphas(self, modules)
 
 
 def _outs(target: Target, rank: int) -> tuple[int, int]:

@@ -16,9 +16,9 @@ from reparax._peft.method import (
     Tensors,
     Values,
     Written,
+    ranks_and_alphas,
     require,
     unscaled,
-    usual,
 )
 from reparax._peft.target import Target
 from reparax.adapters import Delta
@@ -88,7 +88,6 @@ class LoKrMethod(Method):
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         ranks = {module: each.rank or 1 for module, each in modules.items()}
-        alphas = {module: (each.factor or 0.0) * ranks[module] for module, each in modules.items()}
         both = any(each.flags["products"][0] for each in modules.values())
         for module, each in modules.items():
             first, second = (ranks[module] < max(size) / 2 for size in each.flags["sizes"])
@@ -98,7 +97,7 @@ class LoKrMethod(Method):
                     f"larger size, but {module!r} has others"
                 )
         flags = {"decompose_both": both, "decompose_factor": _common_factor(modules)}
-        return flags | usual("r", "rank_pattern", ranks) | usual("alpha", "alpha_pattern", alphas)
+        return flags | ranks_and_alphas(self, modules)
 
 
 def _two(x: np.ndarray) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from reparax._peft.method import (
     Written,
     known,
     one_of_all,
+    ranks_and_alphas,
     refused,
     require,
-    usual,
 )
 from reparax._peft.target import Target
 from reparax.adapters import LoRA
@@ -38,9 +38,8 @@ class LoRAMethod(Method):
         return moved + refused(config, *others, "target_parameters", "alora_invocation_tokens", "velora_config")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
-        names = ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")
+        names, ones = _names(target), target.ones
         out = target.shape[target.out]
-        ones = () if target.table else (1,) * (len(target.shape) - 2)
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
         magnitude = (1, out, *ones) if ones else (out,)
         dora = bool(config.get("use_dora"))
@@ -63,8 +62,7 @@ class LoRAMethod(Method):
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         a, b = lora.values["a"], lora.values["b"]
-        names = ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")
-        ones = () if target.table else (1,) * (len(target.shape) - 2)
+        names, ones = _names(target), target.ones
         tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
         if norm is not None:
             g = norm.values["g"].astype(a.dtype)
@@ -75,7 +73,9 @@ class LoRAMethod(Method):
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         root = all(each.flags["root"] for each in modules.values())
-        ranks = {module: each.rank or 1 for module, each in modules.items()}
-        alphas = {m: (each.factor or 0.0) * (math.sqrt(ranks[m]) if root else ranks[m]) for m, each in modules.items()}
         flags = {"use_rslora": root, "use_dora": one_of_all(modules, "use_dora")}
-        return flags | usual("r", "rank_pattern", ranks) | usual("lora_alpha", "alpha_pattern", alphas)
+        return flags | ranks_and_alphas(self, modules, by_root=root)
+
+
+def _names(target: Target) -> tuple[str, str]:
+    return ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")

@@ -1,5 +1,6 @@
 """What a method of PEFT is: a chain of stages on one array, and their raw values as tensors."""
 
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -137,7 +138,15 @@ def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
     return found.pop()
 
 
-def usual(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
+def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root: bool = False) -> dict[str, Any]:
+    """What a configuration says of ranks and of alphas, which are factors times the rank, or times its root."""
+    ranks = {module: each.rank or 1 for module, each in modules.items()}
+    shares = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
+    alphas = {module: (each.factor or 0.0) * shares[module] for module, each in modules.items()}
+    return _usual("r", "rank_pattern", ranks) | _usual(str(method.alpha), "alpha_pattern", alphas)
+
+
+def _usual(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
     """The number of most modules, and by their names those of the others."""
     whole = {module: _whole(x) for module, x in numbers.items()}
     common = Counter(whole.values()).most_common(1)[0][0]

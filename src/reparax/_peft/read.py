@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -17,6 +16,7 @@ from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.rules import Rules
+from reparax._torch.tensors import to_numpy
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
@@ -33,9 +33,10 @@ def from_peft(
     The chain begins with ``Freeze()``, so that what trains in PEFT trains here, and nothing else; ``p.fold(raw)``
     merges. Neither torch nor PEFT is needed. Dropout of activations is no matter of weights, and is left out.
 
-    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts; LoHa too, but for kernels of convolutions
-    with ``use_effective_conv2d``; LoKr and OFT for matrices, the latter with ``use_cayley_neumann=False``. Ranks and
-    alphas by pattern are read, and so are biases and whole modules that train beside the adapters.
+    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, but for convolutions in groups; LoHa too, but
+    for kernels of convolutions with ``use_effective_conv2d``; LoKr and OFT for matrices, the latter with
+    ``use_cayley_neumann=False``. Ranks and alphas by pattern are read, and so are biases and whole modules that train
+    beside the adapters.
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or as tensors of torch.
@@ -69,7 +70,7 @@ def from_peft(
     """
     method = _method(config)
     targets = targets_of(like, names, layouts)
-    arrays = {plain_name(name): _array(x) for name, x in tensors.items() if not is_unused(name)}
+    arrays = {plain_name(name): to_numpy(x) for name, x in tensors.items() if not is_unused(name)}
     found = _Found.of(method, targets, arrays)
     layers: dict[str, Layer] = {}
     turned = bool(config.get("fan_in_fan_out"))
@@ -105,13 +106,6 @@ def _method(config: Any) -> Method:
     if refused := METHODS[name].refuse(config):
         raise ValueError(f"from_peft has no stage for {name} with {', '.join(refused)}. {MERGE}")
     return METHODS[name]
-
-
-def _array(x: Any) -> np.ndarray:
-    """A tensor of torch, of which this module knows no more than its methods, or an array."""
-    if not hasattr(x, "detach"):
-        return np.asarray(x)
-    return x.float().numpy(force=True).astype(jnp.bfloat16) if str(x.dtype) == "torch.bfloat16" else x.numpy(force=True)
 
 
 @dataclass(frozen=True)

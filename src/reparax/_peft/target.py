@@ -48,6 +48,11 @@ class Target:
         """Our other axes."""
         return tuple(axis for axis in range(len(self.shape)) if axis != self.out)
 
+    @property
+    def ones(self) -> tuple[int, ...]:
+        """The axes that PEFT gives vectors of a convolution besides that of channels."""
+        return () if self.table else (1,) * (len(self.shape) - 2)
+
     def rows_and_columns(self) -> dict[str, Any]:
         """The arguments of a stage whose rows are the inputs, without those that a kernel of two axes needs not."""
         ins, out = self.ins, self.out

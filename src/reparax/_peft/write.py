@@ -14,6 +14,7 @@ from reparax._peft.methods import METHODS, method_of
 from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
 from reparax._stage.leaf import Perturbation
+from reparax._torch.names import is_marked
 from reparax._torch.rules import Rules
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, items, path_text
@@ -94,7 +95,7 @@ def _places(
     nodes: dict[str, Node] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
-    for keys, held in items(raw, _is_marked):
+    for keys, held in items(raw, is_marked):
         path = path_text(keys)
         try:
             node = _node(held, keys, made)
@@ -108,13 +109,9 @@ def _places(
     return nodes, free, lines
 
 
-def _is_marked(node: object) -> bool:
-    return isinstance(node, Mapping) and any(str(name).startswith("@") for name in node)
-
-
 def _node(held: Any, keys: Names, made: Mapping[Names, Parametrization]) -> Any:
     """What stands in a place of a raw tree, with the stages that made it."""
-    if not _is_marked(held):
+    if not is_marked(held):
         return held
     ((mark, content),) = held.items()
     if _transfer.plain(keys) not in made:

@@ -115,6 +115,16 @@ class _Leafwise(Parametrization):
             for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
         ], treedef
 
+    def _at_arrays(self, method: str, tree: PyTree, keys: Keys, change: Callable[[str, Self, Array], Array]) -> PyTree:
+        """``tree`` with each array that the stage acts on changed, by who, the stage for it, and the array."""
+        found, treedef = self._selection(method, tree)
+        leaves, who = [w for w, _, _ in found], call(self, method)
+        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
+        ready = draw_all([leaves[i] for i in acting], keys)
+        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
+            leaves[i] = change(f"{who} at {slot.path!r}", stage, jnp.asarray(w))
+        return treedef.unflatten(leaves)
+
     @property
     def _varied(self) -> dict[str, ByPath | ByArray]:
         """The fields whose number differs from array to array."""
@@ -123,8 +133,10 @@ class _Leafwise(Parametrization):
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers of one array, of which functions get the type."""
-        varied = self._varied
-        return replace(self, **{name: value.at(path, w) for name, value in varied.items()}) if varied else self
+        if not (varied := self._varied):
+            return self
+        like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
+        return replace(self, **{name: value.at(path, like) for name, value in varied.items()})
 
     @property
     def _typical(self) -> Self:
@@ -135,7 +147,7 @@ class _Leafwise(Parametrization):
     def _taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Self:
         """This stage for an array that it can take."""
         with locate_errors(who):
-            own = self.for_array(path, jax.ShapeDtypeStruct(w.shape, w.dtype)) if self._varied else self
+            own = self.for_array(path, w)
             stage = own._numbered(names)
             if stage is not own and names is not None:
                 require_names_fit(names, w)
@@ -263,13 +275,7 @@ class Perturbation(_Leafwise):
 
     def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         """The tree with the mean of each array that the stage acts on."""
-        found, treedef = self._selection("fold", tree)
-        leaves, who = [w for w, _, _ in found], call(self, "fold")
-        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
-        ready = draw_all([leaves[i] for i in acting], keys)
-        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
-            leaves[i] = stage._changed(f"{who} at {slot.path!r}", "mean_leaf", jnp.asarray(w))
-        return treedef.unflatten(leaves)
+        return self._at_arrays("fold", tree, keys, lambda who, stage, w: stage._changed(who, "mean_leaf", w))
 
     def _changed(self, who: str, method: str, before: Array, *keys: Array | None) -> Array:
         """What ``apply_leaf`` or ``mean_leaf`` makes of an array."""
@@ -474,14 +480,12 @@ class Reparametrization(_Leafwise):
 
     def _in_place(self, tree: PyTree, keys: Keys) -> PyTree:
         """``tree`` with each selected array, which is its own raw value, as its effective one."""
-        found, treedef = self._selection("apply", tree)
-        leaves, who = [w for w, _, _ in found], call(self, "apply")
-        acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
-        ready = draw_all([leaves[i] for i in acting], keys)
-        for (i, (slot, stage)), w in zip(acting.items(), ready, strict=True):
-            with locate_errors(f"{who} at {slot.path!r}"):
-                leaves[i] = stage._closed(dict.fromkeys(self.main or (), jnp.asarray(w)))
-        return treedef.unflatten(leaves)
+
+        def closed(who: str, stage: Self, w: Array) -> Array:
+            with locate_errors(who):
+                return stage._closed(dict.fromkeys(self.main or (), w))
+
+        return self._at_arrays("apply", tree, keys, closed)
 
     def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         def advanced(node: _Node) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from reparax._core.algebra import Parametrization
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
+from reparax._torch.tensors import to_numpy
 from reparax._tree.differences import abstract, as_stored
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, is_array
@@ -123,17 +124,13 @@ def _arrays(state: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, x: Any) -> np.ndarray:
-    """A tensor of torch, of which this module knows no more than its methods, or an array."""
+    """A tensor of torch, or an array."""
     if not is_array(x):
         raise TypeError(
             f"from_torch takes a state dict of names and tensors, but got {type(x).__name__} as {name!r}. Pass the "
             f"state dict itself, such as `checkpoint['model']`."
         )
-    if not hasattr(x, "detach"):
-        return np.asarray(x)
-    if str(x.dtype) == "torch.bfloat16":  # which numpy does not have; every number of it is one of float32
-        return x.float().numpy(force=True).astype(jnp.bfloat16)
-    return x.numpy(force=True)
+    return to_numpy(x)
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number, check_whole, one_of
+from reparax._numerics.arguments import check_number, check_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import no_rank, product
 from reparax._stage.matrices import RowsAndColumns
 from reparax._stage.varied import per_array
-
-
-def _check_alpha(value: Any, who: str, name: str) -> Any:
-    return None if value is None else check_number(value, who, name)
 
 
 class LoRA(RowsAndColumns):
@@ -71,7 +67,7 @@ class LoRA(RowsAndColumns):
     """
 
     rank: int = argument(check_whole)
-    alpha: Any = argument(per_array(_check_alpha), default=None)
+    alpha: Any = argument(per_array(optional(check_number)), default=None)
     scaling: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
 

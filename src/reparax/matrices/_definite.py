@@ -10,7 +10,7 @@ from jax import Array
 from jax.scipy.linalg import expm
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_optional_whole, one_of
+from reparax._numerics.arguments import check_whole, one_of, optional
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
 from reparax._stage.constraint import near
@@ -168,7 +168,7 @@ class PositiveSemidefinite(Matrices):
       programming algorithm for solving semidefinite programs via low-rank factorization*, 2003.
     """
 
-    rank: int | None = argument(check_optional_whole, default=None)
+    rank: int | None = argument(optional(check_whole), default=None)
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "rank")}

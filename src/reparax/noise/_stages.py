@@ -13,7 +13,7 @@ from reparax._axes.numbers import Axes, check_axes, check_optional_axes, others,
 from reparax._axes.stacked import map_stacked
 from reparax._core.keys import split_key
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number, check_positive_whole, one_of
+from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
 from reparax._numerics.linalg import product
@@ -27,14 +27,6 @@ def _check_std(value: Any, who: str, name: str) -> Any:
     if isinstance(std, float) and not math.isfinite(std):
         raise ValueError(f"{who} got {name}={std}, but a standard deviation is a finite number.")
     return std
-
-
-def _check_relative(value: Any, who: str, name: str) -> str | None:
-    return None if value is None else one_of("max", "std", "norm")(value, who, name)
-
-
-def _check_rank(value: Any, who: str, name: str) -> int | None:
-    return None if value is None else check_positive_whole(value, who, name)
 
 
 def _check_rate(value: Any, who: str, name: str) -> Any:
@@ -91,9 +83,9 @@ class VarNoise(Drawn):
     """
 
     std: Any = argument(per_array(_check_std))
-    relative: str | None = argument(_check_relative, default=None, kw_only=True)
+    relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
     axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
-    rank: int | None = argument(_check_rank, default=None, kw_only=True)
+    rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 

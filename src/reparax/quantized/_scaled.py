@@ -9,7 +9,7 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, others
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_flag, check_positive_whole, one_of
+from reparax._numerics.arguments import check_flag, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
 from reparax.quantized._formats import FORMATS, Format, whole
@@ -20,17 +20,12 @@ LEAST_CODE = 8
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 
-def check_block(value: Any, who: str, name: str) -> int | None:
-    """``value``, which must be able to count the entries of a block; None where there are no blocks."""
-    return None if value is None else check_positive_whole(value, who, name)
-
-
 class Scaled(Reparametrization):
     """What storing and rounding share: which entries have a scale together."""
 
     format: str = argument(one_of(*FORMATS))
     axis: Axes | None = argument(check_optional_axes, default=None)
-    block: int | None = argument(check_block, default=None)
+    block: int | None = argument(optional(check_positive_whole), default=None)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating

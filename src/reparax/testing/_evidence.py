@@ -15,7 +15,7 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
-from reparax._numerics.arithmetic import widened
+from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
 from reparax._tree.paths import PyTree, items, path_text
@@ -59,7 +59,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
     def objective(moving: PyTree) -> Array:
         rng = np.random.default_rng(0)
-        wide = [widened(w) for _, w in arrays(p.apply(combine(moving, held), key)) if inexact(w)]
+        wide = [widened(w) for _, w in arrays(p.apply(combine(moving, held), key)) if is_inexact(w)]
         terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
         return sum((term.astype(float) for term in terms), jnp.zeros((), float))
 
@@ -137,7 +137,7 @@ def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarra
 
 def comparable(w: Array) -> Array:
     """``w`` in single precision at least, so that numbers add up."""
-    return widened(w) if inexact(w) else w.astype(jnp.float32)
+    return widened(w) if is_inexact(w) else w.astype(jnp.float32)
 
 
 def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
@@ -207,7 +207,7 @@ def _type(w: Array) -> str:
 # Numpy does these, as each operation of JAX on each shape would be a program to compile.
 def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
     """What an optimizer moves, and the rest: fixed values and integers."""
-    moving = jax.tree.map(lambda w: w if inexact(w) else None, partition(raw)[0])
+    moving = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
     rest = jax.tree.map(lambda w, other: other if w is None else None, moving, raw, is_leaf=lambda x: x is None)
     return moving, rest
 
@@ -255,7 +255,7 @@ def without_row(w: Array) -> Array:
 
 def doubled(w: Array) -> Array:
     """``w`` in double precision, integers as they are."""
-    return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if inexact(w) else w
+    return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if is_inexact(w) else w
 
 
 def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
@@ -264,11 +264,7 @@ def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
         trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
     except (ValueError, TypeError):
         return False
-    return all(jnp.finfo(w.dtype).bits >= bits for _, w in arrays(trees) if inexact(w))
-
-
-def inexact(w: Array) -> bool:
-    return jnp.issubdtype(w.dtype, jnp.inexact)
+    return all(jnp.finfo(w.dtype).bits >= bits for _, w in arrays(trees) if is_inexact(w))
 
 
 def picklable(p: Parametrization) -> bool:
