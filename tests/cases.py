@@ -153,6 +153,7 @@ CASES = {
     "maps of numbers": (MAPS, model),
     "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
     "masks": (MASKS, model),
+    "regrown masks": (rpx.RigL(0.5, where="dense/kernel") >> rpx.SET(0.5, where="out/kernel"), model),
     "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.GlobalPrune(0.5), model),
     "cast": (rpx.Cast("bfloat16"), model),
     "stacked": (

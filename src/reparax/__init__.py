@@ -72,18 +72,21 @@ from reparax.shared import Split as Split
 from reparax.shared import Tie as Tie
 from reparax.shared import convert as convert
 from reparax.shared import gates as gates
+from reparax.sparse import SET as SET
 from reparax.sparse import Freeze as Freeze
 from reparax.sparse import GlobalPrune as GlobalPrune
 from reparax.sparse import MagnitudePrune as MagnitudePrune
 from reparax.sparse import Mask as Mask
 from reparax.sparse import NofM as NofM
 from reparax.sparse import RandomPrune as RandomPrune
+from reparax.sparse import RigL as RigL
 from reparax.training import Summary as Summary
 from reparax.training import combine as combine
 from reparax.training import labels as labels
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
 from reparax.training import projected as projected
+from reparax.training import reset_moments as reset_moments
 from reparax.training import summary as summary
 from reparax.training import transfer as transfer
 

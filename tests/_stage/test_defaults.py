@@ -48,6 +48,8 @@ OF_KERNELS = [
     rpx.NofM(1, 3),
     rpx.MagnitudePrune(0.5),
     rpx.RandomPrune(0.5),
+    rpx.RigL(0.5),
+    rpx.SET(0.5),
     rpx.GlobalPrune(0.5),
     rpx.VariationalDropout(),
     rpx.HardConcrete(),

@@ -33,6 +33,7 @@ STAGES = {
     "elementwise": (rpx.Elementwise(jnp.tanh, jnp.arctanh, where="elementwise"), lambda w: np.abs(w) <= 1),
     "magnitude_prune": (rpx.MagnitudePrune(0.5, where="magnitude_prune"), lambda w: np.sum(w == 0) == 12),
     "random_prune": (rpx.RandomPrune(0.5, where="random_prune"), lambda w: np.sum(w == 0) == 12),
+    "rigl": (rpx.RigL(0.5, where="rigl"), lambda w: np.sum(w == 0) == 12),
     "n_of_m": (rpx.NofM(1, 2, where="n_of_m"), lambda w: np.sum((w == 0).reshape(-1, 2), axis=1) == 1),
 }
 P = rpx.Chain(tuple(stage for stage, _ in STAGES.values()))

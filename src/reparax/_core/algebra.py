@@ -15,6 +15,7 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
 from reparax._core.pending import settle
+from reparax._core.pullback import pull_back
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
 from reparax._numerics.arithmetic import add_up
@@ -109,13 +110,23 @@ class Parametrization(Static, ABC):
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
         return effective
 
-    def update(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-        """``raw`` with its fixed values advanced by one training step; free values are left alone."""
+    def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
+        """``raw`` with its fixed values advanced by one training step; free values are left alone.
+
+        Args:
+          raw: What ``init`` made, or an optimizer made of it.
+          key: For stages that draw, such as :class:`SET`. Without one they stay as they are.
+          grads: For stages that read gradients, such as :class:`RigL`: those of the loss by the effective tree,
+            ``jax.grad(loss)(p.fold(raw))``. Each stage sees those by its own weights. Without them it stays as it is.
+        """
         keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
+        slopes = None if grads is None else gather_boxes(grads)
         for i, stage in enumerate(_stages(self)):
             if stage.advances:
                 seen = self._before(i, tree)
-                tree = graft("update", tree, seen, stage.update_tree(seen, keys), free=False)
+                own = None if slopes is None or not stage.reads_grads else self._grads_at(i, seen, slopes)
+                given = (own,) if stage.reads_grads else ()
+                tree = graft("update", tree, seen, stage.update_tree(seen, keys, *given), free=False)
         return spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
@@ -187,6 +198,11 @@ class Parametrization(Static, ABC):
         """Whether ``rebase`` does anything."""
         return overrides(self, "rebase", "rebase_tree")
 
+    @property
+    def reads_grads(self) -> bool:
+        """Whether ``update_tree`` takes gradients, by the tree that the stage makes, where ``update`` is given any."""
+        return False
+
     # What a chain calls, and a stage writes: on a tree in which other stages have left their markers, which it hands
     # on. A stage that writes a public method instead has none of that method's checks when it stands alone.
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
@@ -197,8 +213,9 @@ class Parametrization(Static, ABC):
         """The tree that later stages see, of one that earlier stages made."""
         return self._public("apply")(tree, keys.of_stage(self.kind))
 
-    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
         """The tree with this stage's fixed values advanced."""
+        del grads
         return self._public("update")(tree, keys.of_stage(self.kind))
 
     def rebase_tree(self, tree: PyTree) -> PyTree:
@@ -248,6 +265,12 @@ class Parametrization(Static, ABC):
     def _before(self, i: int, tree: PyTree) -> PyTree:
         """What the stage number ``i`` sees of a raw tree, without noise."""
         return Chain(_stages(self)[:i]).deterministic.apply_tree(tree, Keys(None))
+
+    def _grads_at(self, i: int, seen: PyTree, grads: PyTree) -> PyTree:
+        """The gradients by what the stage number ``i`` makes of ``seen``, of those by the effective tree."""
+        own, later = _stages(self)[i].deterministic, Chain(_stages(self)[i + 1 :]).deterministic
+        tree = own.apply_tree(seen, Keys(None))
+        return pull_back(call(self, "update"), lambda tree: later.apply_tree(tree, Keys(None)), tree, grads)
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes that ``init`` makes of ``tree``, and which axes of it theirs follow."""
@@ -386,6 +409,10 @@ class Chain(Parametrization):
     @property
     def advances(self) -> bool:
         return any(stage.advances for stage in self.stages)
+
+    @property
+    def reads_grads(self) -> bool:
+        return any(stage.reads_grads for stage in self.stages)
 
     @property
     def has_base(self) -> bool:

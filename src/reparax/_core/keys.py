@@ -22,6 +22,11 @@ class Keys:
         self._stages: Counter[str] = Counter()
         self._arrays: Counter[tuple[str, str]] = Counter()
 
+    @property
+    def given(self) -> bool:
+        """Whether there is a key to draw with."""
+        return self._key is not None
+
     def of_stage(self, kind: str) -> jax.Array | None:
         """The key of a stage that takes a whole tree: by its kind and its number among those of that kind."""
         self._stages[kind] += 1

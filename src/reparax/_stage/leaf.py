@@ -344,6 +344,9 @@ class Reparametrization(_Leafwise):
       {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
+    update_reads: ClassVar[tuple[str, ...]] = ()
+    """What ``update_leaf`` takes besides the values: ``"grad"``, ``"key"``, or both."""
+
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it."""
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
@@ -372,9 +375,13 @@ class Reparametrization(_Leafwise):
         del values
         return jnp.zeros(())
 
-    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """The fixed values that one training step changes, from the values as the earlier stages give them now."""
-        del values
+    def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """The fixed values that one training step changes, from the values as the earlier stages give them now.
+
+        The formula is ``update_leaf(values)``. With ``update_reads = ("grad", "key")`` it is ``update_leaf(values,
+        grad, key)``: the gradient of the loss by the effective array, and a key. It is called where these are given.
+        """
+        del args, kwargs
         return {}
 
     def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
@@ -440,13 +447,16 @@ class Reparametrization(_Leafwise):
         if self.bare:
             return self._in_place(tree, keys)
         leaves, treedef, own = self._own_nodes("apply", tree, keys)
-        paths = [node.path for node in own.values()]
-        numbers = keys.numbers(self.kind, paths) if self.stochastic else []
-        drawn = _leaf_keys(keys, self.kind, numbers, paths) if self.stochastic else [None for _ in own]
-        for (i, node), key in zip(own.items(), drawn, strict=True):
+        drawn = self._node_keys(keys, own) if self.stochastic else {}
+        for i, node in own.items():
             with locate_errors(node.who):
-                leaves[i] = node.stage._closed(node.values, key)
+                leaves[i] = node.stage._closed(node.values, drawn.get(i))
         return treedef.unflatten(leaves)
+
+    def _node_keys(self, keys: Keys, own: Mapping[int, _Node]) -> dict[int, Array | None]:
+        """The key of each node."""
+        paths = [node.path for node in own.values()]
+        return dict(zip(own, _leaf_keys(keys, self.kind, keys.numbers(self.kind, paths), paths), strict=True))
 
     def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self._at_nodes("fold", tree, keys, lambda node: node.stage._closed(node.values))
@@ -487,12 +497,27 @@ class Reparametrization(_Leafwise):
 
         return self._at_arrays("apply", tree, keys, closed)
 
-    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        def advanced(node: _Node) -> dict[str, Any]:
-            anew = node.stage._over(node.stage.update_leaf)(node.values)
-            return {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
+    @property
+    def reads_grads(self) -> bool:
+        return "grad" in self.update_reads
 
-        return self._at_nodes("update", tree, keys, advanced)
+    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
+        reads_key = "key" in self.update_reads
+        if (self.reads_grads and grads is None) or (reads_key and not keys.given):
+            return tree
+        leaves, treedef, own = self._own_nodes("update", tree, keys)
+        given: dict[str, Mapping[int, Any]] = {}
+        if reads_key:
+            drawn = self._node_keys(keys, own)
+            given["key"] = {i: node.stage._each_key(drawn[i], node.stage._like(node.values)) for i, node in own.items()}
+        if self.reads_grads:
+            given["grad"] = dict(enumerate(named(grads, node_predicate(self.kind))[1]))
+        for i, node in own.items():
+            with locate_errors(node.who):
+                read = [given[name][i] for name in self.update_reads]
+                anew = node.stage._over(node.stage.update_leaf)(node.values, *read)
+            leaves[i] = {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
+        return treedef.unflatten(leaves)
 
     def rebase_tree(self, tree: PyTree) -> PyTree:
         def rebased(node: _Node) -> dict[str, Any]:
@@ -516,10 +541,14 @@ class Reparametrization(_Leafwise):
             return self._over(self.apply_leaf)(dict(values))
         if key is None:
             return self._over(self.mean_leaf)(dict(values))
-        like: Any = jax.eval_shape(self._closed, dict(values))
+        like = self._like(values)
         drawn = self._over(self.apply_leaf)(dict(values), self._each_key(key, like))
         require_type("apply_leaf", drawn, like)
         return drawn
+
+    def _like(self, values: Mapping[str, Array]) -> Any:
+        """Shape and dtype of the effective array."""
+        return jax.eval_shape(self._closed, dict(values))
 
     def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
@@ -534,7 +563,7 @@ class Reparametrization(_Leafwise):
     def _abstract(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
         try:
-            return jax.eval_shape(self._closed, dict(values))
+            return self._like(values)
         except KeyError as error:
             given = ", ".join(map(repr, values))
             raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error

@@ -69,8 +69,12 @@ class Mean(Parametrization):
     def rebase_tree(self, tree: PyTree) -> PyTree:
         return self.stage.rebase_tree(tree)
 
-    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage.update_tree(tree, keys)
+    @property
+    def reads_grads(self) -> bool:
+        return self.stage.reads_grads
+
+    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
+        return self.stage.update_tree(tree, keys, *((grads,) if self.reads_grads else ()))
 
     def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> Array:
         return self.stage.log_det_tree(tree, is_free)

@@ -72,7 +72,8 @@ class GlobalPrune(Reparametrization):
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.update_tree(super().init_tree(tree, keys), keys)
 
-    def update_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
+        del grads
         leaves, treedef, own = self._own_nodes("update", tree, keys)  # all of them first: a mask depends on every one
         masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
         for (i, node), mask in zip(own.items(), masks, strict=True):

@@ -42,9 +42,12 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
     return compiled_apply(p.deterministic, raw, None)
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled_update(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    return p.update(raw, key)
+def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    """One update of ``raw``, with gradients where the chain reads any: the weights may stand for those."""
+    return p.update(raw, key, p.fold(raw)) if p.reads_grads else p.update(raw, key)
+
+
+compiled_update = jax.jit(updated, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -51,6 +51,7 @@ from reparax.testing._evidence import (
     trainable,
     twice,
     types,
+    updated,
     without_means,
     without_row,
     zeros,
@@ -318,12 +319,12 @@ def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, 
 def update(p: Parametrization, params: PyTree, key: Array) -> None:
     """``update`` gives fixed values other numbers, and nothing else: the same ones for the same raw tree and key."""
     raw = moved(compiled_init(p, params, key), key)
-    first, again = p.update(raw, key), p.update(raw, key)
+    first, again = updated(p, raw, key), updated(p, raw, key)
     require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
     compiled = partial(compiled_update, p, key=key)
     ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
-    for who, updated in ways.items():  # one after the other, as a stage cannot read what a wrong update gave
-        got = updated()
+    for who, advanced in ways.items():  # one after the other, as a stage cannot read what a wrong update gave
+        got = advanced()
         require_same_types(p, "update", got, raw, who)
         for (path, w), (_, before) in zip(arrays(partition(got)[0]), arrays(partition(raw)[0]), strict=True):
             require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")

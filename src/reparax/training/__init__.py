@@ -1,5 +1,6 @@
 """Raw trees in training: what of them trains, how optimizers see it, how it moves to another chain, how it is shown."""
 
+from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine
 from reparax.training._partition import labels as labels

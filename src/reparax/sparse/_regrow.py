@@ -1,0 +1,148 @@
+"""Dynamic sparse training: masks that drop weights and grow others, at a density that stays."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.value import argument
+from reparax._numerics.arguments import check_number
+from reparax._numerics.arithmetic import widened
+from reparax._stage.constraint import Constraint
+from reparax._stage.varied import per_array
+from reparax.sparse import _amount
+from reparax.sparse._mask import largest
+
+
+def _check_drop(value: Any, who: str, name: str) -> Any:
+    share = check_number(value, who, name)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError(f"{who} got {name}={share}, but drops a share of the weights, at least 0 and at most 1.")
+    return share
+
+
+class _Regrow(Constraint):
+    """Weights under a mask of a given sparsity, of which each update drops the smallest and grows others from zero.
+
+    ``update`` moves fixed values alone, so a weight that grows cannot be set to zero where it lies: the value that it
+    has then is its ``start``, which counts as zero from there on.
+    """
+
+    sparsity: Any = argument(per_array(_amount.check_amount))
+    drop: Any = argument(per_array(_check_drop), default=0.3)
+
+    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    fixed: ClassVar[tuple[str, ...]] = ("mask", "start")
+    min_ndim: ClassVar[int] = 2
+    aligned: ClassVar[bool] = True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return _amount.too_many(self.sparsity, w.size)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, jnp.abs(widened(w)))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        drawn = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
+        return self._masking(w, jnp.where(w == 0, jnp.zeros_like(drawn), drawn))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w = values["w"]
+        return jnp.where(values["mask"] != 0, w - values["start"].astype(w.dtype), jnp.zeros_like(w))
+
+    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
+        kept = largest(scores, _amount.left(self.sparsity, w.size))
+        return {
+            "w": jnp.where(kept, w, jnp.zeros_like(w)),
+            "mask": kept.astype(w.real.dtype),
+            "start": jnp.zeros_like(w),
+        }
+
+    def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
+        """The mask without the share ``drop`` of its smallest weights, and with as many of the largest scores."""
+        active = values["mask"] != 0
+        size = jnp.abs(widened(self.apply_leaf(values)))
+        count = jnp.sum(active)
+        dropped = jnp.floor(count.astype(jnp.float32) * jnp.asarray(self.drop).astype(jnp.float32)).astype(count.dtype)
+        kept = largest(jnp.where(active, size, -jnp.ones_like(size)), count - dropped)
+        grown = largest(jnp.where(kept, -jnp.ones_like(scores), scores), dropped)
+        start = jnp.where(grown & ~active, values["w"].astype(values["start"].dtype), values["start"])
+        return {"mask": (kept | grown).astype(values["mask"].dtype), "start": start}
+
+
+class RigL(_Regrow):
+    r"""Sparse weights that move to where the gradient is: :math:`w = m \, (x - s)`, at a density that stays.
+
+    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, of zeros and ones, and ``start`` (fixed), the value
+    that counts as zero, which is 0 but where a weight has been dropped and grown again. ``init`` draws the mask; what
+    is zero already is pruned first, so it is exact where ``w`` is as sparse already. ``project`` gives the nearest.
+
+    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of least magnitude, and grows
+    as many where the magnitude of the gradient is largest, from zero. ``grads`` are those by the effective tree, which
+    are dense: call it in one step of a hundred, and stop at three quarters of the training. Without ``grads`` the mask
+    stays. The paper lets the share fall, ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``.
+    A weight that grows should forget its momentum: :func:`reset_moments` sets that to zero.
+
+    Args:
+      sparsity: As for :class:`RandomPrune`.
+      drop: The share of the active weights that an update replaces, a number from 0 to 1 or a traced scalar; rounded
+        down to whole weights, in float32.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.RigL(0.5, drop=0.5)
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+      >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
+      >>> raw = p.update(raw, grads=grads)
+      >>> raw["w"]["@rigl"]["@fixed"]["mask"]
+      Array([[1., 0., 1., 0.]], dtype=float32)
+      >>> p.apply(raw)["w"]
+      Array([[3., 0., 0., 0.]], dtype=float32)
+
+    References:
+      Evci, Gale, Menick, Castro and Elsen, *Rigging the Lottery: Making All Tickets Winners*, 2020.
+    """
+
+    kind: ClassVar[str] = "rigl"
+    update_reads: ClassVar[tuple[str, ...]] = ("grad",)
+
+    def update_leaf(self, values: dict[str, Array], grad: Array) -> dict[str, Array]:
+        return self._regrown(values, jnp.abs(widened(grad)))
+
+
+class SET(_Regrow):
+    r"""Sparse weights that move at random: :math:`w = m \, (x - s)`, at a density that stays.
+
+    As :class:`RigL`, with the same raw values, but what grows is drawn: ``p.update(raw, key)`` drops the share ``drop``
+    of the active weights, those of least magnitude, and grows as many at random, from zero. Without a key the mask
+    stays. Call it once an epoch, or in one step of a hundred.
+
+    Args:
+      sparsity: As for :class:`RandomPrune`.
+      drop: As for :class:`RigL`; the paper's :math:`\zeta`.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
+        scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.SET(0.5, drop=0.5)
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+      >>> p.update(raw, jax.random.key(0))["w"]["@set"]["@fixed"]["mask"].sum()
+      Array(2., dtype=float32)
+
+    References:
+      Mocanu, Mocanu, Stone, Nguyen, Gibescu and Liotta, *Scalable training of artificial neural networks with adaptive
+      sparse connectivity inspired by network science*, 2018.
+    """
+
+    update_reads: ClassVar[tuple[str, ...]] = ("key",)
+
+    def update_leaf(self, values: dict[str, Array], key: Array) -> dict[str, Array]:
+        return self._regrown(values, jax.random.uniform(key, values["w"].shape))

@@ -1,0 +1,201 @@
+"""RigL and SET against masks worked by hand, and by the sorted lists of the papers' algorithm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def mask_of(raw, kind="rigl"):
+    return np.asarray(raw["w"][f"@{kind}"]["@fixed"]["mask"])
+
+
+def with_values(raw, values, kind="rigl"):
+    """``raw`` as an optimizer left it."""
+    return {"w": {f"@{kind}": {**raw["w"][f"@{kind}"], "w": jnp.asarray(values)}}}
+
+
+def regrown(weights, active, scores, share):
+    """The new set of active places, as a sorted list would give it: the algorithm of Evci et al., 2020."""
+    dropped = int(np.float32(len(active)) * np.float32(share))
+    kept = sorted(active, key=lambda i: -abs(weights[i]))[: len(active) - dropped]
+    grown = sorted((i for i in range(len(weights)) if i not in kept), key=lambda i: -scores[i])[:dropped]
+    return {*kept, *grown}
+
+
+# Six weights, of which four are active. The two smallest active ones go; what grows are the two of largest gradient
+# among the other four places, of which one may have been dropped just now.
+@pytest.mark.parametrize(
+    ("grads", "expected"),
+    [
+        ([0.0, 0.0, 0.0, 0.0, 9.0, -8.0], [1, 1, 0, 0, 1, 1]),
+        ([9.0, 9.0, 0.0, -3.0, 0.0, 1.0], [1, 1, 0, 1, 0, 1]),
+        ([0.0, 0.0, 7.0, 6.0, 5.0, 4.0], [1, 1, 1, 1, 0, 0]),
+    ],
+)
+def test_masks_worked_by_hand(grads, expected):
+    p = rpx.RigL(2, drop=0.5)
+    raw = p.init({"w": jnp.array([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])})
+    np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
+    raw = p.update(raw, grads={"w": jnp.array([grads])})
+    np.testing.assert_array_equal(mask_of(raw), [expected])
+    # What was dropped and has grown at once goes on, and what is new begins at zero.
+    weights = np.array([4.0, -3.0, 1.0, 2.0, 0.0, 0.0]) * expected
+    np.testing.assert_array_equal(p.apply(raw)["w"][0], weights)
+
+
+def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates():
+    share = optax.cosine_decay_schedule(0.4, 1000)
+
+    @jax.jit
+    def step(raw, t, x):
+        values, grads = x
+        raw = with_values(raw, raw["w"]["@rigl"]["w"] + values)
+        before = rpx.RigL(0.8, drop=share(t)).fold(raw)["w"]
+        raw = rpx.RigL(0.8, drop=share(t)).update(raw, grads={"w": grads})
+        return raw, (before, mask_of_traced(raw), rpx.RigL(0.8).fold(raw)["w"])
+
+    def mask_of_traced(raw):
+        return raw["w"]["@rigl"]["@fixed"]["mask"]
+
+    raw = rpx.RigL(0.8).init({"w": normal(10, 12)}, jax.random.key(0))
+    active = set(np.flatnonzero(mask_of(raw)))
+    assert len(active) == 24
+    for t in range(1000):
+        values, grads = normal(10, 12, seed=2 * t), normal(10, 12, seed=2 * t + 1)
+        raw, (before, mask, after) = step(raw, float(t), (values, grads))
+        new = regrown(before.reshape(-1).tolist(), active, np.abs(grads).reshape(-1), float(share(float(t))))
+        assert set(np.flatnonzero(mask)) == new, t
+        born = sorted(new - active)
+        np.testing.assert_array_equal(after.reshape(-1)[np.array(born, int)], 0)
+        active = new
+
+
+def test_set_drops_the_smallest_and_grows_at_random():
+    p = rpx.SET(0.75, drop=0.5)
+    w = normal(16, 16)
+    raw = p.init({"w": w}, jax.random.key(0))
+    first = mask_of(raw, "set") != 0
+    assert first.sum() == 64
+    smallest = np.sort(np.abs(w[first]))[:32]
+    keys = jax.random.split(jax.random.key(1), 500)
+    masks = np.asarray(jax.vmap(lambda key: p.update(raw, key)["w"]["@set"]["@fixed"]["mask"])(keys))
+    np.testing.assert_array_equal(masks.sum((1, 2)), 64)
+    kept = first & (np.abs(w) > smallest[-1])
+    assert masks[:, kept].all()
+    # Each of the 224 other places is grown in one of seven draws: 500 draws, 4.5 standard errors.
+    counts = masks[:, ~kept].mean(0)
+    np.testing.assert_allclose(counts, 32 / 224, atol=4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500))
+
+
+def test_without_what_an_update_reads_the_mask_stays():
+    for p, given in ((rpx.RigL(0.5), {"key": jax.random.key(1)}), (rpx.SET(0.5), {"grads": {"w": normal(4, 4)}})):
+        raw = p.init({"w": normal(4, 4)}, jax.random.key(0))
+        for got in (p.update(raw), p.update(raw, **given)):
+            jax.tree.map(np.testing.assert_array_equal, got, raw)
+        moved = p.update(raw, jax.random.key(1), {"w": normal(4, 4)})
+        assert (mask_of(moved, p.kind) != mask_of(raw, p.kind)).any()
+
+
+def test_a_weight_that_is_grown_again_begins_at_zero_and_trains():
+    p = rpx.RigL(1, drop=1.0)
+    raw = p.init({"w": jnp.array([[5.0, 0.0]])})
+    raw = p.update(raw, grads={"w": jnp.array([[0.0, 1.0]])})  # the first goes
+    np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
+    raw = p.update(with_values(raw, [[5.0, 2.0]]), grads={"w": jnp.array([[1.0, 0.0]])})  # and comes back
+    np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0]])
+    np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
+    np.testing.assert_array_equal(p.fold(with_values(raw, [[5.5, 2.0]]))["w"], [[0.5, 0.0]])
+
+
+def test_gradients_reach_a_stage_through_those_behind_it():
+    """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
+    p = rpx.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
+    a = jnp.array([[3.0, 1.0, 0.0, 0.0]])
+    raw = p.init({"a": a, "b": 10.0 * a})
+    # By itself the third place of `a` has the larger gradient, with that through `b` the fourth.
+    grads = {"a": jnp.array([[0.0, 0.0, 1.0, 0.5]]), "b": jnp.array([[0.0, 0.0, 0.0, 0.1]])}
+    got = p.update(raw, grads=grads)["a"]["@rigl"]["@fixed"]["mask"]
+    np.testing.assert_array_equal(got, [[1.0, 0.0, 0.0, 1.0]])
+
+
+def test_gradients_behind_noise_are_those_by_its_mean():
+    p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+    raw = p.update(raw, grads={"w": jnp.array([[0.0, 0.0, 0.0, 1.0]])})
+    np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
+
+
+def test_stacked_arrays_move_by_themselves():
+    p = rpx.RigL(0.5, drop=0.5, stacked=0) >> rpx.SET(0.5, drop=0.5, stacked=0)
+    each = rpx.RigL(0.5, drop=0.5)
+    w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
+    raw = rpx.RigL(0.5, drop=0.5, stacked=0).init({"w": w}, jax.random.key(0))
+    together = mask_of(rpx.RigL(0.5, drop=0.5, stacked=0).update(raw, grads={"w": g}))
+    for i in range(3):
+        own = jax.tree.map(lambda x, i=i: x[i], raw)
+        np.testing.assert_array_equal(together[i], mask_of(each.update(own, grads={"w": g[i]})))
+    check_laws(p, {"w": w})
+
+
+def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
+    class Remembers(rpx.Reparametrization):
+        main = ("x",)
+        fixed = ("seen", "drawn")
+        update_reads = ("grad", "key")
+
+        def init_leaf(self, w):
+            return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}
+
+        def apply_leaf(self, values):
+            return 2 * values["x"]
+
+        def update_leaf(self, values, grad, key):
+            return {"seen": grad, "drawn": jax.random.normal(key, grad.shape)}
+
+    p = Remembers(where="w") >> rpx.Scale(3.0, where="w")
+    raw = p.init({"w": jnp.ones(2), "f": jnp.tanh, "n": jnp.ones(2, int)})
+    got = p.update(raw, jax.random.key(0), {"w": jnp.array([1.0, 2.0]), "f": None, "n": None})
+    values = got["w"]["@scale"]["x"]["@remembers"]["@fixed"]
+    np.testing.assert_allclose(values["seen"], [3.0, 6.0])  # by 2 x, of which the effective weight is three times
+    assert (values["drawn"] != 0).all()
+    jax.tree.map(np.testing.assert_array_equal, *(p.update(raw, key) for key in (None, jax.random.key(0))))
+
+
+# ---- errors
+
+
+def test_errors():
+    p = rpx.RigL(0.5, drop=0.5)
+    raw = p.init({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    who = "RigL(0.5, drop=0.5).update"
+    with raises(
+        ValueError,
+        f"{who} takes gradients by the effective tree, but got those by a raw tree: they hold '@rigl' at 'w'. Pass "
+        f"`jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters.",
+    ):
+        p.update(raw, grads=raw)
+    whole = "Pass the whole tree of `jax.grad(loss)(p.fold(raw))`."
+    with raises(ValueError, f"{who} expected a gradient of shape (2,) at 'b', but got none. {whole}"):
+        p.update(raw, grads={"w": jnp.ones((2, 2))})
+    with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got one of shape (2,). {whole}"):
+        p.update(raw, grads={"w": jnp.ones(2), "b": jnp.ones(2)})
+    with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got 1.0. {whole}"):
+        p.update(raw, grads={"w": 1.0, "b": jnp.ones(2)})
+    with raises(ValueError, "RigL got drop=1.5, but drops a share of the weights, at least 0 and at most 1."):
+        rpx.RigL(0.5, 1.5)
+    with raises(
+        ValueError,
+        "RigL(5).init at 'w': expected to prune at most 4, as many as there are, got sparsity 5. Give a share, which "
+        "fits arrays of every size, or narrow the stage with `where`.",
+    ):
+        rpx.RigL(5).init({"w": jnp.ones((2, 2))})

@@ -1,0 +1,85 @@
+"""Momentum of weights that a mask has just let in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+def trained(p, tx, params, grads):
+    """A raw tree and its optimizer's state after some steps of constant gradients by the raw values."""
+    raw = p.init(params, jax.random.key(0))
+    state = tx.init(raw)
+    for _ in range(3):
+        with jax.numpy_dtype_promotion("standard"):  # Adam adds an int32 to a float32
+            updates, state = tx.update(jax.tree.map(lambda x: jnp.full_like(x, grads), raw), state, raw)
+        raw = optax.apply_updates(raw, updates)
+    return raw, state
+
+
+@pytest.mark.parametrize(("inner", "moments"), [("adam", 2), ("lion", 1)])
+def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, moments):
+    tx = rpx.optimizer(getattr(optax, inner)(0.1))
+    p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    params = {"w": jnp.arange(1.0, 17.0).reshape(4, 4), "b": jnp.ones(4)}
+    before, state = trained(p, tx, params, 1.0)
+    hidden = before["w"]["@rigl"]["@fixed"]["mask"] == 0
+    after = p.update(before, grads={"w": hidden.astype(jnp.float32), "b": jnp.ones(4)})
+    masks = [raw["w"]["@rigl"]["@fixed"]["mask"] != 0 for raw in (before, after)]
+    born = np.asarray(~masks[0] & masks[1])
+    assert born.sum() == 4
+    got = rpx.reset_moments(state, before, after)
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(got), strict=True)
+    seen = 0
+    for (path, old), new in pairs:
+        reset = born if "'w'" in jax.tree_util.keystr(path) else np.zeros(old.shape, bool)
+        seen += reset.any()
+        np.testing.assert_array_equal(new, np.where(reset, 0, old))
+        assert (np.asarray(old)[reset] != 0).all()
+    assert seen == moments
+
+
+def test_values_of_earlier_stages_under_the_mask_are_reset_too():
+    p = rpx.WeightNorm() >> rpx.MagnitudePrune(0.5)
+    tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+    before, state = trained(p, tx, {"w": jnp.array([[4.0, 1.0], [3.0, 2.0]])}, 1.0)
+    node = {"mask": jnp.array([[0.0, 1.0], [1.0, 1.0]])}
+    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": node}}}
+    trace = rpx.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
+    old = state[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
+    np.testing.assert_array_equal(trace["v"], np.where([[0, 1], [0, 1]], 0, old["v"]))
+    np.testing.assert_array_equal(trace["g"], old["g"])
+
+
+def test_slices_that_come_back_are_reset_as_a_whole():
+    p = rpx.MagnitudePrune(0.5, axis=-1)
+    tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+    before, state = trained(p, tx, {"w": jnp.array([[4.0, 1.0], [3.0, 2.0]])}, 1.0)
+    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": jnp.ones((1, 2))}}}}
+    trace = rpx.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"]
+    np.testing.assert_array_equal(trace[:, 1], 0)
+    assert (np.asarray(trace[:, 0]) != 0).all()
+
+
+def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
+    p = rpx.RigL(0.5, drop=0.5)
+    tx = rpx.optimizer(optax.adafactor(0.1, min_dim_size_to_factor=2))
+    before, state = trained(p, tx, {"w": jnp.arange(1.0, 17.0).reshape(4, 4)}, 1.0)
+    after = p.update(before, grads={"w": jnp.arange(16.0).reshape(4, 4)[::-1]})
+    got = jax.jit(rpx.reset_moments)(state, before, after)
+    jax.tree.map(np.testing.assert_array_equal, got, state)
+
+
+def test_trees_of_other_chains_are_refused():
+    raw = rpx.RigL(0.5).init({"w": jnp.ones((2, 2))})
+    with raises(
+        ValueError,
+        "reset_moments takes the raw trees before and after an update of one chain, but got two whose masks stand in "
+        "other places or have other shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
+    ):
+        rpx.reset_moments((), raw, {"w": jnp.ones((2, 2))})
