@@ -735,7 +735,7 @@ CONSTRUCTORS = {
         rpx.SpectralNorm,
         lambda: (0,),
         ValueError,
-        "SpectralNorm got n_steps=0, but iterates at least once in each update.",
+        "SpectralNorm got n_steps=0, but takes at least 1.",
     ),
     "half_a_step": Fault(
         rpx.SpectralNorm,

@@ -400,6 +400,7 @@ NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3
 STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
+CONVOLVED = rpx.SpectralNorm(window=(4, 4))
 CUBE = {"w": jnp.ones((3, 3, 2))}
 ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no parameter."
 PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
@@ -527,6 +528,11 @@ REFUSED = {
         lambda: rpx.from_torch({}, rpx.SpectralNorm(stacked=0), CUBE),
         ValueError,
         f"from_torch: 'w': torch has no stacked arrays, and nothing like SpectralNorm(stacked=0). {PLAIN}",
+    ),
+    "norms of convolutions": (
+        lambda: rpx.to_torch(CONVOLVED.init({"w": jnp.ones((3, 3, 1, 2))}), CONVOLVED),
+        ValueError,
+        f"to_torch: 'w': torch has no norms of convolutions, and nothing like SpectralNorm(window=(4, 4)). {PLAIN}",
     ),
     "a stage on coordinates": (
         lambda: rpx.to_torch((rpx.Freeze() >> rpx.Orthogonal()).init(DENSE), rpx.Freeze() >> rpx.Orthogonal()),

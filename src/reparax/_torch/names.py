@@ -8,7 +8,8 @@ from reparax._core.algebra import Parametrization
 from reparax._tree.paths import Names
 from reparax._tree.raw import FIXED, parameter
 from reparax.matrices._orthogonal import Orthogonal
-from reparax.norms._norm import SpectralNorm, WeightNorm
+from reparax.norms._norm import WeightNorm
+from reparax.norms._spectral import SpectralNorm
 from reparax.sparse._freeze import Freeze
 from reparax.sparse._global_prune import GlobalPrune
 from reparax.sparse._mask import Mask, NofM

@@ -13,7 +13,8 @@ from reparax._torch.axis_order import permute, read_layout, write_layout
 from reparax._torch.names import EXCHANGE_PLAIN
 from reparax._torch.orthogonal import at_base, other_chart, read_orthogonal, write_orthogonal
 from reparax.matrices._orthogonal import Orthogonal
-from reparax.norms._norm import SpectralNorm, WeightNorm
+from reparax.norms._norm import WeightNorm
+from reparax.norms._spectral import SpectralNorm
 
 Values = dict[str, Array]
 
@@ -96,6 +97,8 @@ def _require_one_axis(stage: Parametrization, axis: Any) -> None:
 def _require_alone(stage: WeightNorm | SpectralNorm) -> None:
     if stage.stacked != ():
         raise ValueError(f"torch has no stacked arrays, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+    if isinstance(stage, SpectralNorm) and stage.window is not None:
+        raise ValueError(f"torch has no norms of convolutions, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _binary(mask: Array) -> Array:

@@ -1,7 +1,7 @@
 """Weights of which length and direction train apart, or whose length, mean or variance is held."""
 
-from reparax.norms._norm import SpectralNorm as SpectralNorm
 from reparax.norms._norm import WeightNorm as WeightNorm
+from reparax.norms._spectral import SpectralNorm as SpectralNorm
 from reparax.norms._sphere import MaxNorm as MaxNorm
 from reparax.norms._sphere import PoincareBall as PoincareBall
 from reparax.norms._sphere import Sphere as Sphere

@@ -129,7 +129,7 @@ class RandomPrune(_Prune):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         scores = _scores(w, self.axis, math.inf)
         drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
-        return self._masking(w, jnp.where(scores == 0, scores, drawn))
+        return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in an order of their own
 
 
 def _scores(w: Array, axis: Axes | None, order: float) -> Array:

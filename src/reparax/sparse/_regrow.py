@@ -45,7 +45,7 @@ class _Regrow(Constraint):
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         drawn = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
-        return self._masking(w, jnp.where(w == 0, jnp.zeros_like(drawn), drawn))
+        return self._masking(w, jnp.where(w == 0, drawn - 0.5, drawn))  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]

@@ -1,0 +1,188 @@
+"""The norm of a convolution as a map, against the singular values of its dense matrix, made entry by entry."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import pulled
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import check_laws
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def dense(kernel, window, strides, padding, mode, dilation=(1, 1), groups=1):
+    """The matrix from images ``(h, w, in)`` to images ``(h', w', out)``, by the definition of a convolution."""
+    kh, kw, inner, out = kernel.shape
+    filled = {"constant_values": -1} if mode == "constant" else {}
+    image = np.pad(np.arange(np.prod(window)).reshape(window), padding, mode=mode, **filled)
+    spans = [(k - 1) * d + 1 for k, d in zip((kh, kw), dilation, strict=True)]
+    places = [range(0, n - span + 1, s) for n, span, s in zip(image.shape, spans, strides, strict=True)]
+    channels = inner * groups
+    matrix = np.zeros((len(places[0]), len(places[1]), out, *window, channels))
+    for (i, y), (j, x) in itertools.product(enumerate(places[0]), enumerate(places[1])):
+        for a, b in itertools.product(range(kh), range(kw)):
+            pixel = image[y + a * dilation[0], x + b * dilation[1]]
+            if pixel < 0:
+                continue
+            at = np.unravel_index(pixel, window)
+            for o in range(out):
+                first = o // (out // groups) * inner
+                matrix[i, j, o, at[0], at[1], first : first + inner] += kernel[a, b, :, o]
+    return matrix.reshape(len(places[0]) * len(places[1]) * out, -1)
+
+
+CASES = {
+    "circular": ({"padding": "CIRCULAR"}, (1, 1), ((1, 1), (1, 1)), "wrap", {}),
+    "circular, strides 2": ({"padding": "CIRCULAR", "strides": 2}, (2, 2), ((1, 1), (1, 1)), "wrap", {}),
+    "zeros": ({"padding": "SAME"}, (1, 1), ((1, 1), (1, 1)), "constant", {}),
+    "zeros, strides 2": ({"padding": "SAME", "strides": 2}, (2, 2), ((0, 1), (1, 1)), "constant", {}),
+    "valid": ({"padding": "VALID", "strides": (1, 2)}, (1, 2), ((0, 0), (0, 0)), "constant", {}),
+    "a number of zeros": ({"padding": 2}, (1, 1), ((2, 2), (2, 2)), "constant", {}),
+    "pairs": ({"padding": ((0, 1), (2, 0))}, (1, 1), ((0, 1), (2, 0)), "constant", {}),
+    "dilation": ({"padding": "VALID", "dilation": (2, 1)}, (1, 1), ((0, 0), (0, 0)), "constant", {"dilation": (2, 1)}),
+    "circular, dilation": (
+        {"padding": "CIRCULAR", "dilation": 2},
+        (1, 1),
+        ((2, 2), (2, 2)),
+        "wrap",
+        {"dilation": (2, 2)},
+    ),
+    "groups": ({"groups": 2}, (1, 1), ((1, 1), (1, 1)), "constant", {"groups": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
+    given, strides, padding, mode, rest = CASES[name]
+    window, kernel = (6, 7), normal(3, 3, 2, 4)
+    p = rpx.SpectralNorm(300, window=window, **given)
+    matrix = dense(kernel, window, strides, padding, mode, **rest)
+    raw = p.update(p.init({"w": jnp.asarray(kernel)}))
+    sigma = np.linalg.norm(matrix, 2)
+    np.testing.assert_allclose(p.fold(raw)["w"], kernel / sigma, rtol=2e-3)
+    np.testing.assert_allclose(p.project(jnp.asarray(kernel)), kernel / sigma, rtol=1e-3)
+    # The image that `v` becomes, by the matrix itself.
+    fixed = raw["w"]["@spectral_norm"]["@fixed"]
+    assert fixed["v"].shape == (*window, kernel.shape[2] * rest.get("groups", 1))
+    image = matrix @ np.asarray(fixed["v"], np.float64).reshape(-1)
+    np.testing.assert_allclose(image / np.linalg.norm(image), np.asarray(fixed["u"]).reshape(-1), atol=1e-2)
+
+
+def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_root_of_its_area():
+    kernel = jnp.ones((3, 3, 1, 1))
+    flat, whole = (
+        p.project(kernel)[0, 0, 0, 0]
+        for p in (
+            rpx.SpectralNorm(),
+            rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"),
+        )
+    )
+    np.testing.assert_allclose([1 / flat, 1 / whole], [3.0, 9.0], rtol=1e-5)
+
+
+def test_one_and_three_axes_and_the_layout_of_torch():
+    line = normal(3, 2, 4)
+    p = rpx.SpectralNorm(window=6, padding="VALID")
+    matrix = dense(line[None], (1, 6), (1, 1), ((0, 0), (0, 0)), "constant")
+    np.testing.assert_allclose(p.project(line), line / np.linalg.norm(matrix, 2), rtol=1e-3)
+    cube = normal(2, 2, 2, 2, 3)
+    q = rpx.SpectralNorm(window=(3, 3, 3), padding="VALID")
+    assert q.init({"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
+    kernel = normal(3, 3, 2, 4)
+    ours = rpx.SpectralNorm(window=(5, 5)).project(kernel)
+    theirs = rpx.SpectralNorm(axis=0, window=(5, 5)).project(kernel.transpose(3, 2, 0, 1))
+    np.testing.assert_array_equal(ours, theirs.transpose(2, 3, 1, 0))
+
+
+def test_the_gradient_is_that_of_the_weight_over_its_norm():
+    kernel = normal(3, 3, 2, 4)
+    p = rpx.SpectralNorm(200, window=(4, 4), padding="CIRCULAR")
+    raw = p.update(p.init({"w": jnp.asarray(kernel)}))
+    slope = normal(3, 3, 2, 4, seed=1)
+    got = pulled(p, raw, slope)["@spectral_norm"]["w"]
+
+    def objective(kernel):
+        return np.sum(slope * kernel) / np.linalg.norm(dense(kernel, (4, 4), (1, 1), ((1, 1), (1, 1)), "wrap"), 2)
+
+    for place in [(0, 0, 0, 0), (1, 2, 1, 3), (2, 1, 0, 2)]:
+        step = np.zeros(kernel.shape)
+        step[place] = 1e-5
+        expected = (objective(kernel + step) - objective(kernel - step)) / 2e-5
+        np.testing.assert_allclose(got[place], expected, atol=2e-3)
+
+
+def test_it_takes_the_kernels_of_convolutions_alone_by_default_and_keeps_the_laws():
+    p = rpx.SpectralNorm(window=(5, 5), strides=2)
+    params = {"dense": normal(6, 4), "conv": normal(3, 3, 2, 4), "layers": normal(2, 3, 3, 2, 2)}
+    raw = p.init(params)
+    assert [name for name in params if isinstance(raw[name], dict)] == ["conv"]
+    check_laws(rpx.SpectralNorm(window=(5, 5), stacked=0, where="layers") >> p, params)
+
+
+def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
+    p = rpx.SpectralNorm(window=(4, 4))
+    raw = p.update(p.init({"w": jnp.zeros((3, 3, 2, 2))}))
+    np.testing.assert_array_equal(p.fold(raw)["w"], 0)
+    assert np.isfinite(jax.grad(lambda raw: p.apply(raw)["w"].sum())(raw)["w"]["@spectral_norm"]["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: rpx.SpectralNorm(strides=2),
+            ValueError,
+            "SpectralNorm got strides=2 without the window that a convolution reads. Give `window`, such as (32, 32).",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(0, 3)),
+            TypeError,
+            "SpectralNorm takes the lengths of an image as window, such as (32, 32), but got (0, 3).",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), strides=(0, 1)),
+            TypeError,
+            "SpectralNorm takes a whole number of at least 1 as strides, or one for each axis, but got (0, 1).",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), padding="same"),
+            TypeError,
+            "SpectralNorm takes 'SAME', 'VALID', 'CIRCULAR', a number of zeros or a pair of them for each axis as "
+            "padding, but got 'same'.",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), where="w").init({"w": jnp.ones((3, 4))}),
+            ValueError,
+            "SpectralNorm(where='w', window=(3, 3)).init at 'w': expected a kernel of 4 dimensions for window=(3, 3), "
+            "got shape (3, 4). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), strides=(1, 1, 2)).init({"w": jnp.ones((3, 3, 1, 1))}),
+            ValueError,
+            "SpectralNorm(window=(3, 3), strides=(1, 1, 2)).init at 'w': expected strides for each of the 2 axes of "
+            "window=(3, 3), got (1, 1, 2). Correct it.",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), groups=2).init({"w": jnp.ones((3, 3, 1, 3))}),
+            ValueError,
+            "SpectralNorm(window=(3, 3), groups=2).init at 'w': expected outputs that groups=2 divides, got shape "
+            "(3, 3, 1, 3). Correct `groups`.",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3), padding="VALID").init({"w": jnp.ones((5, 5, 1, 3))}),
+            ValueError,
+            "SpectralNorm(window=(3, 3), padding='VALID').init at 'w': expected a window in which the kernel finds a "
+            "place, got window=(3, 3) for shape (5, 5, 1, 3). Enlarge it.",
+        ),
+    ],
+)
+def test_errors(make, error, text):
+    with raises(error, text):
+        make()
