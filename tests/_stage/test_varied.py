@@ -189,3 +189,17 @@ def test_errors(case):
     call, error, text = ERRORS[case]
     with raises(error, text):
         call()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda p, w: p.contains(w), lambda p, w: p.project(w), lambda p, w: p.sample(jax.random.key(0), w.shape)]
+)
+def test_a_stage_with_several_numbers_does_not_speak_of_one_array(ask):
+    p, w = rpx.Sphere(radius={"w": 2.0}), jnp.ones((2, 4))
+    with raises(
+        ValueError,
+        "Sphere(radius={'w': 2.0}) has numbers for several arrays, so it does not say of one array alone what its "
+        "image is. Ask a stage with one number, or `stage.for_array(path, w)`.",
+    ):
+        ask(p, w)
+    assert p.for_array("w", w).contains(w)

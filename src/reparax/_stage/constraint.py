@@ -116,6 +116,11 @@ class Constraint(Reparametrization):
     @property
     def _alone(self) -> Self:
         """This stage for one of the arrays that the methods below are written for."""
+        if self._varied:
+            raise ValueError(
+                f"{self!r} has numbers for several arrays, so it does not say of one array alone what its image is. "
+                f"Ask a stage with one number, or `stage.for_array(path, w)`."
+            )
         return self._unstacked
 
     def flat_leaf(self, w: Array) -> Array:
