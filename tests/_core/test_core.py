@@ -350,7 +350,7 @@ def test_update_says_so_where_a_fixed_value_has_no_place():
         p.update(p.init({"w": jnp.ones(3)}))
     assert str(error.value).endswith(
         "but found no place for it in the raw tree: an earlier stage makes that value anew. "
-        "Let that stage pass the value through as it is."
+        "Put that stage behind, or let it pass the value through as it is."
     )
 
 

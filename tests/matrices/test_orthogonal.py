@@ -231,7 +231,7 @@ def test_rebase_says_so_where_another_stage_makes_the_values_that_lead_from_the_
     with raises(
         ValueError,
         "rebase changed 'w/@orthogonal/x', but found no place for it in the raw tree: an earlier stage makes that "
-        "value anew. Let that stage pass the value through as it is.",
+        "value anew. Put that stage behind, or let it pass the value through as it is.",
     ):
         p.rebase(raw)
 

@@ -170,6 +170,18 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
             "window=(3, 3), got (1, 1, 2). Correct it.",
         ),
         (
+            lambda: rpx.SpectralNorm(axis=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
+            ValueError,
+            "SpectralNorm(axis=1, window=(3, 3)).init at 'w': expected the first or the last axis of a convolution's "
+            "kernel, got axis=1. Give one.",
+        ),
+        (
+            lambda: rpx.SpectralNorm(window=(3, 3)).init({"w": jnp.ones((0, 3, 1, 1))}),
+            ValueError,
+            "SpectralNorm(window=(3, 3)).init at 'w': expected a kernel with numbers in it, got shape (0, 3, 1, 1). "
+            "Leave it out with `where`.",
+        ),
+        (
             lambda: rpx.SpectralNorm(window=(3, 3), groups=2).init({"w": jnp.ones((3, 3, 1, 3))}),
             ValueError,
             "SpectralNorm(window=(3, 3), groups=2).init at 'w': expected outputs that groups=2 divides, got shape "

@@ -233,7 +233,7 @@ STAGES = {
     "magnitude prune": (rpx.MagnitudePrune(0.5), TALL, masked),
     "prune of columns": (rpx.MagnitudePrune(0.5, axis=-1), TALL, masked),
     "random prune": (rpx.RandomPrune(0.5), TALL, masked),
-    "set": (rpx.SET(0.5), TALL, lambda mask, start, w: masked(mask, w - start)),
+    "set": (rpx.SET(0.5), TALL, masked),
     "global prune": (rpx.GlobalPrune(0.5), TALL, masked),
     "freeze": (rpx.Freeze(), TALL, lambda w: w),
     "fibration": (rpx.Fibration(jnp.transpose, jnp.transpose), TALL, jnp.transpose),

@@ -106,15 +106,38 @@ def test_without_what_an_update_reads_the_mask_stays():
         assert (mask_of(moved, p.kind) != mask_of(raw, p.kind)).any()
 
 
-def test_a_weight_that_is_grown_again_begins_at_zero_and_trains():
+def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
     p = rpx.RigL(1, drop=1.0)
     raw = p.init({"w": jnp.array([[5.0, 0.0]])})
     raw = p.update(raw, grads={"w": jnp.array([[0.0, 1.0]])})  # the first goes
     np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
     raw = p.update(with_values(raw, [[5.0, 2.0]]), grads={"w": jnp.array([[1.0, 0.0]])})  # and comes back
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0]])
+    np.testing.assert_array_equal(raw["w"]["@rigl"]["w"], [[0.0, 2.0]])  # so that weight decay pulls it to zero
     np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
-    np.testing.assert_array_equal(p.fold(with_values(raw, [[5.5, 2.0]]))["w"], [[0.5, 0.0]])
+
+
+def test_init_hides_no_numbers():
+    raw = rpx.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
+    np.testing.assert_array_equal(raw["w"]["@rigl"]["w"] != 0, mask_of(raw) != 0)
+
+
+def test_numbers_that_are_none_do_not_change_the_density():
+    p = rpx.RigL(0.5, drop=0.5)
+    raw = p.init({"w": normal(4, 4)}, jax.random.key(0))
+    for grads in (jnp.full((4, 4), jnp.nan), jnp.where(normal(4, 4) > 0, jnp.nan, 1.0), jnp.full((4, 4), jnp.inf)):
+        assert mask_of(p.update(raw, grads={"w": grads})).sum() == 8
+    broken = with_values(raw, jnp.where(mask_of(raw) != 0, jnp.nan, 7.0))
+    after = p.update(broken, grads={"w": normal(4, 4)})
+    assert mask_of(after).sum() == 8
+    assert not (np.asarray(p.fold(after)["w"]) == 7.0).any()
+
+
+@pytest.mark.parametrize("drop", [-0.5, 1.5, 2.0])
+def test_a_traced_share_is_kept_within_zero_and_one(drop):
+    raw = rpx.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
+    update = jax.jit(lambda drop: rpx.RigL(0.5, drop=drop).update(raw, grads={"w": normal(4, 4)}))
+    np.testing.assert_array_equal(mask_of(update(drop)), mask_of(update(float(np.clip(drop, 0, 1)))))
 
 
 def test_gradients_reach_a_stage_through_those_behind_it():
@@ -136,7 +159,6 @@ def test_gradients_behind_noise_are_those_by_its_mean():
 
 
 def test_stacked_arrays_move_by_themselves():
-    p = rpx.RigL(0.5, drop=0.5, stacked=0) >> rpx.SET(0.5, drop=0.5, stacked=0)
     each = rpx.RigL(0.5, drop=0.5)
     w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
     raw = rpx.RigL(0.5, drop=0.5, stacked=0).init({"w": w}, jax.random.key(0))
@@ -144,24 +166,25 @@ def test_stacked_arrays_move_by_themselves():
     for i in range(3):
         own = jax.tree.map(lambda x, i=i: x[i], raw)
         np.testing.assert_array_equal(together[i], mask_of(each.update(own, grads={"w": g[i]})))
-    check_laws(p, {"w": w})
+    check_laws(rpx.SET(0.5, stacked=0), {"w": w})
+
+
+class Remembers(rpx.Reparametrization):
+    main = ("x",)
+    fixed = ("seen", "drawn")
+    update_reads = ("grad", "key")
+
+    def init_leaf(self, w):
+        return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}
+
+    def apply_leaf(self, values):
+        return 2 * values["x"]
+
+    def update_leaf(self, values, grad, key):
+        return {"seen": grad, "drawn": jax.random.normal(key, grad.shape)}
 
 
 def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
-    class Remembers(rpx.Reparametrization):
-        main = ("x",)
-        fixed = ("seen", "drawn")
-        update_reads = ("grad", "key")
-
-        def init_leaf(self, w):
-            return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}
-
-        def apply_leaf(self, values):
-            return 2 * values["x"]
-
-        def update_leaf(self, values, grad, key):
-            return {"seen": grad, "drawn": jax.random.normal(key, grad.shape)}
-
     p = Remembers(where="w") >> rpx.Scale(3.0, where="w")
     raw = p.init({"w": jnp.ones(2), "f": jnp.tanh, "n": jnp.ones(2, int)})
     got = p.update(raw, jax.random.key(0), {"w": jnp.array([1.0, 2.0]), "f": None, "n": None})
@@ -169,6 +192,15 @@ def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
     np.testing.assert_allclose(values["seen"], [3.0, 6.0])  # by 2 x, of which the effective weight is three times
     assert (values["drawn"] != 0).all()
     jax.tree.map(np.testing.assert_array_equal, *(p.update(raw, key) for key in (None, jax.random.key(0))))
+
+
+def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
+    p = Remembers(where="w") >> Remembers(where="w")
+    raw = p.init({"w": jnp.ones(2), "x": jnp.ones(2), "y": jnp.ones(2)})
+    grads = {"w": jnp.array([1.0, 2.0]), "x": jnp.array([5.0, 5.0]), "y": jnp.array([7.0, 7.0])}
+    node = p.update(raw, jax.random.key(0), grads)["w"]["@remembers"]
+    np.testing.assert_array_equal(node["@fixed"]["seen"], [1.0, 2.0])
+    np.testing.assert_array_equal(node["x"]["@remembers@2"]["@fixed"]["seen"], [2.0, 4.0])
 
 
 # ---- errors
@@ -191,6 +223,18 @@ def test_errors():
         p.update(raw, grads={"w": jnp.ones(2), "b": jnp.ones(2)})
     with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got 1.0. {whole}"):
         p.update(raw, grads={"w": 1.0, "b": jnp.ones(2)})
+    with raises(
+        ValueError,
+        f"{who} expected a real gradient at 'w', got one of dtype complex64. Take its real part.",
+    ):
+        p.update(raw, grads={"w": jnp.ones((2, 2), jnp.complex64), "b": jnp.ones(2)})
+    behind = rpx.WeightNorm() >> p
+    with raises(
+        ValueError,
+        "update changed 'w/@rigl/w', but found no place for it in the raw tree: an earlier stage makes that value "
+        "anew. Put that stage behind, or let it pass the value through as it is.",
+    ):
+        behind.update(behind.init({"w": normal(4, 4)}), grads={"w": normal(4, 4)})
     with raises(ValueError, "RigL got drop=1.5, but drops a share of the weights, at least 0 and at most 1."):
         rpx.RigL(0.5, 1.5)
     with raises(
@@ -208,3 +252,25 @@ def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
     assert all(mask.sum() == 32 for mask in masks)
     assert counts.min() > 0  # 64 places, each missed by all or by none with 2^-19
     assert counts.max() < 20
+
+
+def test_what_a_stage_says_of_its_update_is_checked():
+    with raises(TypeError, "Wrong got update_reads=('grads',), but takes a tuple of 'grad' and 'key'."):
+        type("Wrong", (rpx.Reparametrization,), {"update_reads": ("grads",), "__module__": __name__})
+
+    class Moves(rpx.Reparametrization):
+        def init_leaf(self, w):
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+        def update_leaf(self, values):
+            return {"x": values["x"] + 1}
+
+    with raises(
+        ValueError,
+        "Moves().update at 'w': update_leaf gives 'x', which is not one of the fixed values []. Leave it to the "
+        "optimizer, or say `moves_weights = True`.",
+    ):
+        Moves().update(Moves().init({"w": jnp.ones(2)}))

@@ -75,6 +75,28 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
+def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
+    w = jnp.array([[5.0, 4.0, 0.0, 0.0]])
+    p = rpx.RigL(2, drop=1.0)
+    before = p.init({"w": w, "mu": {"w": w}})
+    after = p.update(before, grads={"w": jnp.array([[9.0, 9.0, 0, 0]]), "mu": {"w": jnp.array([[0, 0, 9.0, 9.0]])}})
+    state = jax.tree.map(jnp.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))
+    got = rpx.reset_moments(state, before, after)[0]
+    for moment in (got.mu, got.nu):
+        np.testing.assert_array_equal(moment["w"]["@rigl"]["w"], [[1, 1, 1, 1]])
+        np.testing.assert_array_equal(moment["mu"]["w"]["@rigl"]["w"], [[1, 1, 0, 0]])
+
+
+def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
+    p = rpx.LoRA(4) >> rpx.MagnitudePrune(0.5)
+    before = p.init({"w": jnp.arange(1.0, 17.0).reshape(4, 4)})
+    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": jnp.ones((4, 4))}}}}
+    state = jax.tree.map(jnp.ones_like, optax.trace(0.9).init(rpx.partition(before)[0]))
+    got = rpx.reset_moments(state, before, after).trace["w"]["@magnitude_prune"]["w"]["@lora"]
+    assert (got["a"] == 1).all()
+    assert (got["b"] == 1).all()
+
+
 def test_trees_of_other_chains_are_refused():
     raw = rpx.RigL(0.5).init({"w": jnp.ones((2, 2))})
     with raises(
@@ -82,4 +104,10 @@ def test_trees_of_other_chains_are_refused():
         "reset_moments takes the raw trees before and after an update of one chain, but got two whose masks stand in "
         "other places or have other shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
     ):
-        rpx.reset_moments((), raw, {"w": jnp.ones((2, 2))})
+        rpx.reset_moments((), raw, rpx.RigL(0.5).init({"w": jnp.ones((2, 4))}))
+    with raises(
+        ValueError,
+        "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not their free part "
+        "alone.",
+    ):
+        rpx.reset_moments((), rpx.partition(raw)[0], rpx.partition(raw)[0])

@@ -56,6 +56,9 @@ class Parametrization(Static, ABC):
     straight_through: ClassVar[bool] = False
     """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
 
+    moves_weights: ClassVar[bool] = False
+    """Whether ``update`` gives values that train other numbers too, as where weights begin anew."""
+
     draws_late: ClassVar[bool] = False
     """Whether noise of earlier stages may wait on arrays that the stage does not act on; else it is drawn before."""
 
@@ -111,7 +114,9 @@ class Parametrization(Static, ABC):
         return effective
 
     def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
-        """``raw`` with its fixed values advanced by one training step; free values are left alone.
+        """``raw`` with its fixed values advanced by one training step.
+
+        Free values are left alone, but by :class:`RigL` and :class:`SET`, under which new weights begin at zero.
 
         Args:
           raw: What ``init`` made, or an optimizer made of it.
@@ -126,7 +131,8 @@ class Parametrization(Static, ABC):
                 seen = self._before(i, tree)
                 own = None if slopes is None or not stage.reads_grads else self._grads_at(i, seen, slopes)
                 given = (own,) if stage.reads_grads else ()
-                tree = graft("update", tree, seen, stage.update_tree(seen, keys, *given), free=False)
+                after = stage.update_tree(seen, keys, *given)
+                tree = graft("update", tree, seen, after, free=stage.moves_weights)
         return spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:

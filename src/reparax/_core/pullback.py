@@ -46,6 +46,10 @@ def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list
                 f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {got}. Pass the whole tree of "
                 f"`jax.grad(loss)(p.fold(raw))`."
             )
+        if jnp.iscomplexobj(given[path]) and not jnp.iscomplexobj(w):
+            raise ValueError(
+                f"{who} expected a real gradient at {path!r}, got one of dtype {given[path].dtype}. Take its real part."
+            )
         return jnp.asarray(given[path]).astype(w.dtype)
 
     return [found(path, w) for path, w in zip(paths, made, strict=True)]

@@ -347,6 +347,12 @@ class Reparametrization(_Leafwise):
     update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update_leaf`` takes besides the values: ``"grad"``, ``"key"``, or both."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        read: Any = cls.update_reads
+        if not isinstance(read, tuple) or not set(read) <= {"grad", "key"}:
+            raise TypeError(f"{cls.__name__} got update_reads={read!r}, but takes a tuple of 'grad' and 'key'.")
+
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it."""
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
@@ -377,6 +383,8 @@ class Reparametrization(_Leafwise):
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The fixed values that one training step changes, from the values as the earlier stages give them now.
+
+        Free values are not among them, unless the class says ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. With ``update_reads = ("grad", "key")`` it is ``update_leaf(values,
         grad, key)``: the gradient of the loss by the effective array, and a key. It is called where these are given.
@@ -511,13 +519,24 @@ class Reparametrization(_Leafwise):
             drawn = self._node_keys(keys, own)
             given["key"] = {i: node.stage._each_key(drawn[i], node.stage._like(node.values)) for i, node in own.items()}
         if self.reads_grads:
-            given["grad"] = dict(enumerate(named(grads, node_predicate(self.kind))[1]))
+            # By their names: where a stage of this kind acted before, its marker is open here, and closed in ``grads``.
+            paths, slopes = named(tree, node_predicate(self.kind))[0], dict(items(grads))
+            given["grad"] = {i: slopes[paths[i]] for i in own}
         for i, node in own.items():
             with locate_errors(node.who):
                 read = [given[name][i] for name in self.update_reads]
                 anew = node.stage._over(node.stage.update_leaf)(node.values, *read)
-            leaves[i] = {node.mark: {**node.held, FIXED: {**node.held[FIXED], **anew}}}
+                self._require_may_move(anew)
+            leaves[i] = {node.mark: node_of({**node.values, **anew}, self.fixed)}
         return treedef.unflatten(leaves)
+
+    def _require_may_move(self, anew: Mapping[str, Array]) -> None:
+        """Refuses values that ``update`` may not move."""
+        if moved := [name for name in anew if name not in self.fixed and not self.moves_weights]:
+            raise ValueError(
+                f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {list(self.fixed)}. Leave it to "
+                f"the optimizer, or say `moves_weights = True`."
+            )
 
     def rebase_tree(self, tree: PyTree) -> PyTree:
         def rebased(node: _Node) -> dict[str, Any]:

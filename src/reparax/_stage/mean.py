@@ -46,7 +46,7 @@ class Mean(Parametrization):
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and says their mean, but got {got!r}. Leave it out."
             )
-        for said in ("kind", "main", "fixed", "changes_type", "straight_through"):
+        for said in ("kind", "main", "fixed", "changes_type", "straight_through", "moves_weights"):
             object.__setattr__(self, said, getattr(got, said))
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:

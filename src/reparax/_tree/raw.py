@@ -263,6 +263,6 @@ def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool
     if lost := sorted(fresh.keys() - set(places)):
         raise ValueError(
             f"{method} changed {path_text(lost[0])!r}, but found no place for it in the raw tree: an earlier stage "
-            f"makes that value anew. Let that stage pass the value through as it is."
+            f"makes that value anew. Put that stage behind, or let it pass the value through as it is."
         )
     return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])

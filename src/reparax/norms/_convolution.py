@@ -33,8 +33,9 @@ def check_sizes(value: Any, who: str, name: str) -> Sizes:
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
     """A word, a number of zeros on each side, or a pair of such numbers for each axis."""
-    if value in ("SAME", "VALID", "CIRCULAR"):
-        return value
+    words = [word for word in ("SAME", "VALID", "CIRCULAR") if isinstance(value, str) and value == word]
+    if words:
+        return words[0]
     if is_whole(value) and value >= 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
@@ -71,6 +72,8 @@ class Convolution:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != ndim:
                 return f"expected {name} for each of the {ndim} axes of window={self.window}, got {value}. Correct it."
+        if not kernel.size:
+            return f"expected a kernel with numbers in it, got shape {kernel.shape}. Leave it out with `where`."
         if kernel.shape[-1] % self.groups:
             return f"expected outputs that groups={self.groups} divides, got shape {kernel.shape}. Correct `groups`."
         image = jax.eval_shape(self, kernel, self.start(kernel))

@@ -40,7 +40,8 @@ class SpectralNorm(Constraint):
     Args:
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       axis: The feature axis: ``-1`` for flax's kernels; torch's ``dim``, which is 0 and for transposed convolutions 1.
-        With ``window`` the axis beside it counts the inputs: -2 for -1, and 1 for 0.
+        With ``window`` the last axis or the first, and the axis beside it counts the inputs: -2, or 1. A transposed
+        convolution has the norm of its adjoint: ``axis=0`` for torch's, with the images that it makes as ``window``.
       window: The shape of the images that a convolution reads, without channels, ``(32, 32)``. Default: matrices.
       strides: Of the convolution, a number or one for each axis of the image.
       padding: ``"SAME"`` and ``"VALID"`` as in flax, ``"CIRCULAR"``, a number of zeros on each side, or a pair
@@ -97,7 +98,11 @@ class SpectralNorm(Constraint):
         return super().default(w) and (self.window is None or w.ndim == len(self.window) + 2)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return None if self._convolution is None else self._convolution.refuse(jax.eval_shape(self._matrix, w))
+        if self._convolution is None:
+            return None
+        if 0 < position(self.axis, w) < w.ndim - 1:
+            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Give one."
+        return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)

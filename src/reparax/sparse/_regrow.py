@@ -12,7 +12,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
 from reparax.sparse import _amount
-from reparax.sparse._mask import largest
+from reparax.sparse._mask import largest, masked, masking
 
 
 def _check_drop(value: Any, who: str, name: str) -> Any:
@@ -23,19 +23,16 @@ def _check_drop(value: Any, who: str, name: str) -> Any:
 
 
 class _Regrow(Constraint):
-    """Weights under a mask of a given sparsity, of which each update drops the smallest and grows others from zero.
-
-    ``update`` moves fixed values alone, so a weight that grows cannot be set to zero where it lies: the value that it
-    has then is its ``start``, which counts as zero from there on.
-    """
+    """Weights under a mask of a given sparsity, of which each update drops the smallest and grows others from zero."""
 
     sparsity: Any = argument(per_array(_amount.check_amount))
     drop: Any = argument(per_array(_check_drop), default=0.3)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask", "start")
+    fixed: ClassVar[tuple[str, ...]] = ("mask",)
     min_ndim: ClassVar[int] = 2
     aligned: ClassVar[bool] = True
+    moves_weights: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
         return _amount.too_many(self.sparsity, w.size)
@@ -48,41 +45,40 @@ class _Regrow(Constraint):
         return self._masking(w, jnp.where(w == 0, drawn - 0.5, drawn))  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w = values["w"]
-        return jnp.where(values["mask"] != 0, w - values["start"].astype(w.dtype), jnp.zeros_like(w))
+        return masked(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         kept = largest(scores, _amount.left(self.sparsity, w.size))
-        return {
-            "w": jnp.where(kept, w, jnp.zeros_like(w)),
-            "mask": kept.astype(w.real.dtype),
-            "start": jnp.zeros_like(w),
-        }
+        return masking(jnp.where(kept, w, jnp.zeros_like(w)), kept)
 
     def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without the share ``drop`` of its smallest weights, and with as many of the largest scores."""
-        active = values["mask"] != 0
-        size = jnp.abs(widened(self.apply_leaf(values)))
-        count = jnp.sum(active)
-        dropped = jnp.floor(count.astype(jnp.float32) * jnp.asarray(self.drop).astype(jnp.float32)).astype(count.dtype)
-        kept = largest(jnp.where(active, size, -jnp.ones_like(size)), count - dropped)
-        grown = largest(jnp.where(kept, -jnp.ones_like(scores), scores), dropped)
-        start = jnp.where(grown & ~active, values["w"].astype(values["start"].dtype), values["start"])
-        return {"mask": (kept | grown).astype(values["mask"].dtype), "start": start}
+        w, active = values["w"], values["mask"] != 0
+        size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
+        # What is no number must not let the ranking lose count: such weights stay, and such scores are the least.
+        size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
+        scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
+        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
+        dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
+        kept = largest(jnp.where(active, size, hidden), count - dropped)
+        grown = largest(jnp.where(kept, hidden.astype(scores.dtype), scores), dropped)
+        return masking(jnp.where(grown & ~active, jnp.zeros_like(w), w), kept | grown)
 
 
 class RigL(_Regrow):
-    r"""Sparse weights that move to where the gradient is: :math:`w = m \, (x - s)`, at a density that stays.
+    r"""Sparse weights that move to where the gradient is: :math:`w = m \, x`, at a density that stays.
 
-    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, of zeros and ones, and ``start`` (fixed), the value
-    that counts as zero, which is 0 but where a weight has been dropped and grown again. ``init`` draws the mask; what
-    is zero already is pruned first, so it is exact where ``w`` is as sparse already. ``project`` gives the nearest.
+    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, of zeros and ones. ``init`` draws the mask, and
+    sets to zero what it hides; what is zero already is pruned first, so it is exact where ``w`` is as sparse already.
+    ``project`` gives the nearest such array.
 
     ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of least magnitude, and grows
     as many where the magnitude of the gradient is largest, from zero. ``grads`` are those by the effective tree, which
     are dense: call it in one step of a hundred, and stop at three quarters of the training. Without ``grads`` the mask
     stays. The paper lets the share fall, ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``.
     A weight that grows should forget its momentum: :func:`reset_moments` sets that to zero.
+
+    As ``update`` sets raw weights to zero, no stage may make them from others: put ``RigL`` before ``WeightNorm``.
 
     Args:
       sparsity: As for :class:`RandomPrune`.
@@ -116,7 +112,7 @@ class RigL(_Regrow):
 
 
 class SET(_Regrow):
-    r"""Sparse weights that move at random: :math:`w = m \, (x - s)`, at a density that stays.
+    r"""Sparse weights that move at random: :math:`w = m \, x`, at a density that stays.
 
     As :class:`RigL`, with the same raw values, but what grows is drawn: ``p.update(raw, key)`` drops the share ``drop``
     of the active weights, those of least magnitude, and grows as many at random, from zero. Without a key the mask

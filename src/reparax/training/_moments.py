@@ -1,12 +1,13 @@
 """Optimizer states of weights that a mask has just let in."""
 
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._tree.paths import Names, PyTree, is_array, items, named
-from reparax._tree.raw import FIXED
+from reparax._tree.raw import FIXED, aligned
 
 
 def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
@@ -16,17 +17,21 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     the ``mask`` of a stage lets an entry through in ``after`` that it hid in ``before``: those of :class:`RigL`,
     :class:`SET`, :class:`MagnitudePrune`, :class:`NofM` and :class:`GlobalPrune`.
 
+    It is for states that sum over gradients, as those of SGD, Adam and Lion, both moments of Adam included, as in the
+    reference of RigL. Optimizers that hold weights or step sizes in their states (``schedule_free``, ``rprop``) would
+    lose these.
+
     Args:
       state: The state of an optimizer of the raw tree, such as Adam's. Arrays count that stand under the path of a
         masked weight and have its shape; a factored moment, of another shape, stays.
-      before: The raw tree that ``update`` took.
+      before: The raw tree that ``update`` took, as a whole: masks are fixed values.
       after: The raw tree that ``update`` gave.
 
     Returns:
       A state of the same structure.
 
     Raises:
-      ValueError: If the two trees hold other masks.
+      ValueError: If the two trees hold other masks, or none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -37,20 +42,38 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
       >>> rpx.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
       Array([[1., 1., 0., 1.]], dtype=float32)
     """
-    grown = _grown(before, after)
-    hidden: dict[Names, Array] = {}
-    for path, x in items(after):
-        for node, flags in grown.items():
-            if path[: len(node)] == node and FIXED not in path and is_array(x) and _covers(flags, x):
-                hidden[path] = flags | hidden.get(path, False)
+    hidden = _hidden(_grown(before, after), after)
+    free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
     paths, leaves, treedef = named(state)
-    found = [next((hidden[path[i:]] for i in range(len(path)) if path[i:] in hidden), None) for path in paths]
-    return treedef.unflatten([_zeroed(x, flags) for x, flags in zip(leaves, found, strict=True)])
+    # A name in a state may be that of a field or of a parameter: where most raw paths fit, there a raw tree begins.
+    fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
+
+    def flags(path: Names) -> Array | None:
+        starts = [i for i in range(len(path) + 1) if path[i:] in free]
+        return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
+
+    return treedef.unflatten([_zeroed(x, flags(path)) for x, path in zip(leaves, paths, strict=True)])
+
+
+def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
+    """For the path of each value that stands under masks, which entries or slices of it became active."""
+    found: dict[Names, Array] = {}
+    for path, x in items(raw):
+        for node, flags in grown.items():
+            below = path[: len(node)] == node and FIXED not in path and is_array(x) and aligned(path)
+            if below and _covers(flags, x):
+                found[path] = flags | found.get(path, False)
+    return found
 
 
 def _grown(before: PyTree, after: PyTree) -> dict[Names, Array]:
     """For the names that lead to each node with a mask, where that lets through what it hid."""
     old, new = _masks(before), _masks(after)
+    if not new:
+        raise ValueError(
+            "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not their free "
+            "part alone."
+        )
     if old.keys() != new.keys() or any(old[node].shape != mask.shape for node, mask in new.items()):
         raise ValueError(
             "reset_moments takes the raw trees before and after an update of one chain, but got two whose masks stand "
