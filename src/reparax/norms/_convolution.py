@@ -13,6 +13,8 @@ from reparax._numerics.arguments import is_whole
 Padding = str | int | tuple[tuple[int, int], ...]
 Sizes = int | tuple[int, ...]
 
+_PADDINGS = ("SAME", "VALID", "CIRCULAR")
+
 
 def check_window(value: Any, who: str, name: str) -> tuple[int, ...]:
     """The lengths of an image, each at least 1."""
@@ -33,9 +35,8 @@ def check_sizes(value: Any, who: str, name: str) -> Sizes:
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
     """A word, a number of zeros on each side, or a pair of such numbers for each axis."""
-    words = [word for word in ("SAME", "VALID", "CIRCULAR") if isinstance(value, str) and value == word]
-    if words:
-        return words[0]
+    if type(value) is str and value in _PADDINGS:
+        return value
     if is_whole(value) and value >= 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
