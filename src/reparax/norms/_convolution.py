@@ -37,7 +37,7 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
     """A word, a number of zeros on each side, or a pair of such numbers for each axis."""
     if type(value) is str and value in _PADDINGS:
         return value
-    if is_whole(value) and value >= 0:
+    if is_whole(value) and int(value) >= 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(map(_is_pair, value)):
         return tuple((int(low), int(high)) for low, high in value)
