@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers test-versions bench docs notebooks lint format clean
+.PHONY: demo test test-peers test-versions bench bench-device docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -26,6 +26,10 @@ test-versions:
 
 bench: $(VENV)/bench.stamp
 	$(RUN) benchmarks
+
+# What depends on the device, for a machine that is lent for minutes.
+bench-device: $(VENV)/bench.stamp
+	$(RUN) benchmarks memory draws peers overhead
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html

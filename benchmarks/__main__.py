@@ -17,7 +17,16 @@ import pictures
 from timing import machine
 
 FOLDER = Path(__file__).parent
-REPEATS = {"overhead": 20, "peers": 25, "memory": 10, "draws": 15, "scale": 1, "rnn_blocks": 10, "stored": 10}
+REPEATS = {
+    "overhead": 20,
+    "peers": 25,
+    "memory": 10,
+    "draws": 15,
+    "scale": 1,
+    "rnn_blocks": 10,
+    "peak": 1,
+    "stored": 10,
+}
 """The scripts, each with how often it repeats what it times."""
 
 

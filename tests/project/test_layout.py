@@ -18,7 +18,7 @@ ALLOWED = {
     **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
     **{family: set(FLOORS) for family in FAMILIES},
     "training": set(FLOORS),
-    "memory": {"_tree", "_core"},
+    "memory": {"_tree", "_numerics", "_core"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from reparax._axes.names import AxisNames, names_of_leaves, require_names_fit
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds
@@ -458,7 +459,7 @@ class Reparametrization(_Leafwise):
         drawn = self._node_keys(keys, own) if self.stochastic else {}
         for i, node in own.items():
             with locate_errors(node.who):
-                leaves[i] = node.stage._closed(node.values, drawn.get(i))
+                leaves[i] = _together(Reparametrization._closed, node.stage, node.values, drawn.get(i))
         return treedef.unflatten(leaves)
 
     def _node_keys(self, keys: Keys, own: Mapping[int, _Node]) -> dict[int, Array | None]:
@@ -467,7 +468,9 @@ class Reparametrization(_Leafwise):
         return dict(zip(own, _leaf_keys(keys, self.kind, keys.numbers(self.kind, paths), paths), strict=True))
 
     def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self._at_nodes("fold", tree, keys, lambda node: node.stage._closed(node.values))
+        return self._at_nodes(
+            "fold", tree, keys, lambda node: _together(Reparametrization._closed, node.stage, node.values)
+        )
 
     def penalty_tree(self, tree: PyTree) -> Array:
         if type(self).penalty_leaf is Reparametrization.penalty_leaf:
@@ -567,12 +570,16 @@ class Reparametrization(_Leafwise):
 
     def _like(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array."""
-        return jax.eval_shape(self._closed, dict(values))
+        return _remembered(Reparametrization._like_types, self, types_under(values))
+
+    def _like_types(self, types: Types) -> Any:
+        """Shape and dtype of the effective array of raw values of these types."""
+        return jax.eval_shape(self._closed, abstract(types))
 
     def _opened(self, who: str, w: Any, key: Array | None) -> dict[str, Any]:
         array = jnp.asarray(w)
         with locate_errors(who):
-            values = self._values(array, key)
+            values = _together(Reparametrization._values, self, array, key)
             require_named_arrays("init_leaf", values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
@@ -688,6 +695,22 @@ class Reparametrization(_Leafwise):
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             return None
         return {name: value.shape for name, value in values.items()}
+
+
+def _together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+    """``method(stage, *args)``; where it is traced, by a program of its own, once for all arrays of one type."""
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+        return method(stage, *args)
+    try:
+        hash(stage)
+    except TypeError:  # of a traced hyperparameter
+        return method(stage, *args)
+    return _traced_once(method, stage, *args)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _traced_once(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+    return method(stage, *args)
 
 
 def _remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:

@@ -19,10 +19,12 @@ the loss is cut in two programs, and its derivative is written with them:
 
 The late half is linearized where it stands. Of its residuals, what comes from ``x`` is kept as without ``remat``: here
 ``x`` and what ``tanh`` needs. The others are outputs of the early half, here ``noisy.T``; they are not kept, and the
-backward pass runs the early half again, and its derivative, before it uses them. No product of ``late`` runs twice.
+backward pass runs the early half again, and its derivative. No product of ``late`` runs twice.
 
-``_jaxpr`` knows how JAX writes programs, ``_program`` divides one, ``_bodies`` does so inside of loops, ``_residuals``
-and ``_derivative`` write the derivative.
+Both passes run in an order of their own: what comes from the early half is made just before the late half uses it.
+
+``_jaxpr`` knows how JAX writes programs, ``_program`` divides one, ``_bodies`` does so inside of loops, ``_lazily``
+orders one, ``_residuals`` and ``_derivative`` write the derivative, and ``_linear`` its transpose.
 """
 
 from reparax.memory._remat import remat as remat

@@ -52,12 +52,19 @@ def _is_key_or_number(v: Any) -> bool:
     return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """A program in which every ``apply`` is opened, whose first inputs are constants; these constants."""
+    if not any(map(_opening, jaxpr.eqns)):
+        return jaxpr, []
+    return _jaxpr.opened(jax.make_jaxpr(lambda *args: _program.run(jaxpr, args, _opening))(*args))
+
+
+def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
     """How to run ``apply``, and a ``jit`` that holds one, so that its values are made once for all that needs them."""
     if not (is_apply(eqn) or (_jaxpr.is_jit(eqn) and _holds_apply(eqn))):
         return None
     jaxpr, consts = _jaxpr.body(eqn)
-    return lambda *args: _program.run(jaxpr, [*consts, *args], opening)
+    return lambda *args: _program.run(jaxpr, [*consts, *args], _opening)
 
 
 def _holds_apply(eqn: JaxprEqn) -> bool:

@@ -75,6 +75,16 @@ def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
+def types(program: Any) -> list[Any]:
+    """The types of the outputs of a program."""
+    return [v.aval for v in _open(program).outvars]
+
+
+def tangent_type(v: Any) -> Any:
+    """The type of the tangents of a value."""
+    return v.aval.to_tangent_aval()
+
+
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
     """The program of some equations of ``jaxpr``, whose inputs are what they take from elsewhere."""
     made = {v for eqn in eqns for v in eqn.outvars}

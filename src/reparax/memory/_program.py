@@ -62,9 +62,10 @@ def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 
 def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
+    # Of an equation that takes nothing known, a program inside may make something of numbers that stand in it.
     programs, n, once = _jaxpr.inner(eqn), len(eqn.outvars), _jaxpr.has_effects(eqn)
-    if once or all(given) or not any(given):
-        return [all(given) and not once] * n
+    if once or all(given):
+        return [not once] * n
     if _jaxpr.is_scan(eqn):
         return _outs(programs[0], steady(eqn, given))
     if _jaxpr.is_cond(eqn):

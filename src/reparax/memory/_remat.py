@@ -18,9 +18,11 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
 
     Noise, masks, effective weights, and the casts and transposes that the network makes of them, are made again from
     the raw parameters and the key when gradients are taken. Everything else, such as activations, is kept exactly as
-    without ``remat``; no matmul of the network runs twice. Values and gradients are those of ``fun``, and so is the
-    noise. ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``,
-    ``jax.vmap``, ``jax.jit``, ``jax.shard_map`` and ``jax.checkpoint`` go through it, inside and outside.
+    without ``remat``; no matmul of the network runs twice. Each weight is made just before it is used, and again just
+    before it is used in the backward pass, so that one layer's weights are alive at a time. Values and gradients are
+    those of ``fun``, and so is the noise. ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``,
+    ``jax.jvp``, ``jax.hessian``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map`` and ``jax.checkpoint`` go through it,
+    inside and outside.
 
     The bodies of scans that are met on the way are treated in the same manner: where a scan runs over stacked layers
     and calls ``apply`` in its body, each layer's weights are made again in its own backward step. For a layer or a

@@ -10,101 +10,174 @@ from jax.extend.core import Jaxpr
 
 from reparax.memory import _jaxpr, _program
 from reparax.memory._jaxpr import Env
-from reparax.memory._program import Known
+from reparax.memory._lazily import lazily
+from reparax.memory._linear import Linear
+from reparax.memory._program import Flags, Known, Special
 
 
 @dataclass(frozen=True)
 class Linearized:
     """A program and its linear part.
 
-    Each residual is an input of ``program``; or kept by ``forward``, where it comes from unknown inputs too; or made
-    again by ``backward``, from known ones. ``names`` leads from an input back to the original program.
+    Each residual, which is what the linear part needs, is an input of ``program``; or kept by ``forward``, where it
+    comes from unknown inputs too; or made again by the linear part, from known ones.
 
     Attributes:
-      program: Gives the outputs, then the residuals, which are what the linear part needs.
-      n_outs: How many outputs there are.
+      program: Gives the outputs, then the residuals.
+      types: Of the outputs that have tangents.
       inputs: The value of each input of ``program``.
-      names: For each input of ``program`` that is one of the original program, its variable there.
-      known: Whether each value of ``program`` can be made again.
-      tree: The structure that turns residuals into the linear function.
+      given: Which of these are given.
+      push: The linear part, of residuals and tangents; None where no output moves.
+      n_outs: How many outputs there are.
     """
 
     program: Jaxpr
-    n_outs: int
+    types: Sequence[Any]
     inputs: Env
-    names: Env
-    known: Known
-    tree: Any
+    given: Flags
+    push: Callable[..., list[Any]] | None
+    n_outs: int
+
+    @classmethod
+    def of(
+        cls, program: Jaxpr, given: Flags, special: Special, args: Sequence[Any], dots: Sequence[Any]
+    ) -> "Linearized":
+        """The linearization of ``program`` in the inputs ``dots``, traced but not yet run."""
+        early, late = _program.halves(program, given)
+        found: list[Any] = []
+
+        def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
+            env = dict(zip(program.invars, args, strict=True))
+            made, first = _linearized(early, env, dots, lambda eqn: None)
+            env |= dict(zip(early.outvars, made, strict=True))
+            moved = {early.outvars[i] for i in first.moved}
+            outs, second = _linearized(late, env, [v for v in late.invars if v in dots or v in moved], special)
+            found.append((_pushed(early, first, second, dots), bool(second.moving)))
+            return outs, [*first.residuals, *second.residuals]
+
+        traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
+        push, moves = found[-1]
+        return cls(
+            program=traced,
+            types=[_jaxpr.tangent_type(v) for v in program.outvars if _program.smooth(v)],
+            inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
+            given=[True for _ in consts] + given,
+            push=push if moves else None,
+            n_outs=len(program.outvars),
+        )
+
+    @property
+    def moves(self) -> bool:
+        """Whether any output has a tangent."""
+        return self.push is not None
 
     def forward(self) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values to keep."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
         forward = _jaxpr.live(_jaxpr.part(self.program, self.program.eqns, outvars))
-        values = _program.run(forward, _jaxpr.values(self.inputs, forward.invars))
+        args = _jaxpr.values(self.inputs, forward.invars)
+        values = lazily(forward, args, _program.flags(self._known, forward.invars))
         return values[: self.n_outs], values[self.n_outs :]
 
-    def backward(self, env: Env, saved: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The linear function, from the original program's inputs that ``reads`` names, and the values kept."""
-        remade = self._remade
-        inputs = {v: env[self.names[v]] if v in self.names else self.inputs[v] for v in self._needed}
-        held = inputs | dict(zip(self._saved, saved, strict=True))
-        again = _program.run(remade, _jaxpr.values(held, remade.invars))
-        held |= dict(zip(remade.outvars, again, strict=True))
-        return jax.tree.unflatten(self.tree, _jaxpr.values(held, self._residuals))
+    def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+        """The tangents of the outputs, from the values kept and those of the inputs."""
+        if self.push is None:
+            return []
+        given = [v for v in self._needed if self._known[v]]
+        others = [v for v in self._needed if not self._known[v]]
+        names, remade, residuals, push = [*given, *others, *self._saved], self._remade, self._residuals, self.push
 
-    @property
-    def reads(self) -> list[Any]:
-        """The original program's inputs that ``backward`` needs."""
-        return [self.names[v] for v in self._needed if v in self.names]
+        def function(*args: Any) -> list[Any]:
+            held = dict(zip(names, args, strict=False))
+            again = _program.run(remade, _jaxpr.values(held, remade.invars))
+            held |= dict(zip(remade.outvars, again, strict=True))
+            return push(_jaxpr.values(held, residuals), args[len(names) :])
+
+        fixed = [*(self.inputs[v] for v in (*given, *others)), *saved]
+        return Linear(function, len(given), len(fixed) - len(given))(fixed, dots, self.types)
 
     @property
     def _residuals(self) -> list[Any]:
         return self.program.outvars[self.n_outs :]
 
     @cached_property
+    def _known(self) -> Known:
+        """Whether each value of ``program`` can be made again."""
+        return _program.known(self.program, self.given)
+
+    @cached_property
     def _remade(self) -> Jaxpr:
         """The program of all residuals that are made again."""
-        again = [v for v in _jaxpr.variables(self._residuals) if self.known[v] and v not in self.inputs]
-        return _program.remade(self.program, again, self.known)
+        again = [v for v in _jaxpr.variables(self._residuals) if self._known[v] and v not in self.inputs]
+        return _program.remade(self.program, again, self._known)
 
     @cached_property
     def _needed(self) -> list[Any]:
+        """The inputs that the linear part reads."""
         atoms = _jaxpr.variables([*self._residuals, *self._remade.invars])
         return [v for v in atoms if v in self.inputs]
 
     @cached_property
     def _saved(self) -> list[Any]:
-        remade = self._remade
-        atoms = _jaxpr.variables([*self._residuals, *remade.invars])
-        return [v for v in atoms if v not in self.inputs and v not in set(remade.outvars)]
+        made = set(self._remade.outvars)
+        atoms = _jaxpr.variables([*self._residuals, *self._remade.invars])
+        return [v for v in atoms if v not in self.inputs and v not in made]
 
 
-def linearized(
-    program: Jaxpr, function: Callable[[Env], list[Any]], env: Env, moving: Sequence[Any], known: Known
-) -> Linearized:
-    """The linearization of ``function``, which runs ``program``, in the inputs ``moving``, traced but not yet run."""
-    trees: list[Any] = []
+@dataclass(frozen=True)
+class _Part:
+    """The linear part of one half.
 
-    def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
-        inputs = dict(zip(program.invars, args, strict=True))
+    Attributes:
+      moving: The inputs that have tangents.
+      smooth: The places of the outputs that can have them.
+      moved: The places of those that have.
+      residuals: What the linear function needs.
+      tree: The structure that makes the function of it.
+    """
 
-        def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
-            outs = function(inputs | dict(zip(moving, values, strict=True)))
-            return [out for v, out in zip(program.outvars, outs, strict=True) if _program.smooth(v)], outs
+    moving: list[Any]
+    smooth: list[int]
+    moved: list[int]
+    residuals: list[Any]
+    tree: Any
 
-        _, linear, outs = jax.linearize(of_moving, *[inputs[v] for v in moving], has_aux=True)
-        residuals, tree = _jaxpr.residuals(linear)
-        trees.append(tree)
-        return outs, residuals
+    def push(self, residuals: Sequence[Any], dots: Env) -> list[Any]:
+        """The tangents of the outputs that can have any."""
+        return jax.tree.unflatten(self.tree, residuals)(*[dots[v] for v in self.moving])
 
-    args = _jaxpr.values(env, program.invars)
-    traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
-    names = dict(zip(traced.invars[len(consts) :], program.invars, strict=True))
-    return Linearized(
-        program=traced,
-        n_outs=len(program.outvars),
-        inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
-        names=names,
-        known=_program.known(traced, [v not in names or known[names[v]] for v in traced.invars]),
-        tree=trees[-1],
-    )
+
+def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], _Part]:
+    """The outputs of one half, and its linear part in those of its inputs that have tangents."""
+    moving = [v for v in half.invars if v in dots]
+    smooth = [i for i, v in enumerate(half.outvars) if _program.smooth(v)]
+
+    def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
+        held = env | dict(zip(moving, values, strict=True))
+        outs = _program.run(half, _jaxpr.values(held, half.invars), special)
+        return [outs[i] for i in smooth], outs
+
+    points = [env[v] for v in moving]
+    if not moving or not smooth:
+        return of_moving(*points)[1], _Part([], smooth, [], [], None)
+    _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
+    residuals, tree = _jaxpr.residuals(linear)
+    # There is no tangent behind a comparison or stop_gradient, and nothing of it may be kept.
+    program, consts = _jaxpr.opened(jax.make_jaxpr(linear)(*points))
+    known = _program.known(program, [i < len(consts) for i in range(len(program.invars))])
+    still = _program.flags(known, program.outvars)
+    return outs, _Part(moving, smooth, [i for i, same in zip(smooth, still, strict=True) if not same], residuals, tree)
+
+
+def _pushed(early: Jaxpr, first: _Part, second: _Part, roots: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The linear function of both halves, of their residuals and the tangents of ``roots``."""
+    n = len(first.residuals)
+
+    def push(residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+        held = dict(zip(roots, dots, strict=True))
+        if first.moving:
+            made = first.push(residuals[:n], held)
+            held |= {early.outvars[i]: x for i, x in zip(first.smooth, made, strict=True)}
+        return second.push(residuals[n:], held)
+
+    return push

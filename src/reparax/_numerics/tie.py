@@ -1,0 +1,75 @@
+"""A value that waits: how a program tells the compiler when to make something.
+
+XLA makes values in an order of its own, finds that two of them are the same, and drops barriers on CPUs.
+What it cannot drop is data: on CPUs ``tie`` combines the bits of a value with a zero that is made of a bit of another
+one, and that no compiler knows to be a zero. Accelerators find a good order by themselves, so there it does nothing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def tie(x: Array, after: Array) -> Array:
+    """``x`` itself, which compilers for CPUs can make no sooner than ``after``, and not together with another ``x``."""
+    # Of what lies in parts on an explicit mesh, one entry has no sharding of its own; CPUs are no accelerators there.
+    return x if _is_cut(x) or _is_cut(after) else _tie.bind(x, after)
+
+
+def _is_cut(x: Array) -> bool:
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def has_bits(x: Any) -> bool:
+    """Whether a value can wait for ``x``."""
+    return x.size > 0 and x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+_tie = Primitive("reparax_tie")
+
+
+def _on_cpu(x: Array, after: Array) -> Array:
+    return _combined(x, _zero(after))
+
+
+def _zero(x: Array) -> Array:
+    """A uint32 zero, from the bits of one entry: their number is less than 64."""
+    one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    if jnp.iscomplexobj(one):
+        one = lax.real(one)
+    if jnp.issubdtype(one.dtype, jnp.floating):
+        one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
+    bits = lax.convert_element_type(one, jnp.uint32)
+    return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6))
+
+
+def _combined(x: Array, zero: Array) -> Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.random.wrap_key_data(_combined(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
+    if jnp.iscomplexobj(x):
+        return lax.complex(_combined(lax.real(x), zero), _combined(lax.imag(x), zero))
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize * 8 == jnp.finfo(x.dtype).bits:
+        bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+        return lax.bitcast_convert_type(_combined(lax.bitcast_convert_type(x, bits), zero), x.dtype)
+    if x.dtype == bool:
+        return lax.bitwise_xor(x, lax.broadcast(lax.ne(zero, jnp.uint32(0)), x.shape))
+    return lax.add(x, lax.broadcast(lax.convert_element_type(zero, x.dtype), x.shape))
+
+
+def _batched(args: Any, dims: Any) -> Any:
+    (x, after), (place, batch) = args, dims
+    if batch is not None:
+        after = lax.index_in_dim(after, 0, batch, keepdims=False)
+    return _tie.bind(x, after), place
+
+
+_tie.def_impl(lambda x, after: x)
+_tie.def_abstract_eval(lambda x, after: x)
+ad.primitive_jvps[_tie] = lambda primals, tangents: (_tie.bind(*primals), tangents[0])
+batching.primitive_batchers[_tie] = _batched
+mlir.register_lowering(_tie, lambda ctx, x, after: [x])
+mlir.register_lowering(_tie, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")

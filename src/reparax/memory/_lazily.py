@@ -1,0 +1,92 @@
+"""The order of a program: what comes from given inputs alone is made just before its first use, and waits for it.
+
+So one layer's weights are alive at a time, in the forward pass and in the backward pass.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from reparax._numerics.tie import has_bits, tie
+from reparax.memory import _jaxpr, _program
+from reparax.memory._jaxpr import Env, values, variables
+from reparax.memory._program import Flags, Special
+
+
+def lazily(jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special = lambda eqn: None) -> list[Any]:
+    """Evaluates a program without constants, of which some inputs are given, as ``_program.run`` does."""
+    return _Run(jaxpr, args, given, special).outs()
+
+
+class _Run:
+    """One evaluation: what is made so far, and how often each value is still read."""
+
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special) -> None:
+        self._jaxpr, self._special = jaxpr, special
+        self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
+        self._known = _program.known(jaxpr, given)
+        self._waits = [all(_program.flags(self._known, e.invars)) and not _jaxpr.has_effects(e) for e in jaxpr.eqns]
+        pairs = zip(jaxpr.eqns, self._waits, strict=True)
+        self._makers: dict[Var, int] = {v: i for i, (e, waits) in enumerate(pairs) if waits for v in e.outvars}
+        self._reads = Counter(v for atoms in [jaxpr.outvars, *(e.invars for e in jaxpr.eqns)] for v in variables(atoms))
+        self._next: list[JaxprEqn] = []
+
+    def outs(self) -> list[Any]:
+        """The outputs."""
+        for eqn, waits in zip(self._jaxpr.eqns, self._waits, strict=True):
+            if not waits:
+                self._run(eqn)
+        self._flush()
+        self._make(self._jaxpr.outvars, None)
+        return values(self._env, self._jaxpr.outvars)
+
+    def _run(self, eqn: JaxprEqn) -> None:
+        """Runs an equation that waits for nothing, together with those before it where it can."""
+        function = self._special(eqn)
+        if function is None and not self._missing(eqn.invars):
+            self._next.append(eqn)
+            return
+        self._flush()
+        self._make(eqn.invars, eqn)
+        if function is None:
+            self._next.append(eqn)
+            return
+        with _jaxpr.as_written_by(eqn):
+            outs = function(*values(self._env, eqn.invars))
+        self._env.update(zip(eqn.outvars, outs, strict=True))
+        self._reads.subtract(variables(eqn.invars))
+
+    def _missing(self, atoms: Sequence[Any]) -> list[Var]:
+        """The values among ``atoms`` that have waited until now."""
+        return [v for v in variables(atoms) if v in self._makers and v not in self._env]
+
+    def _make(self, atoms: Sequence[Any], reader: JaxprEqn | None) -> None:
+        """Makes what has waited, and what that needs; no sooner than what ``reader`` takes besides."""
+        stack, chosen = self._missing(atoms), set[int]()
+        while stack:
+            maker = self._makers[stack.pop()]
+            if maker not in chosen:
+                chosen.add(maker)
+                stack += self._missing(self._jaxpr.eqns[maker].invars)
+        if chosen:
+            others = [] if reader is None else variables(reader.invars)
+            found = [self._env[v] for v in others if not self._known[v] and has_bits(self._env[v])]
+            self._evaluate(
+                [self._jaxpr.eqns[i] for i in sorted(chosen)], max(found, key=lambda x: x.ndim, default=None)
+            )
+
+    def _flush(self) -> None:
+        eqns, self._next = self._next, []
+        if eqns:
+            self._evaluate(eqns, None)
+
+    def _evaluate(self, eqns: Sequence[JaxprEqn], after: Any) -> None:
+        for eqn in eqns:
+            self._reads.subtract(variables(eqn.invars))
+        wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
+        piece = _jaxpr.part(self._jaxpr, eqns, wanted)
+        args = values(self._env, piece.invars)
+        tied = args if after is None else [tie(x, after) for x in args]
+        self._env.update(zip(wanted, _jaxpr.evaluate(piece, tied), strict=True))

@@ -1,0 +1,108 @@
+"""A linear function that says by itself in which order its transpose makes what it needs.
+
+``jax.checkpoint`` would put all that the backward pass reads behind one barrier, activations too, and make all weights
+at once. Here given values alone get a barrier, and each weight is made just before it is used.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from reparax.memory import _jaxpr
+from reparax.memory._lazily import lazily
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A function ``(*given, *saved, *tangents) -> tangents`` that is linear in the tangents.
+
+    Attributes:
+      function: It.
+      n_given: How many arguments are given: parameters and keys, from which weights are made.
+      n_saved: How many are saved by the forward pass.
+    """
+
+    function: Callable[..., list[Any]]
+    n_given: int
+    n_saved: int
+
+    def __call__(self, fixed: Sequence[Any], dots: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+        """The tangents of these types."""
+        return _linear.bind(*fixed, *dots, linear=self, types=tuple(types))
+
+    def parts(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Of all arguments those that are fixed, and the tangents."""
+        n = self.n_given + self.n_saved
+        return list(args[:n]), list(args[n:])
+
+    def lazily(self, function: Callable[..., list[Any]], *args: Any) -> list[Any]:
+        """``function(*args)``, whose first arguments are those that are given."""
+        program, consts = _jaxpr.opened(jax.make_jaxpr(function)(*args))
+        n = len(consts) + self.n_given
+        program = _jaxpr.live(program)
+        return lazily(program, [*consts, *args], [i < n for i in range(len(program.invars))])
+
+
+def _run(*args: Any, linear: Linear, types: Any) -> list[Any]:
+    del types
+    return linear.lazily(linear.function, *args)
+
+
+def _jvp(primals: Any, tangents: Any, linear: Linear, types: Any) -> tuple[list[Any], list[Any]]:
+    fixed, dots = linear.parts(primals)
+    changes, dots_changes = linear.parts(tangents)
+    moving = [i for i, change in enumerate(changes) if not isinstance(change, ad.Zero)]
+    pushed = list(map(ad.instantiate_zeros, dots_changes))
+    if not moving:
+        return linear(fixed, dots, types), linear(fixed, pushed, types)
+
+    def function(values: list[Any], dots: list[Any]) -> list[Any]:
+        held = dict(zip(moving, values, strict=True))
+        return linear.function(*[held.get(i, x) for i, x in enumerate(fixed)], *dots)
+
+    return jax.jvp(function, ([fixed[i] for i in moving], dots), ([changes[i] for i in moving], pushed))
+
+
+def _transpose(cts: Any, *args: Any, linear: Linear, types: Any) -> list[Any]:
+    del types
+    fixed, dots = linear.parts(args)
+    used = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
+    # Behind a barrier, nothing is known of a value that the forward pass has made of it.
+    again = [lax.optimization_barrier(x) if i < linear.n_given else x for i, x in enumerate(fixed)]
+
+    def transposed(*args: Any) -> list[Any]:
+        held, given = linear.parts(args)
+
+        def function(*dots: Any) -> list[Any]:
+            outs = linear.function(*held, *dots)
+            return [outs[i] for i in used]
+
+        return list(jax.linear_transpose(function, *[x.aval for x in dots])(given))
+
+    return [None] * len(fixed) + linear.lazily(transposed, *again, *[cts[i] for i in used])
+
+
+def _batched(axis: Any, args: Any, dims: Any, *, linear: Linear, types: Any) -> tuple[list[Any], list[int]]:
+    name = axis.name if isinstance(axis.name, str) else None
+    function = jax.vmap(
+        linear.function, in_axes=tuple(dims), axis_name=name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
+    )
+    batched = Linear(lambda *args: function(*args), linear.n_given, linear.n_saved)
+    types = _jaxpr.types(jax.make_jaxpr(batched.function)(*args))
+    fixed, dots = linear.parts(args)
+    return batched(fixed, dots, types), [0 for _ in types]
+
+
+_linear = Primitive("reparax_linear")
+_linear.multiple_results = True
+_linear.def_impl(_run)
+_linear.def_abstract_eval(lambda *args, linear, types: types)
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.fancy_primitive_batchers[_linear] = _batched
+mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))

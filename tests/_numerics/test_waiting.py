@@ -1,0 +1,89 @@
+"""A value that waits is the very value, on every platform, for every type and under every transformation."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from reparax._numerics.tie import has_bits, tie
+
+ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
+FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+VALUES = {
+    **{jnp.dtype(dtype).name: ODD.astype(dtype) for dtype in FLOATS},
+    "int32": np.array([0, -1, 2**31 - 1], np.int32),
+    "uint8": np.array([0, 255], np.uint8),
+    "int4": np.array([-8, 7], ml_dtypes.int4),
+    "bool": np.array([True, False]),
+    "complex64": (ODD[:4, None] + 1j * ODD[None, 4:]).astype(np.complex64),
+}
+AFTER = {
+    "a number": jnp.float32(3.0),
+    "NaN": jnp.full((2, 3), jnp.nan),
+    "half": jnp.ones((4,), jnp.bfloat16),
+    "whole numbers": jnp.array([[-1]], jnp.int32),
+    "truth": jnp.array([True]),
+    "complex": jnp.array([1.0 + 2.0j]),
+}
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_bit_stays(name):
+    x = jnp.asarray(VALUES[name])
+    for after in AFTER.values():
+        got = jax.jit(tie)(x, after)
+        assert got.dtype == x.dtype
+        assert bits(got) == bits(x)
+    assert bits(tie(x, AFTER["NaN"])) == bits(x)
+
+
+def test_keys_stay():
+    for key in (jax.random.key(3), jax.random.split(jax.random.key(3), (2, 3))):
+        got = jax.jit(tie)(key, jnp.ones(2))
+        np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(key))
+
+
+def test_derivatives_are_those_of_the_value():
+    x, after = jnp.arange(3.0), jnp.ones(2)
+    out, dot = jax.jvp(tie, (x, after), (x + 1, after))
+    np.testing.assert_array_equal(out, x)
+    np.testing.assert_array_equal(dot, x + 1)
+    grads = jax.jit(jax.grad(lambda x, after: jnp.sum(tie(x, after) ** 2), (0, 1)))(x, after)
+    np.testing.assert_array_equal(grads[0], 2 * x)
+    np.testing.assert_array_equal(grads[1], 0 * after)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 1), (None, 1)], ids=str)
+def test_batches(axes):
+    x, after = jnp.arange(6.0).reshape(3, 2) if axes[0] != 1 else jnp.arange(6.0).reshape(2, 3), jnp.ones((3, 3))
+    got = jax.jit(jax.vmap(tie, axes))(x, after)
+    expected = jax.vmap(lambda x, after: x, axes)(x, after)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_cpus_see_data_and_others_see_nothing():
+    lowered = {
+        platform: jax.jit(lambda x, after: tie(x, after) + 1)
+        .trace(jnp.ones(3), jnp.ones(2))
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+        for platform in ("cpu", "tpu", "cuda")
+    }
+    assert [("popcnt" in text) for text in lowered.values()] == [True, False, False]
+
+
+def test_no_compiler_for_cpus_knows_that_it_is_zero():
+    text = jax.jit(tie).lower(jnp.ones(3), jnp.ones(2)).compile().as_text()
+    assert "popcnt" in text or "popcount" in text
+
+
+def test_what_has_bits():
+    assert has_bits(jnp.ones((1, 2)))
+    assert not has_bits(jnp.ones((0, 2)))
+    assert not has_bits(jax.random.key(0))
+    assert not has_bits(np.zeros((1,), jax.dtypes.float0))

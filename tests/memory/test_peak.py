@@ -1,0 +1,69 @@
+"""The temporary memory of a whole compiled step: one layer's weights are alive at a time, in both passes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import reparax as rpx
+
+P = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+WIDTH, BATCH = 256, 64  # beyond the size at which arrays of one type draw in one loop, all at once
+LAYER = 4 * WIDTH**2
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+
+
+def temporary(loss, values):
+    step = jax.jit(jax.value_and_grad(loss))
+    return step.lower(values, KEY, X).compile().memory_analysis().temp_size_in_bytes
+
+
+def unrolled(n):
+    """A plain loss of ``n`` dense layers, and its parameters."""
+
+    def loss(w, x):
+        for i in range(n):
+            x = jnp.tanh(x @ w[f"layer{i}"]["kernel"])
+        return jnp.mean(x**2)
+
+    return loss, {f"layer{i}": {"kernel": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)} for i in range(n)}
+
+
+@pytest.mark.parametrize("n", [4, 12])
+def test_remat_holds_the_weights_of_one_layer_at_a_time(n):
+    loss, params = unrolled(n)
+    plain = temporary(lambda w, key, x: loss(w, x), params)
+    remat = temporary(rpx.remat(lambda raw, key, x: loss(P.apply(raw, key), x)), jax.eval_shape(P.init, params))
+    # A weight, its direction, and what XLA makes beside them, whatever the number of layers: with all weights at once
+    # it were as many as there are layers.
+    assert remat <= plain + 3 * LAYER
+
+
+def test_under_scan_it_holds_those_of_one_step():
+    n = 12
+    shape = {"kernel": jax.ShapeDtypeStruct((n, WIDTH, WIDTH), jnp.float32)}
+
+    def over(made):
+        def loss(raw, key, x):
+            def step(x, inputs):
+                return jnp.tanh(x @ made(*inputs)["kernel"]), None
+
+            return jnp.mean(jax.lax.scan(step, x, (raw, jax.random.split(key, n)))[0] ** 2)
+
+        return loss
+
+    plain = temporary(over(lambda w, key: w), shape)
+    raw = jax.eval_shape(jax.vmap(P.init), shape)
+    assert temporary(rpx.remat(over(P.apply)), raw) <= plain + 3 * LAYER
+    assert temporary(over(P.apply), raw) >= plain + (n - 1) * LAYER
+
+
+def test_accelerators_find_each_given_value_behind_a_barrier_of_its_own():
+    loss, params = unrolled(3)
+    raw = jax.eval_shape(P.init, params)
+    step = jax.jit(jax.grad(rpx.remat(lambda raw, key, x: loss(P.apply(raw, key), x))))
+    text = step.trace(raw, KEY, X).lower(lowering_platforms=("tpu",)).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert len(barriers) == 7  # three directions, three lengths, a key
+    assert all(line.count("%") == 2 for line in barriers)  # one value goes in, one comes out
+    assert "popcnt" not in text
