@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax._numerics.tie import has_bits, tie
@@ -88,5 +89,10 @@ class _Run:
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
         piece = _jaxpr.part(self._jaxpr, eqns, wanted)
         args = values(self._env, piece.invars)
-        tied = args if after is None else [tie(x, after) for x in args]
-        self._env.update(zip(wanted, _jaxpr.evaluate(piece, tied), strict=True))
+        if after is None:
+            outs = _jaxpr.evaluate(piece, args)
+        else:
+            # Accelerators would draw noise inside of each product that reads it, once for each tile, and compile long.
+            made = _jaxpr.evaluate(piece, [tie(x, after) for x in args])
+            outs = [lax.optimization_barrier(x) if _program.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
+        self._env.update(zip(wanted, outs, strict=True))
