@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reparax._numerics.tie import has_bits, tie
+from reparax._numerics.tie import has_bits, tie, whole
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -87,3 +87,14 @@ def test_what_has_bits():
     assert not has_bits(jnp.ones((0, 2)))
     assert not has_bits(jax.random.key(0))
     assert not has_bits(np.zeros((1,), jax.dtypes.float0))
+
+
+def test_a_whole_array_is_itself_behind_a_barrier_where_that_helps():
+    x = jnp.asarray(VALUES["float32"])
+    assert bits(jax.jit(whole)(x)) == bits(x) == bits(whole(x))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(whole(x) ** 2)))(jnp.arange(3.0)), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(jax.jvp(whole, (x,), (x,))[1], x)
+    np.testing.assert_array_equal(jax.vmap(whole, 1)(jnp.ones((2, 3))), jnp.ones((3, 2)))
+    for platform, expected in {"cpu": False, "tpu": True, "cuda": True}.items():
+        text = jax.jit(whole).trace(x).lower(lowering_platforms=(platform,)).as_text()
+        assert ("optimization_barrier" in text) is expected

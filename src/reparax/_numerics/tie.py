@@ -24,12 +24,18 @@ def _is_cut(x: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
+def whole(x: Array) -> Array:
+    """``x`` itself, which compilers for accelerators make as an array, and not again inside of each that reads it."""
+    return _whole.bind(x)
+
+
 def has_bits(x: Any) -> bool:
     """Whether a value can wait for ``x``."""
     return x.size > 0 and x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 _tie = Primitive("reparax_tie")
+_whole = Primitive("reparax_whole")
 
 
 def _on_cpu(x: Array, after: Array) -> Array:
@@ -66,6 +72,13 @@ def _batched(args: Any, dims: Any) -> Any:
         after = lax.index_in_dim(after, 0, batch, keepdims=False)
     return _tie.bind(x, after), place
 
+
+_whole.def_impl(lambda x: x)
+_whole.def_abstract_eval(lambda x: x)
+ad.deflinear2(_whole, lambda ct, x: [ct])
+batching.primitive_batchers[_whole] = lambda args, dims: (_whole.bind(*args), *dims)
+mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
 
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax._numerics.tie import has_bits, tie
+from reparax._numerics.tie import has_bits, tie, whole
 from reparax.memory import _jaxpr, _program
 from reparax.memory._jaxpr import Env, values, variables
 from reparax.memory._program import Flags, Special
@@ -94,5 +93,5 @@ class _Run:
         else:
             # Accelerators would draw noise inside of each product that reads it, once for each tile, and compile long.
             made = _jaxpr.evaluate(piece, [tie(x, after) for x in args])
-            outs = [lax.optimization_barrier(x) if _program.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
+            outs = [whole(x) if _program.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
         self._env.update(zip(wanted, outs, strict=True))
