@@ -1,4 +1,4 @@
-"""Training on a mesh that processes share. Run with a port, a number of the process, a folder, and a kind of mesh."""
+"""Training on a mesh that processes share. Run with a port, a number of the process, and a folder."""
 
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
 
+KINDS = ("Auto", "Explicit")
 P = rpx.WeightNorm() >> rpx.VarNoise(0.05)
 SPECS = {"in": {"kernel": Spec(None, "model"), "bias": Spec("model")}, "out": {"kernel": Spec("model", None)}}
 TX = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
@@ -66,17 +67,18 @@ def trained(devices):
     return raw
 
 
-def main(port, number, folder, kind):
+def main(port, number, folder):
     jax.distributed.initialize(f"localhost:{port}", 2, int(number))
     assert jax.process_count() == 2
     assert len(jax.devices()) == 4
     assert len(jax.local_devices()) == 2
-    devices = mesh(kind)
-    whole = started(devices)["in"]["kernel"]["@weight_norm"]["v"]
-    assert not whole.is_fully_addressable
-    assert {shard.data.shape for shard in whole.addressable_shards} == {(6, 4)}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(folder) / "raw", trained(devices))
+        for kind in KINDS:
+            devices = mesh(kind)
+            whole = started(devices)["in"]["kernel"]["@weight_norm"]["v"]
+            assert not whole.is_fully_addressable
+            assert {shard.data.shape for shard in whole.addressable_shards} == {(6, 4)}
+            checkpointer.save(Path(folder) / kind, trained(devices))
 
 
 if __name__ == "__main__":
