@@ -99,3 +99,26 @@ def test_what_draws_nothing_is_refused(other):
     text = f"Mean takes a stage that draws random numbers and says their mean, but got {other!r}. Leave it out."
     with raises(TypeError, text):
         rpx.Mean(other)
+
+
+def test_formulas_of_stages_that_python_takes_for_equal_are_told_apart():
+    class Twice(rpx.Reparametrization):
+        exact: object
+
+        def init_leaf(self, w):
+            return {"v": w}
+
+        def apply_leaf(self, values):
+            return values["v"] * (2.0 if self.exact is True else 3.0)
+
+    raw = {"w": {"@twice": {"v": jnp.ones(2)}}}
+    assert [float(Twice(exact).apply(raw)["w"][0]) for exact in (1, True)] == [3.0, 2.0]
+
+
+def test_a_function_may_read_what_changes():
+    scale = {"now": 1.0}
+    p = rpx.Elementwise(lambda v: v * scale["now"], lambda w: w)
+    raw = p.init({"w": jnp.ones(2)})
+    before = p.apply(raw)["w"][0]
+    scale["now"] = 2.0
+    assert (before, p.apply(raw)["w"][0]) == (1.0, 2.0)

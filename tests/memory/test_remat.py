@@ -727,3 +727,43 @@ def test_apply_passes_on_what_it_does_not_change():
     effective = rpx.VarNoise(0.1, where="w").apply(tree, ROOT)
     assert effective["w"] is not tree["w"]
     assert all(effective[name] is tree[name] for name in tree if name != "w")
+
+
+# ---- What an attack found
+
+
+def test_under_vmap_what_does_not_depend_on_the_batch_has_none(key):
+    v = jnp.arange(1.0, 4.0)
+
+    def gains(w, key):
+        return jnp.sum(jnp.sin(w), axis=0)  # of weights alone
+
+    def total(f, w, x):
+        return jnp.sum(jax.vmap(lambda x: jnp.sum(x @ w) * jnp.vdot(f(w, key), v))(x))
+
+    args = jnp.arange(6.0).reshape(2, 3), jnp.ones((3, 2))
+    expected = jax.jit(jax.value_and_grad(lambda *args: total(gains, *args)))(*args)
+    got = jax.jit(jax.value_and_grad(lambda *args: total(rpx.remat(gains), *args)))(*args)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
+
+
+def test_the_name_of_a_batch_may_be_any_object(key):
+    name = type("Axis", (), {})()
+
+    def loss(w, key, x):
+        return jax.lax.pmean(jnp.sum(jnp.tanh(x @ w)), name)
+
+    def total(f, w, x):
+        return jnp.sum(jax.vmap(f, (None, None, 0), axis_name=name)(w, key, x))
+
+    args = jnp.ones((2, 2)), jnp.arange(6.0).reshape(3, 1, 2) / 3
+    grads = [jax.grad(lambda *args, f=f: total(f, *args))(*args) for f in (loss, rpx.remat(loss))]
+    np.testing.assert_allclose(*grads, rtol=1e-6)
+
+
+def test_no_tracer_leaks(key):
+    def loss(w, key, x):
+        return jnp.sum(jnp.tanh(x @ (w + jax.random.normal(key, w.shape))))
+
+    with jax.checking_leaks():
+        assert jnp.all(jnp.isfinite(jax.grad(rpx.remat(loss))(jnp.ones((2, 2)), key, jnp.ones((1, 2)))))

@@ -31,7 +31,11 @@ def whole(x: Array) -> Array:
 
 def has_bits(x: Any) -> bool:
     """Whether a value can wait for ``x``."""
-    return x.size > 0 and x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return (
+        all(isinstance(n, int) and n > 0 for n in x.shape)
+        and x.dtype != jax.dtypes.float0
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    )
 
 
 _tie = Primitive("reparax_tie")
@@ -69,6 +73,8 @@ def _combined(x: Array, zero: Array) -> Array:
 def _batched(args: Any, dims: Any) -> Any:
     (x, after), (place, batch) = args, dims
     if batch is not None:
+        if _is_cut(after):
+            return x, place
         after = lax.index_in_dim(after, 0, batch, keepdims=False)
     return _tie.bind(x, after), place
 

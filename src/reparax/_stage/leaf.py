@@ -699,17 +699,21 @@ class Reparametrization(_Leafwise):
 
 def _together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
     """``method(stage, *args)``; where it is traced, by a program of its own, once for all arrays of one type."""
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+    held = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    # A function may read what changes.
+    impure = any(callable(value) for name, value in held.items() if name != "where")
+    if impure or not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return method(stage, *args)
     try:
         hash(stage)
     except TypeError:  # of a traced hyperparameter
         return method(stage, *args)
-    return _traced_once(method, stage, *args)
+    return _traced_once(method, stage, repr(held), *args)  # which tells 1 from True, and 0.0 from -0.0
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _traced_once(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_once(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
+    del shown
     return method(stage, *args)
 
 

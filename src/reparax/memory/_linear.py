@@ -87,15 +87,27 @@ def _transpose(cts: Any, *args: Any, linear: Linear, types: Any) -> list[Any]:
     return [None] * len(fixed) + linear.lazily(transposed, *again, *[cts[i] for i in used])
 
 
-def _batched(axis: Any, args: Any, dims: Any, *, linear: Linear, types: Any) -> tuple[list[Any], list[int]]:
-    name = axis.name if isinstance(axis.name, str) else None
-    function = jax.vmap(
-        linear.function, in_axes=tuple(dims), axis_name=name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
-    )
+def _batched(axis: Any, args: Any, dims: Any, *, linear: Linear, types: Any) -> tuple[list[Any], list[int | None]]:
+    # What does not depend on the batch must stay without one: JAX decides by that about the outputs of the whole.
+    name = None if type(axis.name) is object else axis.name  # an axis without a name has a bare object for one
+    flags: list[bool] = []
+
+    def watched(*args: Any) -> list[Any]:
+        outs = linear.function(*args)
+        flags[:] = [type(out).__name__ == "BatchTracer" for out in outs]
+        return outs
+
+    def mapped(function: Callable[..., list[Any]], places: Any) -> Callable[..., list[Any]]:
+        settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
+        return jax.vmap(function, in_axes=tuple(dims), out_axes=places, **settings)
+
+    jax.make_jaxpr(mapped(watched, 0))(*args)
+    places = [0 if flag else None for flag in flags]
+    function = mapped(linear.function, places)
     batched = Linear(lambda *args: function(*args), linear.n_given, linear.n_saved)
     types = _jaxpr.types(jax.make_jaxpr(batched.function)(*args))
     fixed, dots = linear.parts(args)
-    return batched(fixed, dots, types), [0 for _ in types]
+    return batched(fixed, dots, types), places
 
 
 _linear = Primitive("reparax_linear")

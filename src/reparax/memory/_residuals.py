@@ -1,7 +1,7 @@
 """A linearized program, of whose residuals some are kept and the others made again."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -172,6 +172,7 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
 def _pushed(early: Jaxpr, first: _Part, second: _Part, roots: Sequence[Any]) -> Callable[..., list[Any]]:
     """The linear function of both halves, of their residuals and the tangents of ``roots``."""
     n = len(first.residuals)
+    first, second = replace(first, residuals=[]), replace(second, residuals=[])  # which are of a trace that ends
 
     def push(residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
         held = dict(zip(roots, dots, strict=True))
