@@ -767,3 +767,13 @@ def test_no_tracer_leaks(key):
 
     with jax.checking_leaks():
         assert jnp.all(jnp.isfinite(jax.grad(rpx.remat(loss))(jnp.ones((2, 2)), key, jnp.ones((1, 2)))))
+
+
+def test_nothing_is_kept_for_an_output_that_nobody_differentiates(key):
+    def loss(w, key, x):
+        return jnp.sum(x @ jnp.sin(w)), jnp.tanh(jnp.exp(x @ w))
+
+    args = normal(8, 8), key, normal(8, 8, seed=1)
+    plain, remat = (rpx.saved(f, *args, has_aux=True) for f in (loss, rpx.remat(loss)))
+    assert remat.bytes("activations") == plain.bytes("activations") == 256
+    assert remat.bytes("weights") == 0

@@ -98,6 +98,11 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def read(jaxpr: Jaxpr) -> list[bool]:
+    """For each input of a program, whether any of its outputs needs it."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
     return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))(*args)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from reparax.memory import _jaxpr
 from reparax.memory._lazily import lazily
@@ -110,6 +111,35 @@ def _batched(axis: Any, args: Any, dims: Any, *, linear: Linear, types: Any) -> 
     return batched(fixed, dots, types), places
 
 
+def _pruned(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """The equation without the outputs that nobody reads, and which inputs it still takes: others need not be kept."""
+    if not any(used):
+        return [False for _ in eqn.invars], None
+    linear: Linear = eqn.params["linear"]
+    wanted = [i for i, flag in enumerate(used) if flag]
+
+    def some(*args: Any) -> list[Any]:
+        outs = linear.function(*args)
+        return [outs[i] for i in wanted]
+
+    program, consts = _jaxpr.opened(jax.make_jaxpr(some)(*[v.aval for v in eqn.invars]))
+    keys = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]
+    read = [flag or key for flag, key in zip(_jaxpr.read(program)[len(consts) :], keys, strict=True)]
+    kept = [i for i, flag in enumerate(read) if flag]
+    types = [v.aval for v in eqn.invars]
+
+    def function(*args: Any) -> list[Any]:
+        held = dict(zip(kept, args, strict=True))  # what is not read may be any number
+        return some(*[held[i] if i in held else jnp.zeros(each.shape, each.dtype) for i, each in enumerate(types)])
+
+    n_given = sum(i < linear.n_given for i in kept)
+    n_fixed = sum(i < linear.n_given + linear.n_saved for i in kept)
+    pruned = Linear(function, n_given, n_fixed - n_given)
+    params = {"linear": pruned, "types": tuple(eqn.params["types"][i] for i in wanted)}
+    outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
+    return read, eqn.replace(invars=[eqn.invars[i] for i in kept], outvars=outvars, params=params)
+
+
 _linear = Primitive("reparax_linear")
 _linear.multiple_results = True
 _linear.def_impl(_run)
@@ -117,4 +147,5 @@ _linear.def_abstract_eval(lambda *args, linear, types: types)
 ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.fancy_primitive_batchers[_linear] = _batched
+partial_eval.dce_rules[_linear] = _pruned
 mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))
