@@ -147,5 +147,5 @@ _linear.def_abstract_eval(lambda *args, linear, types: types)
 ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.fancy_primitive_batchers[_linear] = _batched
-partial_eval.dce_rules[_linear] = _pruned
+partial_eval.dce_rules[_linear] = lambda used, *rest: _pruned(used, rest[-1])  # since jax 0.12.0 one more between
 mlir.register_lowering(_linear, mlir.lower_fun(_run, multiple_results=True))
