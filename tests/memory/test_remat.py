@@ -777,3 +777,44 @@ def test_nothing_is_kept_for_an_output_that_nobody_differentiates(key):
     plain, remat = (rpx.saved(f, *args, has_aux=True) for f in (loss, rpx.remat(loss)))
     assert remat.bytes("activations") == plain.bytes("activations") == 256
     assert remat.bytes("weights") == 0
+
+
+@pytest.mark.parametrize("across", ["shard_map", "vmap"])
+def test_an_output_that_nobody_differentiates_of_a_named_axis(across, key):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def loss(w, key, x):
+        noisy = w + 0.1 * jax.random.normal(key, w.shape)
+        return jax.lax.pmean(jnp.sum(jnp.tanh(x @ noisy)), "data"), jax.lax.pmean(jnp.sum(jnp.exp(x @ w)), "data")
+
+    def total(f):
+        if across == "vmap":
+            mapped = jax.vmap(f, (None, None, 0), (0, 0), axis_name="data")
+            return lambda w, key, x: jax.tree.map(jnp.mean, mapped(w, key, x.reshape(4, -1, 8)))
+        specs = {"in_specs": (Spec(), Spec(), Spec("data")), "out_specs": (Spec(), Spec())}
+        return jax.shard_map(f, mesh=mesh, **specs)
+
+    args = normal(8, 8), key, normal(8, 8, seed=1)
+    expected, got = (jax.jit(jax.value_and_grad(total(f), has_aux=True))(*args) for f in (loss, rpx.remat(loss)))
+    trees_close(got, expected)
+
+
+def test_an_ordered_effect_in_the_linear_part_happens_once(key):
+    seen = []
+
+    @jax.custom_jvp
+    def watched(x):
+        return jnp.sin(x)
+
+    @watched.defjvp
+    def _(primals, tangents):
+        jax.debug.callback(lambda dot: seen.append(float(dot)), tangents[0].sum(), ordered=True)
+        return jnp.sin(*primals), tangents[0] * jnp.cos(*primals)
+
+    def loss(w, key, x):
+        return jnp.sum(watched(x @ (w + jax.random.normal(key, w.shape))))
+
+    w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
+    jax.block_until_ready(jax.jit(lambda w: jax.jvp(lambda w: rpx.remat(loss)(w, key, x), (w,), (w,)))(w))
+    jax.effects_barrier()
+    assert seen == [12.0]

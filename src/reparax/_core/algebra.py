@@ -129,10 +129,8 @@ class Parametrization(Static, ABC):
         for i, stage in enumerate(_stages(self)):
             if stage.advances:
                 seen = self._before(i, tree)
-                own = None if slopes is None or not stage.reads_grads else self._grads_at(i, seen, slopes)
-                given = (own,) if stage.reads_grads else ()
-                after = stage.update_tree(seen, keys, *given)
-                tree = graft("update", tree, seen, after, free=stage.moves_weights)
+                read = (self._grads_at(i, seen, slopes),) if stage.reads_grads else ()
+                tree = graft("update", tree, seen, stage.update_tree(seen, keys, *read), free=stage.moves_weights)
         return spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
@@ -273,7 +271,9 @@ class Parametrization(Static, ABC):
         return Chain(_stages(self)[:i]).deterministic.apply_tree(tree, Keys(None))
 
     def _grads_at(self, i: int, seen: PyTree, grads: PyTree) -> PyTree:
-        """The gradients by what the stage number ``i`` makes of ``seen``, of those by the effective tree."""
+        """The gradients by what the stage number ``i`` makes of ``seen``, of those by the effective tree, if any."""
+        if grads is None:
+            return None
         own, later = _stages(self)[i].deterministic, Chain(_stages(self)[i + 1 :]).deterministic
         tree = own.apply_tree(seen, Keys(None))
         return pull_back(call(self, "update"), lambda tree: later.apply_tree(tree, Keys(None)), tree, grads)

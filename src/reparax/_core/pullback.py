@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._numerics.arithmetic import is_inexact
+from reparax._numerics.arithmetic import inexact_places
 from reparax._tree.paths import PyTree, is_array, named, path_text
 from reparax._tree.raw import outer_markers
 
@@ -14,13 +14,13 @@ from reparax._tree.raw import outer_markers
 def pull_back(who: str, later: Callable[[PyTree], PyTree], tree: PyTree, grads: PyTree) -> PyTree:
     """The gradients by the arrays of ``tree``, of those by the arrays of ``later(tree)``; zeros at other leaves."""
     leaves, treedef = jax.tree.flatten(tree)
-    moving = [i for i, w in enumerate(leaves) if is_array(w) and is_inexact(w)]
+    moving = inexact_places(leaves)
 
     def effective(arrays: list[Any]) -> tuple[list[Any], list[str]]:
         found = dict(zip(moving, arrays, strict=True))
         paths, made, _ = named(later(treedef.unflatten([found.get(i, w) for i, w in enumerate(leaves)])))
-        pairs = [(path_text(path), w) for path, w in zip(paths, made, strict=True) if is_array(w) and is_inexact(w)]
-        return [w for _, w in pairs], [path for path, _ in pairs]
+        places = inexact_places(made)
+        return [made[i] for i in places], [path_text(paths[i]) for i in places]
 
     made, pulled, paths = jax.vjp(effective, [leaves[i] for i in moving], has_aux=True)
     own = dict(zip(moving, pulled(_matched(who, paths, made, grads))[0], strict=True))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from reparax._tree.paths import is_array
+
 
 def widened(w: Array) -> Array:
     """``w`` in the dtype to compute in: float32 for half precision, its own dtype for all others."""
@@ -17,6 +19,11 @@ def widened(w: Array) -> Array:
 def is_inexact(w: Array) -> bool:
     """Whether the numbers of ``w`` are floating or complex."""
     return jnp.issubdtype(w.dtype, jnp.inexact)
+
+
+def inexact_places(leaves: Sequence[Any]) -> list[int]:
+    """The places of floating and complex arrays."""
+    return [i for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)]
 
 
 def add_up(numbers: Sequence[Array]) -> Array:

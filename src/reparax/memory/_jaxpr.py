@@ -80,11 +80,6 @@ def types(program: Any) -> list[Any]:
     return [v.aval for v in _open(program).outvars]
 
 
-def tangent_type(v: Any) -> Any:
-    """The type of the tangents of a value."""
-    return v.aval.to_tangent_aval()
-
-
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
     """The program of some equations of ``jaxpr``, whose inputs are what they take from elsewhere."""
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -98,9 +93,9 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def read(jaxpr: Jaxpr) -> list[bool]:
-    """For each input of a program, whether any of its outputs needs it."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+def pruned(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """A program of the used outputs and of the inputs that these need; which inputs they are."""
+    return partial_eval.dce_jaxpr(jaxpr, list(used))
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:

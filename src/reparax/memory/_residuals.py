@@ -1,7 +1,7 @@
 """A linearized program, of whose residuals some are kept and the others made again."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,6 @@ class Linearized:
 
     Attributes:
       program: Gives the outputs, then the residuals.
-      types: Of the outputs that have tangents.
       inputs: The value of each input of ``program``.
       given: Which of these are given.
       push: The linear part, of residuals and tangents; None where no output moves.
@@ -32,7 +31,6 @@ class Linearized:
     """
 
     program: Jaxpr
-    types: Sequence[Any]
     inputs: Env
     given: Flags
     push: Callable[..., list[Any]] | None
@@ -48,18 +46,18 @@ class Linearized:
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
             env = dict(zip(program.invars, args, strict=True))
-            made, first = _linearized(early, env, dots, lambda eqn: None)
+            made, kept, first = _linearized(early, env, dots, lambda eqn: None)
             env |= dict(zip(early.outvars, made, strict=True))
             moved = {early.outvars[i] for i in first.moved}
-            outs, second = _linearized(late, env, [v for v in late.invars if v in dots or v in moved], special)
-            found.append((_pushed(early, first, second, dots), bool(second.moving)))
-            return outs, [*first.residuals, *second.residuals]
+            moving = [v for v in late.invars if v in dots or v in moved]
+            outs, others, second = _linearized(late, env, moving, special)
+            found.append((_pushed(early, first, second, dots, len(kept)), bool(second.moving)))
+            return outs, [*kept, *others]
 
         traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
         push, moves = found[-1]
         return cls(
             program=traced,
-            types=[_jaxpr.tangent_type(v) for v in program.outvars if _program.smooth(v)],
             inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
             given=[True for _ in consts] + given,
             push=push if moves else None,
@@ -93,8 +91,8 @@ class Linearized:
             held |= dict(zip(remade.outvars, again, strict=True))
             return push(_jaxpr.values(held, residuals), args[len(names) :])
 
-        fixed = [*(self.inputs[v] for v in (*given, *others)), *saved]
-        return Linear(function, len(given), len(fixed) - len(given))(fixed, dots, self.types)
+        inputs = self.inputs
+        return Linear.of(function, [inputs[v] for v in given], [*(inputs[v] for v in others), *saved], dots)
 
     @property
     def _residuals(self) -> list[Any]:
@@ -132,14 +130,12 @@ class _Part:
       moving: The inputs that have tangents.
       smooth: The places of the outputs that can have them.
       moved: The places of those that have.
-      residuals: What the linear function needs.
-      tree: The structure that makes the function of it.
+      tree: The structure that makes the linear function of its residuals.
     """
 
     moving: list[Any]
     smooth: list[int]
     moved: list[int]
-    residuals: list[Any]
     tree: Any
 
     def push(self, residuals: Sequence[Any], dots: Env) -> list[Any]:
@@ -147,8 +143,8 @@ class _Part:
         return jax.tree.unflatten(self.tree, residuals)(*[dots[v] for v in self.moving])
 
 
-def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], _Part]:
-    """The outputs of one half, and its linear part in those of its inputs that have tangents."""
+def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
+    """The outputs of one half, its residuals, and its linear part in those of its inputs that have tangents."""
     moving = [v for v in half.invars if v in dots]
     smooth = [i for i, v in enumerate(half.outvars) if _program.smooth(v)]
 
@@ -159,20 +155,18 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
-        return of_moving(*points)[1], _Part([], smooth, [], [], None)
+        return of_moving(*points)[1], [], _Part([], smooth, [], None)
     _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
     residuals, tree = _jaxpr.residuals(linear)
     # There is no tangent behind a comparison or stop_gradient, and nothing of it may be kept.
     program, consts = _jaxpr.opened(jax.make_jaxpr(linear)(*points))
     known = _program.known(program, [i < len(consts) for i in range(len(program.invars))])
     still = _program.flags(known, program.outvars)
-    return outs, _Part(moving, smooth, [i for i, same in zip(smooth, still, strict=True) if not same], residuals, tree)
+    return outs, residuals, _Part(moving, smooth, [i for i, same in zip(smooth, still, strict=True) if not same], tree)
 
 
-def _pushed(early: Jaxpr, first: _Part, second: _Part, roots: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The linear function of both halves, of their residuals and the tangents of ``roots``."""
-    n = len(first.residuals)
-    first, second = replace(first, residuals=[]), replace(second, residuals=[])  # which are of a trace that ends
+def _pushed(early: Jaxpr, first: _Part, second: _Part, roots: Sequence[Any], n: int) -> Callable[..., list[Any]]:
+    """The linear function of both halves, of their residuals, the first ``n`` early, and the tangents of ``roots``."""
 
     def push(residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
         held = dict(zip(roots, dots, strict=True))

@@ -11,8 +11,8 @@ from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.keys import Keys, check_key
 from reparax._core.pending import settle
-from reparax._numerics.arithmetic import is_inexact, widened
-from reparax._tree.paths import PyTree, is_array, is_traceable
+from reparax._numerics.arithmetic import inexact_places, widened
+from reparax._tree.paths import PyTree, is_traceable
 from reparax.noise._stages import VarNoise
 
 
@@ -58,7 +58,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
         )
 
     leaves, treedef = jax.tree.flatten(gather_boxes(raw))
-    moving = _inexact(leaves)
+    moving = inexact_places(leaves)
 
     def before(values: list[Array]) -> PyTree:
         held = dict(zip(moving, values, strict=True))
@@ -66,7 +66,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
         return Chain(stages[:place]).apply_tree(tree, Keys(None))
 
     seen, seen_def = jax.tree.flatten(before([leaves[i] for i in moving]))
-    noisy, unit = _inexact(seen), replace(noise, std=1.0)
+    noisy, unit = inexact_places(seen), replace(noise, std=1.0)
     zeros = seen_def.unflatten([jnp.zeros_like(x) if i in noisy else x for i, x in enumerate(seen)])
 
     def add(total: list[Array], member: tuple[Array, Array]) -> tuple[list[Array], None]:
@@ -83,11 +83,6 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
     (found,) = pull([(t * scale.astype(t.dtype)).astype(seen[i].dtype) for t, i in zip(whole, noisy, strict=True)])
     gradient = dict(zip(moving, found, strict=True))
     return spread_like(raw, treedef.unflatten([gradient.get(i, _still(x)) for i, x in enumerate(leaves)]))
-
-
-def _inexact(leaves: list[Any]) -> list[int]:
-    """The places of floating and complex arrays."""
-    return [i for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)]
 
 
 def _still(x: Any) -> Any:

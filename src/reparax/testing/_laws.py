@@ -232,7 +232,7 @@ def purity(p: Parametrization, params: PyTree, key: Array) -> None:
     before = jax.tree.map(np.array, mine)
     p.init(mine[0], key)
     p.apply(mine[1], key)
-    p.update(mine[1], key)
+    updated(p, mine[1], key)
     require(p, "purity", equal(before, mine), "it changes its input")
     require(
         p,
