@@ -88,6 +88,26 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
     return jaxpr.replace(constvars=[], invars=invars, outvars=list(outvars), eqns=list(eqns))
 
 
+def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
+    """A program that reads other atoms in place of some inputs, which are no inputs any more."""
+
+    def atoms(old: Iterable[Any]) -> list[Any]:
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in old]
+
+    return jaxpr.replace(
+        invars=[v for v in jaxpr.invars if v not in names],
+        outvars=atoms(jaxpr.outvars),
+        eqns=[eqn.replace(invars=atoms(eqn.invars)) for eqn in jaxpr.eqns],
+    )
+
+
+def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
+    """The program of ``invars`` that runs one part after the other and gives the outputs of the last."""
+    eqns = [eqn for part in parts for eqn in part.eqns]
+    effects = {effect for eqn in eqns for effect in eqn.effects}
+    return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
+
+
 def live(jaxpr: Jaxpr) -> Jaxpr:
     """A program without the equations that none of its outputs needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

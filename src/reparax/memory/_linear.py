@@ -31,14 +31,6 @@ class Linear:
     n_given: int
     n_saved: int
 
-    @classmethod
-    def of(
-        cls, function: Callable[..., list[Any]], given: Sequence[Any], saved: Sequence[Any], dots: Sequence[Any]
-    ) -> list[Any]:
-        """``function(*given, *saved, *dots)``, as one equation."""
-        program, consts = _jaxpr.opened(jax.make_jaxpr(function)(*given, *saved, *dots))
-        return cls(program, len(consts) + len(given), len(saved))(*consts, *given, *saved, *dots)
-
     def __call__(self, *args: Any) -> list[Any]:
         """The tangents."""
         return _linear.bind(*args, linear=self)

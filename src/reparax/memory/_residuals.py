@@ -1,12 +1,12 @@
 """A linearized program, of whose residuals some are kept and the others made again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from reparax.memory import _jaxpr, _program
 from reparax.memory._jaxpr import Env
@@ -26,14 +26,16 @@ class Linearized:
       program: Gives the outputs, then the residuals.
       inputs: The value of each input of ``program``.
       given: Which of these are given.
-      push: The linear part, of residuals and tangents; None where no output moves.
+      push: The linear part, of the residuals and then of tangents; None where no output moves.
+      dots: Of which inputs these tangents are, as places among those that have any.
       n_outs: How many outputs there are.
     """
 
     program: Jaxpr
     inputs: Env
     given: Flags
-    push: Callable[..., list[Any]] | None
+    push: Jaxpr | None
+    dots: Sequence[int]
     n_outs: int
 
     @classmethod
@@ -42,25 +44,25 @@ class Linearized:
     ) -> "Linearized":
         """The linearization of ``program`` in the inputs ``dots``, traced but not yet run."""
         early, late = _program.halves(program, given)
-        found: list[Any] = []
+        found: list[Sequence[_Part]] = []
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
             env = dict(zip(program.invars, args, strict=True))
             made, kept, first = _linearized(early, env, dots, lambda eqn: None)
             env |= dict(zip(early.outvars, made, strict=True))
-            moved = {early.outvars[i] for i in first.moved}
-            moving = [v for v in late.invars if v in dots or v in moved]
-            outs, others, second = _linearized(late, env, moving, special)
-            found.append((_pushed(early, first, second, dots, len(kept)), bool(second.moving)))
+            outs, others, second = _linearized(late, env, [*dots, *first.moved], special)
+            found.append((first, second))
             return outs, [*kept, *others]
 
         traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
-        push, moves = found[-1]
+        first, second = found[-1]
+        moving = [i for i, v in enumerate(dots) if v in first.moving or v in second.moving]
         return cls(
             program=traced,
             inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
             given=[True for _ in consts] + given,
-            push=push if moves else None,
+            push=first.then(second, [dots[i] for i in moving]) if second.moving else None,
+            dots=moving,
             n_outs=len(program.outvars),
         )
 
@@ -83,16 +85,11 @@ class Linearized:
             return []
         given = [v for v in self._needed if self._known[v]]
         others = [v for v in self._needed if not self._known[v]]
-        names, remade, residuals, push = [*given, *others, *self._saved], self._remade, self._residuals, self.push
-
-        def function(*args: Any) -> list[Any]:
-            held = dict(zip(names, args, strict=False))
-            again = _program.run(remade, _jaxpr.values(held, remade.invars))
-            held |= dict(zip(remade.outvars, again, strict=True))
-            return push(_jaxpr.values(held, residuals), args[len(names) :])
-
-        inputs = self.inputs
-        return Linear.of(function, [inputs[v] for v in given], [*(inputs[v] for v in others), *saved], dots)
+        moving = self.push.invars[len(self._residuals) :]
+        push = _jaxpr.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
+        program = _jaxpr.joined([self._remade, push], [*given, *others, *self._saved, *moving])
+        fixed = [self.inputs[v] for v in (*given, *others)]
+        return Linear(program, len(given), len(others) + len(saved))(*fixed, *saved, *[dots[i] for i in self.dots])
 
     @property
     def _residuals(self) -> list[Any]:
@@ -128,19 +125,19 @@ class _Part:
 
     Attributes:
       moving: The inputs that have tangents.
-      smooth: The places of the outputs that can have them.
-      moved: The places of those that have.
-      tree: The structure that makes the linear function of its residuals.
+      moved: The outputs that have tangents, each with the name of its tangent.
+      program: Of the residuals and of tangents, which have the names of ``moving``; gives those of all outputs that can
+        have any.
     """
 
-    moving: list[Any]
-    smooth: list[int]
-    moved: list[int]
-    tree: Any
+    moving: Sequence[Var]
+    moved: Env
+    program: Jaxpr
 
-    def push(self, residuals: Sequence[Any], dots: Env) -> list[Any]:
-        """The tangents of the outputs that can have any."""
-        return jax.tree.unflatten(self.tree, residuals)(*[dots[v] for v in self.moving])
+    def then(self, late: "_Part", dots: Sequence[Var]) -> Jaxpr:
+        """The linear part of both halves, of the residuals of both and the tangents ``dots``."""
+        residuals = [v for part in (self, late) for v in part.program.invars if v not in part.moving]
+        return _jaxpr.joined([self.program, _jaxpr.renamed(late.program, self.moved)], [*residuals, *dots])
 
 
 def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
@@ -155,24 +152,13 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
-        return of_moving(*points)[1], [], _Part([], smooth, [], None)
+        return of_moving(*points)[1], [], _Part([], {}, _jaxpr.part(half, [], []))
     _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
-    residuals, tree = _jaxpr.residuals(linear)
+    program, residuals = _jaxpr.opened(jax.make_jaxpr(linear)(*points))
+    n = len(residuals)
     # There is no tangent behind a comparison or stop_gradient, and nothing of it may be kept.
-    program, consts = _jaxpr.opened(jax.make_jaxpr(linear)(*points))
-    known = _program.known(program, [i < len(consts) for i in range(len(program.invars))])
-    still = _program.flags(known, program.outvars)
-    return outs, residuals, _Part(moving, smooth, [i for i, same in zip(smooth, still, strict=True) if not same], tree)
-
-
-def _pushed(early: Jaxpr, first: _Part, second: _Part, roots: Sequence[Any], n: int) -> Callable[..., list[Any]]:
-    """The linear function of both halves, of their residuals, the first ``n`` early, and the tangents of ``roots``."""
-
-    def push(residuals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
-        held = dict(zip(roots, dots, strict=True))
-        if first.moving:
-            made = first.push(residuals[:n], held)
-            held |= {early.outvars[i]: x for i, x in zip(first.smooth, made, strict=True)}
-        return second.push(residuals[n:], held)
-
-    return push
+    still = _program.flags(_program.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
+    named = _jaxpr.renamed(program, dict(zip(program.invars[n:], moving, strict=True)))
+    pairs = zip(smooth, named.outvars, still, strict=True)
+    moved = {half.outvars[i]: dot for i, dot, same in pairs if not same}
+    return outs, residuals, _Part(moving, moved, named.replace(invars=[*program.invars[:n], *moving]))
