@@ -818,3 +818,30 @@ def test_an_ordered_effect_in_the_linear_part_happens_once(key):
     jax.block_until_ready(jax.jit(lambda w: jax.jvp(lambda w: rpx.remat(loss)(w, key, x), (w,), (w,)))(w))
     jax.effects_barrier()
     assert seen == [12.0]
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, slope: (jnp.clip(slope, -0.5, 0.5),))
+
+
+def with_a_backward_pass_by_hand(w, key, x):
+    return jnp.sum(clipped(jnp.tanh(x @ jnp.sin(w + 0.1 * jax.random.normal(key, w.shape)))) ** 2)
+
+
+def with_a_choice_by_data(w, key, x):
+    w = jnp.sin(w)
+    return jnp.sum(jax.lax.cond(jnp.sum(x) > 0, lambda: jax.lax.stop_gradient(x) @ w, lambda: jnp.tanh(x @ w)))
+
+
+@pytest.mark.parametrize("f", [with_a_backward_pass_by_hand, with_a_choice_by_data])
+def test_a_batch_of_what_cannot_be_batched_after_its_derivative(f, key):
+    def total(f):
+        return lambda w, x: jnp.sum(jax.vmap(f, (None, None, 0))(w, key, x))
+
+    args = normal(4, 4), normal(3, 2, 4, seed=1)
+    expected, got = (jax.jit(jax.value_and_grad(total(f)))(*args) for f in (f, rpx.remat(f)))
+    trees_close(got, expected)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
+from jax.interpreters import ad
 
 from reparax.memory import _bodies, _program
 from reparax.memory._lazily import lazily
-from reparax.memory._program import Flags
+from reparax.memory._piece import Piece, Pieces
+from reparax.memory._program import Flags, Special
 from reparax.memory._residuals import Linearized
 
 
@@ -26,32 +25,31 @@ def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.opened(jaxpr, args)
-        return _differentiable(program, [True for _ in consts] + roots)(*consts, *args)
+        return _split(Piece(program, [True for _ in consts] + roots), [*consts, *args])
 
     return function
 
 
-def _differentiable(program: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
-    known = _program.known(program, given)
-    special = _bodies.cutting(known, split)
+def _special(piece: Piece) -> Special:
+    return _bodies.cutting(_program.known(piece.program, piece.given), split)
 
-    @jax.custom_jvp
-    def function(*args: Any) -> list[Any]:
-        return lazily(program, args, given, special)
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        pairs = zip(program.invars, tangents, strict=True)
-        dots = {v: dot for v, dot in pairs if not isinstance(dot, SymbolicZero)}
-        linearized = Linearized.of(program, given, special, primals, list(dots))
-        outs, saved = linearized.forward()
-        pushed = iter(linearized.tangents(saved, list(dots.values())))
+def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
+    return lazily(piece.program, args, piece.given, _special(piece))
 
-        def tangent(v: Any, out: Any) -> Any:
-            if not _program.smooth(v):
-                return np.zeros(v.aval.shape, jax.dtypes.float0)
-            return next(pushed) if linearized.moves else jnp.zeros_like(out)
 
-        return outs, [tangent(v, out) for v, out in zip(program.outvars, outs, strict=True)]
+def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    program = piece.program
+    dots = {v: dot for v, dot in zip(program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
+    linearized = Linearized.of(program, piece.given, _special(piece), primals, list(dots))
+    outs, saved = linearized.forward()
+    pushed = iter(linearized.tangents(saved, list(dots.values())))
 
-    function.defjvp(derivative, symbolic_zeros=True)
-    return function
+    def tangent(v: Any, out: Any) -> Any:
+        moves = _program.smooth(v) and linearized.moves
+        return next(pushed) if moves else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    return outs, [tangent(v, out) for v, out in zip(program.outvars, outs, strict=True)]
+
+
+_split = Pieces("reparax_split", _run, _jvp)

@@ -25,7 +25,7 @@ Body = Callable[..., list[Any]]
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
 # Equations that hold one program and run it once, on their own operands.
-_CALLS = {"jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"}
+_CALLS = {"jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map", "reparax_split", "reparax_linear"}
 
 # The parameters of the equations that are written again: those that are read, and those from which nothing is lost.
 _SCAN = ("length", "reverse", "unroll")
@@ -116,6 +116,27 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
 def pruned(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """A program of the used outputs and of the inputs that these need; which inputs they are."""
     return partial_eval.dce_jaxpr(jaxpr, list(used))
+
+
+def batched(
+    jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
+) -> tuple[Jaxpr, list[Any], list[int | None]]:
+    """A program of a batch, with its constants as first inputs; these; and where its outputs have the batch, if at all.
+
+    What does not depend on the batch must stay without one: JAX decides by that about the outputs of the whole.
+    """
+    name = None if type(axis.name) is object else axis.name  # an axis without a name has a bare object for one
+    settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
+    places: list[int | None] = []
+
+    def watched(*args: Any) -> list[Any]:
+        outs = evaluate(jaxpr, args)
+        places[:] = [0 if type(out).__name__ == "BatchTracer" else None for out in outs]
+        return outs
+
+    jax.make_jaxpr(jax.vmap(watched, tuple(dims), 0, **settings))(*args)
+    mapped = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), places, **settings)
+    return *opened(jax.make_jaxpr(mapped)(*args)), places
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,8 @@ from jax.extend.core import Jaxpr, Var
 from reparax.memory import _jaxpr, _program
 from reparax.memory._jaxpr import Env
 from reparax.memory._lazily import lazily
-from reparax.memory._linear import Linear
+from reparax.memory._linear import linear
+from reparax.memory._piece import Piece
 from reparax.memory._program import Flags, Known, Special
 
 
@@ -87,9 +88,14 @@ class Linearized:
         others = [v for v in self._needed if not self._known[v]]
         moving = self.push.invars[len(self._residuals) :]
         push = _jaxpr.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
-        program = _jaxpr.joined([self._remade, push], [*given, *others, *self._saved, *moving])
-        fixed = [self.inputs[v] for v in (*given, *others)]
-        return Linear(program, len(given), len(others) + len(saved))(*fixed, *saved, *[dots[i] for i in self.dots])
+        fixed = [*given, *others, *self._saved]
+        piece = Piece(
+            program=_jaxpr.joined([self._remade, push], [*fixed, *moving]),
+            given=[v in given for v in (*fixed, *moving)],
+            n_dots=len(moving),
+        )
+        held = [*(self.inputs[v] for v in (*given, *others)), *saved]
+        return linear(piece, [*held, *(dots[i] for i in self.dots)])
 
     @property
     def _residuals(self) -> list[Any]:

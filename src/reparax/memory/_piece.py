@@ -1,0 +1,102 @@
+"""Equations of our own, each of which holds a program and says how that is run and differentiated."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Jaxpr, Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from reparax.memory import _jaxpr
+from reparax.memory._program import Flags
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A program without constants.
+
+    Attributes:
+      program: It.
+      given: Which inputs are given: parameters and keys, from which weights are made.
+      n_dots: How many inputs, the last, are tangents.
+    """
+
+    program: Jaxpr
+    given: Flags
+    n_dots: int = 0
+
+    @property
+    def n_fixed(self) -> int:
+        """How many inputs are no tangents."""
+        return len(self.given) - self.n_dots
+
+    def evaluate(self, *args: Any) -> list[Any]:
+        """The outputs, by the equations of the program."""
+        return _jaxpr.evaluate(self.program, args)
+
+    def behind(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
+        """Another program of the same inputs, behind constants, which are given."""
+        return Piece(program, [True for _ in consts] + self.given, self.n_dots)
+
+    def pruned(self, used: Flags) -> tuple["Piece", Flags]:
+        """The piece of the used outputs, and which inputs these need."""
+        program, read = _jaxpr.pruned(self.program, used)
+        given = [flag for flag, each in zip(self.given, read, strict=True) if each]
+        return Piece(program, given, sum(read[self.n_fixed :])), read
+
+
+class Pieces:
+    """A primitive whose equations hold pieces, with the rules that need no more than the program of each.
+
+    Args:
+      name: Its name.
+      run: The outputs of a piece, from the piece and its inputs.
+      jvp: The outputs and their tangents, from the piece, its inputs and their tangents.
+      transpose: Where pieces are linear: the cotangents of the inputs, from the piece, those of its outputs, and the
+        inputs.
+    """
+
+    def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule | None = None) -> None:
+        self.primitive = made = Primitive(name)
+
+        def of_arguments(*args: Any, **params: Any) -> list[Any]:
+            return run(_piece(params), args)
+
+        made.multiple_results = True
+        made.def_impl(of_arguments)
+        made.def_effectful_abstract_eval(lambda *args, program, **rest: (_jaxpr.types(program), program.effects))
+        mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
+        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece(params), primals, tangents)
+        if transpose:
+            ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece(params), cts, args)
+        batching.fancy_primitive_batchers[made] = self._batched
+        partial_eval.dce_rules[made] = lambda used, *rest: _pruned(used, rest[-1])  # since jax 0.12.0 one more between
+
+    def __call__(self, piece: Piece, args: Sequence[Any]) -> list[Any]:
+        """The outputs of a piece, as one equation."""
+        return self.primitive.bind(*args, **_params(piece))
+
+    def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
+        piece = _piece(params)
+        program, consts, places = _jaxpr.batched(piece.program, args, dims, axis)
+        return self(piece.behind(consts, program), [*consts, *args]), places
+
+
+def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
+    if not any(used) and not eqn.effects:
+        return [False for _ in eqn.invars], None
+    piece, read = _piece(eqn.params).pruned(used)
+    invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
+    outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
+    return read, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))
+
+
+def _params(piece: Piece) -> dict[str, Any]:
+    """The parameters of an equation, which JAX asks to be hashable."""
+    return {"program": piece.program, "given": tuple(piece.given), "n_dots": piece.n_dots}
+
+
+def _piece(params: Any) -> Piece:
+    return Piece(params["program"], list(params["given"]), params["n_dots"])
