@@ -10,7 +10,7 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-FLOORS = ["_tree", "_numerics", "_axes", "_core", "_stage"]
+FLOORS = ["_tree", "_numerics", "_axes", "_core", "_programs", "_stage"]
 """Each imports those before it alone."""
 FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
 """Each imports the floors, and no other family."""
@@ -18,7 +18,8 @@ ALLOWED = {
     **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
     **{family: set(FLOORS) for family in FAMILIES},
     "training": set(FLOORS),
-    "memory": {"_tree", "_numerics", "_core"},
+    "_programs": {"_tree", "_core"},
+    "memory": {"_tree", "_numerics", "_core", "_programs"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},
@@ -53,7 +54,13 @@ def test_a_wing_imports_those_that_it_may(wing):
 
 
 def test_what_reads_programs_knows_of_the_core_by_one_name():
-    found = {path for file in files("memory") for path in imported(file) if path[0] == "_core"}
+    found = {
+        path
+        for wing in ("_programs", "memory")
+        for file in files(wing)
+        for path in imported(file)
+        if path[0] == "_core"
+    }
     assert {path[1] for path in found} == {"recompute"}
 
 

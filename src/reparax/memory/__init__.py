@@ -23,8 +23,8 @@ backward pass runs the early half again, and its derivative. No product of ``lat
 
 Both passes run in an order of their own: what comes from the early half is made just before the late half uses it.
 
-``_jaxpr`` knows how JAX writes programs, ``_program`` divides one, ``_bodies`` does so inside of loops, ``_lazily``
-orders one, ``_residuals`` and ``_derivative`` write the derivative, and ``_linear`` its transpose.
+``_bodies`` opens programs inside of programs, ``_lazily`` orders one, ``_residuals`` and ``_derivative`` write the
+derivative, ``_linear`` its transpose, and ``_piece`` is the kind of equation that both are.
 """
 
 from reparax.memory._remat import remat as remat

@@ -12,16 +12,18 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad
 
-from reparax.memory import _bodies, _program
+from reparax._programs import dependence
+from reparax._programs.dependence import Flags, Special
+from reparax._programs.roots import with_roots
+from reparax.memory import _bodies
 from reparax.memory._lazily import lazily
 from reparax.memory._piece import Piece, Pieces
-from reparax.memory._program import Flags, Special
 from reparax.memory._residuals import Linearized
 
 
 def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
     """``jaxpr`` as a function that is differentiated as said above."""
-    roots = _bodies.with_roots(jaxpr, given)
+    roots = with_roots(jaxpr, given)
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.opened(jaxpr, args)
@@ -31,7 +33,7 @@ def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
 
 
 def _special(piece: Piece) -> Special:
-    return _bodies.cutting(_program.known(piece.program, piece.given), split)
+    return _bodies.cutting(dependence.known(piece.program, piece.given), split)
 
 
 def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
@@ -46,7 +48,7 @@ def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     pushed = iter(linearized.tangents(saved, list(dots.values())))
 
     def tangent(v: Any, out: Any) -> Any:
-        moves = _program.smooth(v) and linearized.moves
+        moves = dependence.smooth(v) and linearized.moves
         return next(pushed) if moves else ad.Zero(jax.typeof(out).to_tangent_aval())
 
     return outs, [tangent(v, out) for v, out in zip(program.outvars, outs, strict=True)]

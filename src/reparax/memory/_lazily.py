@@ -10,13 +10,13 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax._numerics.tie import has_bits, tie, whole
-from reparax.memory import _jaxpr, _program
-from reparax.memory._jaxpr import Env, values, variables
-from reparax.memory._program import Flags, Special
+from reparax._programs import dependence, jaxprs
+from reparax._programs.dependence import Flags, Special
+from reparax._programs.jaxprs import Env, values, variables
 
 
 def lazily(jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, of which some inputs are given, as ``_program.run`` does."""
+    """Evaluates a program without constants, of which some inputs are given, as ``dependence.run`` does."""
     return _Run(jaxpr, args, given, special).outs()
 
 
@@ -26,8 +26,8 @@ class _Run:
     def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special) -> None:
         self._jaxpr, self._special = jaxpr, special
         self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
-        self._known = _program.known(jaxpr, given)
-        self._waits = [all(_program.flags(self._known, e.invars)) and not _jaxpr.has_effects(e) for e in jaxpr.eqns]
+        self._known = dependence.known(jaxpr, given)
+        self._waits = [all(dependence.flags(self._known, e.invars)) and not jaxprs.has_effects(e) for e in jaxpr.eqns]
         pairs = zip(jaxpr.eqns, self._waits, strict=True)
         self._makers: dict[Var, int] = {v: i for i, (e, waits) in enumerate(pairs) if waits for v in e.outvars}
         self._reads = Counter(v for atoms in [jaxpr.outvars, *(e.invars for e in jaxpr.eqns)] for v in variables(atoms))
@@ -53,7 +53,7 @@ class _Run:
         if function is None:
             self._next.append(eqn)
             return
-        with _jaxpr.as_written_by(eqn):
+        with jaxprs.as_written_by(eqn):
             outs = function(*values(self._env, eqn.invars))
         self._env.update(zip(eqn.outvars, outs, strict=True))
         self._reads.subtract(variables(eqn.invars))
@@ -86,12 +86,12 @@ class _Run:
         for eqn in eqns:
             self._reads.subtract(variables(eqn.invars))
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        piece = _jaxpr.part(self._jaxpr, eqns, wanted)
+        piece = jaxprs.part(self._jaxpr, eqns, wanted)
         args = values(self._env, piece.invars)
         if after is None:
-            outs = _jaxpr.evaluate(piece, args)
+            outs = jaxprs.evaluate(piece, args)
         else:
             # Accelerators would draw noise inside of each product that reads it, once for each tile, and compile long.
-            made = _jaxpr.evaluate(piece, [tie(x, after) for x in args])
-            outs = [whole(x) if _program.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
+            made = jaxprs.evaluate(piece, [tie(x, after) for x in args])
+            outs = [whole(x) if dependence.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
         self._env.update(zip(wanted, outs, strict=True))

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.interpreters import ad
 
-from reparax.memory import _jaxpr
+from reparax._programs import jaxprs
 from reparax.memory._lazily import lazily
 from reparax.memory._piece import Piece, Pieces
 
@@ -48,9 +48,9 @@ def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
 
         return list(jax.linear_transpose(function, *types)(list(args[n:])))
 
-    program, consts = _jaxpr.opened(jax.make_jaxpr(transposed)(*fixed, *slopes))
+    program, consts = jaxprs.opened(jax.make_jaxpr(transposed)(*fixed, *slopes))
     given = [True for _ in consts] + piece.given[:n] + [False for _ in slopes]
-    return [None] * n + lazily(_jaxpr.live(program), [*consts, *fixed, *slopes], given)
+    return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 
 
 linear = Pieces("reparax_linear", _run, _jvp, _transpose)

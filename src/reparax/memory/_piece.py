@@ -7,8 +7,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from reparax.memory import _jaxpr
-from reparax.memory._program import Flags
+from reparax._programs import jaxprs
+from reparax._programs.dependence import Flags
 
 Rule = Callable[..., Any]
 
@@ -34,7 +34,7 @@ class Piece:
 
     def evaluate(self, *args: Any) -> list[Any]:
         """The outputs, by the equations of the program."""
-        return _jaxpr.evaluate(self.program, args)
+        return jaxprs.evaluate(self.program, args)
 
     def behind(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
         """Another program of the same inputs, behind constants, which are given."""
@@ -42,7 +42,7 @@ class Piece:
 
     def pruned(self, used: Flags) -> tuple["Piece", Flags]:
         """The piece of the used outputs, and which inputs these need."""
-        program, read = _jaxpr.pruned(self.program, used)
+        program, read = jaxprs.pruned(self.program, used)
         given = [flag for flag, each in zip(self.given, read, strict=True) if each]
         return Piece(program, given, sum(read[self.n_fixed :])), read
 
@@ -66,7 +66,7 @@ class Pieces:
 
         made.multiple_results = True
         made.def_impl(of_arguments)
-        made.def_effectful_abstract_eval(lambda *args, program, **rest: (_jaxpr.types(program), program.effects))
+        made.def_effectful_abstract_eval(lambda *args, program, **rest: (jaxprs.types(program), program.effects))
         mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
         ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece(params), primals, tangents)
         if transpose:
@@ -80,7 +80,7 @@ class Pieces:
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
         piece = _piece(params)
-        program, consts, places = _jaxpr.batched(piece.program, args, dims, axis)
+        program, consts, places = jaxprs.batched(piece.program, args, dims, axis)
         return self(piece.behind(consts, program), [*consts, *args]), places
 
 

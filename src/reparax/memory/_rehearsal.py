@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.recompute import recompute
-from reparax.memory import _jaxpr, _program
+from reparax._programs import dependence, jaxprs
 from reparax.memory._derivative import split
 
 _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
@@ -17,15 +17,15 @@ _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
 @functools.cache
 def rehearse() -> None:
     """Refuses a JAX that writes programs down in a way that is not known."""
-    if _jaxpr.is_tested():
+    if jaxprs.is_tested():
         return
     try:
         well = all(map(_is_read, [_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice]))
         well = well and _is_made_again(_network)
     except Exception as error:
-        raise _jaxpr.unreadable("a small network") from error
+        raise jaxprs.unreadable("a small network") from error
     if not well:
-        raise _jaxpr.unreadable("a small network")
+        raise jaxprs.unreadable("a small network")
 
 
 # ---- a value that comes from weights alone, and one that does not
@@ -52,9 +52,9 @@ def _choice(w: Array, x: Array) -> tuple[Array, Array]:
 
 
 def _is_read(pair: Any) -> bool:
-    program, consts = _jaxpr.opened(jax.make_jaxpr(pair)(*_TYPES))
-    known = _program.known(program, [*(True for _ in consts), True, False])
-    return _program.flags(known, program.outvars) == [True, False]
+    program, consts = jaxprs.opened(jax.make_jaxpr(pair)(*_TYPES))
+    known = dependence.known(program, [*(True for _ in consts), True, False])
+    return dependence.flags(known, program.outvars) == [True, False]
 
 
 # ---- a gradient
@@ -70,7 +70,7 @@ def _network(w: Array, x: Array) -> Array:
 
 def _is_made_again(network: Any) -> bool:
     def again(w: Array, x: Array) -> Array:
-        program, consts = _jaxpr.opened(jax.make_jaxpr(network)(w, x))
+        program, consts = jaxprs.opened(jax.make_jaxpr(network)(w, x))
         # That the weights are weights is read from apply.
         return split(program, [False for _ in program.invars])(*consts, w, x)[0]
 
@@ -82,8 +82,8 @@ def _kept(network: Any) -> list[bool]:
     """For each array that the gradient in the weights keeps, beside arguments, whether it comes from them alone."""
 
     def residuals(w: Array, x: Array) -> list[Any]:
-        return _jaxpr.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
+        return jaxprs.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
 
-    program, consts = _jaxpr.opened(jax.make_jaxpr(residuals)(*_TYPES))
-    known = _program.known(program, [*(True for _ in consts), True, False])
-    return [known[v] for v in _jaxpr.variables(program.outvars) if v not in program.invars]
+    program, consts = jaxprs.opened(jax.make_jaxpr(residuals)(*_TYPES))
+    known = dependence.known(program, [*(True for _ in consts), True, False])
+    return [known[v] for v in jaxprs.variables(program.outvars) if v not in program.invars]

@@ -4,11 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.core import Tracer
-
-from reparax.memory import _jaxpr
-from reparax.memory._call import Argnums, Arguments, caller
+from reparax._programs import jaxprs
+from reparax._programs.call import Argnums, Arguments, caller
 from reparax.memory._derivative import split
 from reparax.memory._rehearsal import rehearse
 
@@ -63,9 +60,9 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
         given = Arguments.of(who, fun, argnums, args, kwargs)
-        closed, restored = _traced(given)
-        program, consts = _jaxpr.opened(closed)
-        if _jaxpr.has_refs(program):
+        closed, restored = given.traced()
+        program, consts = jaxprs.opened(closed)
+        if jaxprs.has_refs(program):
             raise TypeError(
                 f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
                 f"it out of the function, and return its value beside the loss."
@@ -74,21 +71,3 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
         return restored(split(program, known)(*consts, *given.arrays))
 
     return function
-
-
-def _traced(given: Arguments) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """The program of what is traced in the result, and the function that makes of its outputs the whole result."""
-    found: list[Any] = []
-
-    def of_arrays(*arrays: Any) -> list[Any]:
-        outs, treedef = jax.tree.flatten(given.call(arrays))
-        found[:] = treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}
-        return [out for out in outs if isinstance(out, Tracer)]
-
-    closed = jax.make_jaxpr(of_arrays)(*given.arrays)
-
-    def restored(outputs: list[Any]) -> Any:
-        (treedef, untraced), made = found, iter(outputs)
-        return treedef.unflatten([untraced[i] if i in untraced else next(made) for i in range(treedef.num_leaves)])
-
-    return closed, restored

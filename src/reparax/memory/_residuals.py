@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Var
 
-from reparax.memory import _jaxpr, _program
-from reparax.memory._jaxpr import Env
+from reparax._programs import dependence, jaxprs
+from reparax._programs.dependence import Flags, Known, Special
+from reparax._programs.jaxprs import Env
 from reparax.memory._lazily import lazily
 from reparax.memory._linear import linear
 from reparax.memory._piece import Piece
-from reparax.memory._program import Flags, Known, Special
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Linearized:
         cls, program: Jaxpr, given: Flags, special: Special, args: Sequence[Any], dots: Sequence[Any]
     ) -> "Linearized":
         """The linearization of ``program`` in the inputs ``dots``, traced but not yet run."""
-        early, late = _program.halves(program, given)
+        early, late = dependence.halves(program, given)
         found: list[Sequence[_Part]] = []
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -55,7 +55,7 @@ class Linearized:
             found.append((first, second))
             return outs, [*kept, *others]
 
-        traced, consts = _jaxpr.opened(jax.make_jaxpr(of_inputs)(*args))
+        traced, consts = jaxprs.opened(jax.make_jaxpr(of_inputs)(*args))
         first, second = found[-1]
         moving = [i for i, v in enumerate(dots) if v in first.moving or v in second.moving]
         return cls(
@@ -75,9 +75,9 @@ class Linearized:
     def forward(self) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values to keep."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
-        forward = _jaxpr.live(_jaxpr.part(self.program, self.program.eqns, outvars))
-        args = _jaxpr.values(self.inputs, forward.invars)
-        values = lazily(forward, args, _program.flags(self._known, forward.invars))
+        forward = jaxprs.live(jaxprs.part(self.program, self.program.eqns, outvars))
+        args = jaxprs.values(self.inputs, forward.invars)
+        values = lazily(forward, args, dependence.flags(self._known, forward.invars))
         return values[: self.n_outs], values[self.n_outs :]
 
     def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
@@ -87,10 +87,10 @@ class Linearized:
         given = [v for v in self._needed if self._known[v]]
         others = [v for v in self._needed if not self._known[v]]
         moving = self.push.invars[len(self._residuals) :]
-        push = _jaxpr.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
+        push = jaxprs.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
         fixed = [*given, *others, *self._saved]
         piece = Piece(
-            program=_jaxpr.joined([self._remade, push], [*fixed, *moving]),
+            program=jaxprs.joined([self._remade, push], [*fixed, *moving]),
             given=[v in given for v in (*fixed, *moving)],
             n_dots=len(moving),
         )
@@ -104,24 +104,24 @@ class Linearized:
     @cached_property
     def _known(self) -> Known:
         """Whether each value of ``program`` can be made again."""
-        return _program.known(self.program, self.given)
+        return dependence.known(self.program, self.given)
 
     @cached_property
     def _remade(self) -> Jaxpr:
         """The program of all residuals that are made again."""
-        again = [v for v in _jaxpr.variables(self._residuals) if self._known[v] and v not in self.inputs]
-        return _program.remade(self.program, again, self._known)
+        again = [v for v in jaxprs.variables(self._residuals) if self._known[v] and v not in self.inputs]
+        return dependence.remade(self.program, again, self._known)
 
     @cached_property
     def _needed(self) -> list[Any]:
         """The inputs that the linear part reads."""
-        atoms = _jaxpr.variables([*self._residuals, *self._remade.invars])
+        atoms = jaxprs.variables([*self._residuals, *self._remade.invars])
         return [v for v in atoms if v in self.inputs]
 
     @cached_property
     def _saved(self) -> list[Any]:
         made = set(self._remade.outvars)
-        atoms = _jaxpr.variables([*self._residuals, *self._remade.invars])
+        atoms = jaxprs.variables([*self._residuals, *self._remade.invars])
         return [v for v in atoms if v not in self.inputs and v not in made]
 
 
@@ -143,28 +143,28 @@ class _Part:
     def then(self, late: "_Part", dots: Sequence[Var]) -> Jaxpr:
         """The linear part of both halves, of the residuals of both and the tangents ``dots``."""
         residuals = [v for part in (self, late) for v in part.program.invars if v not in part.moving]
-        return _jaxpr.joined([self.program, _jaxpr.renamed(late.program, self.moved)], [*residuals, *dots])
+        return jaxprs.joined([self.program, jaxprs.renamed(late.program, self.moved)], [*residuals, *dots])
 
 
 def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
     """The outputs of one half, its residuals, and its linear part in those of its inputs that have tangents."""
     moving = [v for v in half.invars if v in dots]
-    smooth = [i for i, v in enumerate(half.outvars) if _program.smooth(v)]
+    smooth = [i for i, v in enumerate(half.outvars) if dependence.smooth(v)]
 
     def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
         held = env | dict(zip(moving, values, strict=True))
-        outs = _program.run(half, _jaxpr.values(held, half.invars), special)
+        outs = dependence.run(half, jaxprs.values(held, half.invars), special)
         return [outs[i] for i in smooth], outs
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
-        return of_moving(*points)[1], [], _Part([], {}, _jaxpr.part(half, [], []))
+        return of_moving(*points)[1], [], _Part([], {}, jaxprs.part(half, [], []))
     _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
-    program, residuals = _jaxpr.opened(jax.make_jaxpr(linear)(*points))
+    program, residuals = jaxprs.opened(jax.make_jaxpr(linear)(*points))
     n = len(residuals)
     # There is no tangent behind a comparison or stop_gradient, and nothing of it may be kept.
-    still = _program.flags(_program.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
-    named = _jaxpr.renamed(program, dict(zip(program.invars[n:], moving, strict=True)))
+    still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
+    named = jaxprs.renamed(program, dict(zip(program.invars[n:], moving, strict=True)))
     pairs = zip(smooth, named.outvars, still, strict=True)
     moved = {half.outvars[i]: dot for i, dot, same in pairs if not same}
     return outs, residuals, _Part(moving, moved, named.replace(invars=[*program.invars[:n], *moving]))

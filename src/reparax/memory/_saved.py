@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from reparax._programs import dependence, jaxprs
+from reparax._programs.call import Argnums, Arguments, caller
 from reparax._tree.folding import Line, counted, folded
 from reparax._tree.paths import describe
 from reparax._tree.sizes import readable, size_in_bytes
-from reparax.memory import _jaxpr, _program
-from reparax.memory._call import Argnums, Arguments, caller
 from reparax.memory._rehearsal import rehearse
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
@@ -126,12 +126,12 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
             f"Pass the parameters first, or name them by argnums."
         )
     loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
-    called, constants = _jaxpr.opened(loss)
+    called, constants = jaxprs.opened(loss)
 
     def kept(*arrays: Any) -> list[Any]:
         return _residuals(called, constants, arrays, _moving(given, arrays))
 
-    program, consts = _jaxpr.opened(jax.make_jaxpr(kept)(*given.arrays))
+    program, consts = jaxprs.opened(jax.make_jaxpr(kept)(*given.arrays))
     names = ["closed over" for _ in consts] + given.paths
     known = [False for _ in consts] + given.given
     return Saved(tuple(_kept(program, known, names, _calls(called))))
@@ -147,15 +147,15 @@ def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], m
 
     def of_moving(*values: Any) -> Any:
         inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
-        return _jaxpr.evaluate(called, [*constants, *inputs.values()])[0]
+        return jaxprs.evaluate(called, [*constants, *inputs.values()])[0]
 
-    return _jaxpr.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
+    return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
 
 def _kept(program: Jaxpr, given: list[bool], origins: list[str], calls: Mapping[int, str]) -> Iterator[Kept]:
-    known, inputs = _program.known(program, given), dict(zip(program.invars, origins, strict=True))
+    known, inputs = dependence.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for v in _jaxpr.variables(program.outvars):
+    for v in jaxprs.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
         origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v), calls)
         yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
@@ -169,22 +169,22 @@ def _calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
     found: dict[int, str] = {}
     for eqn in program.eqns:
         line = _line(eqn) or outside
-        found[_jaxpr.origin(eqn)] = line
-        for held in _jaxpr.inner(eqn):
+        found[jaxprs.origin(eqn)] = line
+        for held in jaxprs.inner(eqn):
             found |= _calls(held, line)
     return found
 
 
 def _line(eqn: JaxprEqn) -> str:
     """The innermost line of an equation that is none of this library, as far as it is known."""
-    return next((line for line in _jaxpr.lines(eqn) if not line.startswith(_PACKAGE)), "")
+    return next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
 
 
 def _source(eqn: JaxprEqn, i: int, calls: Mapping[int, str]) -> str:
     """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
-    for program in _jaxpr.inner(eqn) if _jaxpr.is_jit(eqn) else []:
+    for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
         v = program.outvars[i]
         for inside in program.eqns:
             if v in inside.outvars and (line := _source(inside, inside.outvars.index(v), calls)):
                 return line
-    return _line(eqn) or calls.get(_jaxpr.origin(eqn), "")
+    return _line(eqn) or calls.get(jaxprs.origin(eqn), "")

@@ -1,7 +1,7 @@
 """How JAX writes programs down: all that this library knows of it, and on which versions of JAX it was tested.
 
-Little of this is documented, so each fact has a test in ``tests/memory/test_jaxpr.py``, which names the version of JAX
-that moved it last. Where a type tells as much as the name of a parameter, the type is read. What is not known is
+Little of this is documented, so each fact has a test in ``tests/_programs/test_jaxprs.py``, which names the version of
+JAX that moved it last. Where a type tells as much as the name of a parameter, the type is read. What is not known is
 refused.
 """
 
@@ -173,6 +173,17 @@ def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
     return opened(_held(eqn)[0])
 
 
+def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
+    """The programs that an equation holds, each with its constants as first inputs; these constants."""
+    return [opened(program) for program in _held(eqn)]
+
+
+def is_placed(eqn: JaxprEqn) -> bool:
+    """Whether a call of ``jax.jit`` says where its inputs or outputs lie."""
+    places = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in places)
+
+
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation must run exactly once. Naming an axis of a mesh is no such effect."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
@@ -273,7 +284,19 @@ def _scan(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
 
 
 def _shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
+    return sharded(eqn, lambda *shards: tuple(body(*shards)), eqn.params.get("in_specs"), args)
+
+
+def sharded(eqn: JaxprEqn, body: Callable[..., tuple[Any, ...]], in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """A ``shard_map`` with another body and other inputs."""
     axes = next((name for name in _AXES if name in eqn.params), _AXES[0])
     settings = _parameters(eqn, (*_SHARD_MAP, axes), {"jaxpr"})
-    settings["axis_names"] = settings.pop(axes)
-    return jax.shard_map(lambda *shards: tuple(body(*shards)), **settings)(*args)
+    settings |= {"axis_names": settings.pop(axes), "in_specs": tuple(in_specs)}
+    return jax.shard_map(body, **settings)(*args)
+
+
+def varied(eqn: JaxprEqn, x: Any) -> Any:
+    """Another array, told to vary over the axes of a mesh that ``pvary`` names."""
+    axes = tuple(eqn.params["axes"])
+    pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.memory import _jaxpr
-from reparax.memory._jaxpr import live, part, values, variables
+from reparax._programs import jaxprs
+from reparax._programs.jaxprs import live, part, values, variables
 
 Flags = list[bool]
 Known = dict[Var, bool]
@@ -32,9 +32,9 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
         piece = part(jaxpr, eqns, wanted)
         function = functions[id(eqns[0])]
         if function is None:
-            env.update(zip(wanted, _jaxpr.evaluate(piece, values(env, piece.invars)), strict=True))
+            env.update(zip(wanted, jaxprs.evaluate(piece, values(env, piece.invars)), strict=True))
         else:
-            with _jaxpr.as_written_by(eqns[0]):
+            with jaxprs.as_written_by(eqns[0]):
                 outs = function(*values(env, eqns[0].invars))
             env.update(zip(eqns[0].outvars, outs, strict=True))
     return values(env, jaxpr.outvars)
@@ -63,22 +63,22 @@ def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
     # Of an equation that takes nothing known, a program inside may make something of numbers that stand in it.
-    programs, n, once = _jaxpr.inner(eqn), len(eqn.outvars), _jaxpr.has_effects(eqn)
+    programs, n, once = jaxprs.inner(eqn), len(eqn.outvars), jaxprs.has_effects(eqn)
     if once or all(given):
         return [not once] * n
-    if _jaxpr.is_scan(eqn):
+    if jaxprs.is_scan(eqn):
         return _outs(programs[0], steady(eqn, given))
-    if _jaxpr.is_cond(eqn):
+    if jaxprs.is_cond(eqn):
         return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in programs], strict=True)]
-    return _outs(programs[0], given) if _jaxpr.is_call(eqn) else [False] * n
+    return _outs(programs[0], given) if jaxprs.is_call(eqn) else [False] * n
 
 
 def steady(scan: JaxprEqn, given: Flags) -> Flags:
     """What is known inside of a scan at every step, where ``given`` is known before the first."""
-    n_consts, n_carry = _jaxpr.counts(scan)
+    n_consts, n_carry = jaxprs.counts(scan)
     while True:
         carried = given[n_consts : n_consts + n_carry]
-        outs = _outs(_jaxpr.inner(scan)[0], given)[:n_carry]
+        outs = _outs(jaxprs.inner(scan)[0], given)[:n_carry]
         after = [a and b for a, b in zip(carried, outs, strict=True)]
         if after == carried:
             return given
@@ -92,7 +92,7 @@ def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
     """
     early, made = list[JaxprEqn](), {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
     for eqn in jaxpr.eqns:
-        if made.issuperset(variables(eqn.invars)) and not _jaxpr.has_effects(eqn):
+        if made.issuperset(variables(eqn.invars)) and not jaxprs.has_effects(eqn):
             early.append(eqn)
             made.update(eqn.outvars)
     chosen = set(map(id, early))

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
 from reparax._core.recompute import recompute
-from reparax.memory import _bodies, _jaxpr, _rehearsal
+from reparax._programs import jaxprs
+from reparax._programs.roots import is_apply
+from reparax.memory import _rehearsal
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -44,13 +46,13 @@ def same(got, want):
 
 
 def test_the_jax_that_runs_is_one_that_was_tested():
-    assert _jaxpr.is_tested(), "Run `make test-versions`; where all is well, NEWEST in _jaxpr.py is this version."
+    assert jaxprs.is_tested(), "Run `make test-versions`; where all is well, NEWEST in jaxprs.py is this version."
 
 
 def test_the_package_and_its_readme_say_which_jax_was_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == [f"jax>={_jaxpr.OLDEST}"]
-    assert f"JAX {_jaxpr.OLDEST} to {_jaxpr.NEWEST}." in (ROOT / "README.md").read_text()
+    assert project["dependencies"] == [f"jax>={jaxprs.OLDEST}"]
+    assert f"JAX {jaxprs.OLDEST} to {jaxprs.NEWEST}." in (ROOT / "README.md").read_text()
 
 
 # ---- programs
@@ -59,32 +61,32 @@ def test_the_package_and_its_readme_say_which_jax_was_tested():
 def test_a_closed_program_has_constants_which_become_its_first_inputs():
     # Since jax 0.11.0 Jaxpr and ClosedJaxpr are one class.
     closed = jax.make_jaxpr(lambda x: x @ W)(X)
-    opened, consts = _jaxpr.opened(closed)
+    opened, consts = jaxprs.opened(closed)
     assert [v.aval.shape for v in opened.invars] == [(2, 3), (4, 2)]
     assert not opened.constvars
-    same([*consts, *_jaxpr.evaluate(opened, [*consts, X])], [W, X @ W])
+    same([*consts, *jaxprs.evaluate(opened, [*consts, X])], [W, X @ W])
 
 
 def test_an_open_program_is_opened_as_it_is():
     # Until jax 0.10.2 checkpoint held an open program, and jit a closed one.
-    inside, consts = _jaxpr.opened(_jaxpr.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
+    inside, consts = jaxprs.opened(jaxprs.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
     assert consts == []
-    same(_jaxpr.evaluate(inside, [W]), [jnp.sin(W)])
+    same(jaxprs.evaluate(inside, [W]), [jnp.sin(W)])
 
 
 def test_without_the_name_of_closed_programs_all_are_closed(monkeypatch):
     # That name has been an alias since jax 0.11.0, which may go; in older versions this test says nothing.
     jaxpr = program(jnp.sin, W)
-    monkeypatch.setattr(_jaxpr, "_Closed", type(jax.make_jaxpr(jnp.sin)(W)))
-    same(_jaxpr.evaluate(jaxpr, [W]), [jnp.sin(W)])
+    monkeypatch.setattr(jaxprs, "_Closed", type(jax.make_jaxpr(jnp.sin)(W)))
+    same(jaxprs.evaluate(jaxpr, [W]), [jnp.sin(W)])
 
 
 def test_numbers_in_a_program_are_literals_with_a_value():
     # In jax 0.8 to 0.12 some are of private types, with a dtype of their own.
     (eqn,) = program(lambda w: w * 2, W).eqns
-    _, two = _jaxpr.values({eqn.invars[0]: W}, eqn.invars)
+    _, two = jaxprs.values({eqn.invars[0]: W}, eqn.invars)
     assert (two.dtype, two.shape, float(two)) == (jnp.float32, (), 2.0)
-    assert _jaxpr.variables(eqn.invars) == eqn.invars[:1]
+    assert jaxprs.variables(eqn.invars) == eqn.invars[:1]
 
 
 def test_dead_code_goes_also_from_the_body_of_a_loop():
@@ -92,14 +94,14 @@ def test_dead_code_goes_also_from_the_body_of_a_loop():
         return jax.lax.scan(lambda c, x: ((c[0] * 2, c[1] + x @ w), None), (w[0], jnp.zeros(3)), x)[0]
 
     jaxpr = program(two, W, X)
-    first = _jaxpr.live(_jaxpr.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
-    (scan,) = [eqn for eqn in first.eqns if _jaxpr.is_scan(eqn)]
+    first = jaxprs.live(jaxprs.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
+    (scan,) = [eqn for eqn in first.eqns if jaxprs.is_scan(eqn)]
     assert [v.aval.shape for v in scan.outvars] == [(3,)]
 
 
 def test_a_linearized_function_is_a_tree_of_what_it_keeps():
     _, linear = jax.linearize(lambda w: jnp.sin(w) * 2, W)
-    kept, tree = _jaxpr.residuals(linear)
+    kept, tree = jaxprs.residuals(linear)
     assert any(np.array_equal(x, jnp.cos(W)) for x in kept)
     same([jax.tree.unflatten(tree, kept)(jnp.ones_like(W))], [2 * jnp.cos(W)])
 
@@ -133,33 +135,33 @@ CALLS["custom_jvp_call"].defjvp(lambda primals, tangents: (CALLS["custom_jvp_cal
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_holds_one_program_which_takes_and_gives_what_it_does(name):
     eqn = equation(name, CALLS[name], W, X)
-    (inside,) = _jaxpr.inner(eqn)
-    assert _jaxpr.is_call(eqn)
+    (inside,) = jaxprs.inner(eqn)
+    assert jaxprs.is_call(eqn)
     assert (len(inside.invars), len(inside.outvars)) == (len(eqn.invars), len(eqn.outvars)) == (2, 2)
 
 
 def test_a_cond_chooses_by_its_first_operand_and_gives_its_branches_all_others():
     eqn = equation("cond", lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: w * 2, lambda: w), W, X)
-    assert _jaxpr.is_cond(eqn)
-    assert not _jaxpr.is_call(eqn)
-    assert [len(branch.invars) for branch in _jaxpr.inner(eqn)] == [len(eqn.invars) - 1] * 2
+    assert jaxprs.is_cond(eqn)
+    assert not jaxprs.is_call(eqn)
+    assert [len(branch.invars) for branch in jaxprs.inner(eqn)] == [len(eqn.invars) - 1] * 2
 
 
 def test_a_while_loop_is_no_call():
     eqn = equation("while", lambda w: jax.lax.while_loop(lambda w: w[0, 0] < 3, lambda w: w + 1, w), W)
-    assert [_jaxpr.is_call(eqn), _jaxpr.is_scan(eqn), _jaxpr.is_cond(eqn)] == [False] * 3
+    assert [jaxprs.is_call(eqn), jaxprs.is_scan(eqn), jaxprs.is_cond(eqn)] == [False] * 3
 
 
 def test_a_reduction_that_holds_a_program_is_no_call():
     eqn = equation("reduce", lambda w: jax.lax.reduce(w, 0.0, lambda a, b: a * b + a, (0, 1)), W)
-    assert len(_jaxpr.inner(eqn)) == 1
-    assert not _jaxpr.is_call(eqn)
+    assert len(jaxprs.inner(eqn)) == 1
+    assert not jaxprs.is_call(eqn)
 
 
 def test_apply_is_told_from_the_users_checkpoint():
     ours = program(lambda w: recompute(lambda w, key: w * 2, w, None), W)
     theirs = program(jax.checkpoint(lambda w: w * 2), W)
-    assert [_bodies.is_apply(eqn) for jaxpr in (ours, theirs) for eqn in jaxpr.eqns] == [True, False]
+    assert [is_apply(eqn) for jaxpr in (ours, theirs) for eqn in jaxpr.eqns] == [True, False]
 
 
 def test_what_prints_or_calls_back_runs_once():
@@ -168,7 +170,7 @@ def test_what_prints_or_calls_back_runs_once():
         io_callback(lambda w: None, None, w, ordered=True)
         return w * 2
 
-    assert [_jaxpr.has_effects(eqn) for eqn in program(calling, W).eqns] == [True, True, False]
+    assert [jaxprs.has_effects(eqn) for eqn in program(calling, W).eqns] == [True, True, False]
 
 
 def test_the_name_of_an_axis_of_a_mesh_is_an_effect_that_may_happen_twice():
@@ -178,10 +180,10 @@ def test_the_name_of_an_axis_of_a_mesh_is_an_effect_that_may_happen_twice():
     def numbered(x):
         return x + jax.lax.axis_index("data").astype(x.dtype)
 
-    (inside,) = _jaxpr.inner(equation("shard_map", jax.shard_map(numbered, **specs), X))
+    (inside,) = jaxprs.inner(equation("shard_map", jax.shard_map(numbered, **specs), X))
     named = [eqn for eqn in inside.eqns if eqn.effects]
     assert [eqn.primitive.name for eqn in named] == ["axis_index"]
-    assert not _jaxpr.has_effects(named[0])
+    assert not jaxprs.has_effects(named[0])
 
 
 def test_mutable_arrays_are_told_by_their_type():
@@ -190,13 +192,13 @@ def test_mutable_arrays_are_told_by_their_type():
         ref[...] = w * 2
         return ref[...]
 
-    assert _jaxpr.has_refs(program(mutable, W))
-    assert not _jaxpr.has_refs(program(jnp.sin, W))
+    assert jaxprs.has_refs(program(mutable, W))
+    assert not jaxprs.has_refs(program(jnp.sin, W))
 
 
 def test_the_lines_of_source_begin_with_the_innermost():
     (eqn,) = program(lambda w: jnp.sin(w), W).eqns
-    assert "test_jaxpr.py" in _jaxpr.lines(eqn)[0]
+    assert "test_jaxprs.py" in jaxprs.lines(eqn)[0]
 
 
 # ---- scans
@@ -227,8 +229,8 @@ def test_the_types_of_a_scan_tell_constants_carries_and_steps(name):
     # Since jax 0.11.0 there is no num_consts and no num_carry, but ft_in and ft_out.
     f, args, expected = SCANS[name]
     eqn = equation("scan", f, *args)
-    assert _jaxpr.is_scan(eqn)
-    assert _jaxpr.counts(eqn) == expected
+    assert jaxprs.is_scan(eqn)
+    assert jaxprs.counts(eqn) == expected
 
 
 def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
@@ -236,13 +238,13 @@ def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
         return jax.jvp(lambda w: carried(w, X)[0], (w,), (w,))
 
     # The constant and what is carried, each with its tangent.
-    assert _jaxpr.counts(equation("scan", pushed, W)) == (2, 2)
+    assert jaxprs.counts(equation("scan", pushed, W)) == (2, 2)
 
 
 def again(eqn, args, body=None):
     """The values of an equation that is written again, by default with its own body."""
-    inside, consts = _jaxpr.body(eqn)
-    return _jaxpr.rebound(eqn)(body or (lambda *args: _jaxpr.evaluate(inside, [*consts, *args])), *args)
+    inside, consts = jaxprs.body(eqn)
+    return jaxprs.rebound(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
@@ -283,7 +285,7 @@ def test_a_shard_map_is_written_again():
 
 
 def test_other_equations_are_not_written_again():
-    assert _jaxpr.rebound(equation("remat2", CALLS["remat2"], W, X)) is None
+    assert jaxprs.rebound(equation("remat2", CALLS["remat2"], W, X)) is None
 
 
 # ---- a JAX that writes otherwise
@@ -293,7 +295,7 @@ def unreadable(what):
     return raises(
         RuntimeError,
         f"remat and saved cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX 0.8.0 to "
-        f"{_jaxpr.NEWEST}. Install one of these, or a newer reparax.",
+        f"{jaxprs.NEWEST}. Install one of these, or a newer reparax.",
     )
 
 
@@ -334,7 +336,7 @@ everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
 @everyone
 def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
-    monkeypatch.setattr(_jaxpr, "_SCAN", ("length", "reverse"))
+    monkeypatch.setattr(jaxprs, "_SCAN", ("length", "reverse"))
     with unreadable("a scan with the parameter 'unroll'"):
         run()
 
@@ -342,7 +344,7 @@ def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
 @pytest.fixture
 def newer(monkeypatch):
     """JAX is newer than those that were tested."""
-    monkeypatch.setattr(_jaxpr, "NEWEST", "0.7.2")
+    monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
     _rehearsal.rehearse.cache_clear()
     yield
     _rehearsal.rehearse.cache_clear()
@@ -374,6 +376,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @everyone
 def test_a_newer_jax_that_writes_programs_in_another_way_is_refused(run, change, monkeypatch):
-    monkeypatch.setattr(_jaxpr, *CHANGES[change])
+    monkeypatch.setattr(jaxprs, *CHANGES[change])
     with unreadable("a small network"):
         run()

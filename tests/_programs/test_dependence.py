@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from reparax.memory import _program
+from reparax._programs import dependence
 
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
 
@@ -55,25 +55,25 @@ KNOWN = {
 def test_what_comes_from_the_weights_alone(name):
     f, expected = KNOWN[name]
     jaxpr = program(f, W, X)
-    assert _program.flags(_program.known(jaxpr, [True, False]), jaxpr.outvars) == expected
+    assert dependence.flags(dependence.known(jaxpr, [True, False]), jaxpr.outvars) == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_halves_together_are_the_program(name):
     f, _ = KNOWN[name]
     jaxpr = program(f, W, X)
-    early, late = _program.halves(jaxpr, [True, False])
+    early, late = dependence.halves(jaxpr, [True, False])
     env = dict(zip(jaxpr.invars, (W, X), strict=True))
-    env |= dict(zip(early.outvars, _program.run(early, [env[v] for v in early.invars]), strict=True))
-    outs = _program.run(late, [env[v] for v in late.invars])
+    env |= dict(zip(early.outvars, dependence.run(early, [env[v] for v in early.invars]), strict=True))
+    outs = dependence.run(late, [env[v] for v in late.invars])
     for got, want in zip(outs, f(W, X), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_known_values_are_made_again_without_the_data():
     jaxpr = program(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: (w * 2, x * 2), lambda: (w, x)), W, X)
-    known = _program.known(jaxpr, [True, False])
-    again = _program.remade(jaxpr, [v for v in jaxpr.outvars if known[v]], known)
+    known = dependence.known(jaxpr, [True, False])
+    again = dependence.remade(jaxpr, [v for v in jaxpr.outvars if known[v]], known)
     assert jaxpr.invars[1] not in again.invars
     assert [v.aval.shape for v in again.invars if v not in jaxpr.invars] == [()]  # which branch
 
@@ -84,4 +84,4 @@ def test_a_special_equation_is_run_by_its_function():
     def special(eqn):
         return (lambda x: [x * 0]) if eqn.primitive.name == "sin" else None
 
-    np.testing.assert_array_equal(_program.run(jaxpr, [W, X], special)[0], jnp.full_like(W, 2.0))
+    np.testing.assert_array_equal(dependence.run(jaxpr, [W, X], special)[0], jnp.full_like(W, 2.0))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from reparax._tree.paths import describe, is_array, is_traceable, named, path_text
 
@@ -62,6 +63,23 @@ class Arguments:
             leaves[i] = x
         args, kwargs = self.treedef.unflatten(leaves)
         return self.fun(*args, **kwargs)
+
+    def traced(self) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The program of what is traced in the result, and the function that makes of its outputs the whole result."""
+        found: list[Any] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            outs, treedef = jax.tree.flatten(self.call(arrays))
+            found[:] = treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}
+            return [out for out in outs if isinstance(out, Tracer)]
+
+        closed = jax.make_jaxpr(of_arrays)(*self.arrays)
+
+        def restored(outputs: list[Any]) -> Any:
+            (treedef, untraced), made = found, iter(outputs)
+            return treedef.unflatten([untraced[i] if i in untraced else next(made) for i in range(treedef.num_leaves)])
+
+        return closed, restored
 
 
 def caller(method: str, fun: Any, argnums: Any) -> str:

@@ -1,0 +1,52 @@
+"""Where weights start in a program: at what parametrizations read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax._core.recompute import mark
+from reparax._programs import jaxprs
+from reparax._programs.dependence import Flags
+
+
+def is_apply(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the ``apply`` of a parametrization."""
+    return jaxprs.holds(eqn, mark)
+
+
+def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
+    """``given``, and whatever parametrizations read: their inputs, and the keys and numbers that these come from."""
+    read, behind = set[Any](), set[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        own = _read(eqn)
+        read.update(own)
+        behind.update(own)
+        if any(v in behind for v in eqn.outvars):
+            behind.update(jaxprs.variables(eqn.invars))
+    return [
+        known or v in read or (v in behind and _is_key_or_number(v))
+        for v, known in zip(jaxpr.invars, given, strict=True)
+    ]
+
+
+def _read(eqn: JaxprEqn) -> list[Any]:
+    """What an equation takes that is ``apply``, or that the ``apply`` inside of it reads."""
+    if is_apply(eqn):
+        return jaxprs.variables(eqn.invars)
+    if jaxprs.rebound(eqn) is None or not holds_apply(eqn):
+        return []
+    jaxpr, consts = jaxprs.body(eqn)
+    roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
+    return jaxprs.variables(v for v, root in zip(eqn.invars, roots, strict=True) if root)
+
+
+def _is_key_or_number(v: Any) -> bool:
+    dtype, shape = v.aval.dtype, v.aval.shape
+    legacy = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
+    return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def holds_apply(eqn: JaxprEqn) -> bool:
+    return any(is_apply(e) or holds_apply(e) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns)
