@@ -4,6 +4,7 @@ from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
+from reparax._numerics.terms import Term as Term
 from reparax._peft.read import from_peft as from_peft
 from reparax._peft.write import to_peft as to_peft
 from reparax._stage.constraint import Constraint as Constraint
@@ -21,6 +22,9 @@ from reparax.adapters import Hadamard as Hadamard
 from reparax.adapters import LoRA as LoRA
 from reparax.adapters import Rotated as Rotated
 from reparax.adapters import VeRA as VeRA
+from reparax.factored import Explained as Explained
+from reparax.factored import explain as explain
+from reparax.factored import factored as factored
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal
 from reparax.matrices import Circulant as Circulant

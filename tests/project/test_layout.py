@@ -20,6 +20,7 @@ ALLOWED = {
     "training": set(FLOORS),
     "_programs": {"_tree", "_core"},
     "memory": {"_tree", "_numerics", "_core", "_programs"},
+    "factored": {"_tree", "_numerics", "_programs"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},
@@ -74,7 +75,7 @@ def test_nothing_private_to_a_wing_is_used_by_another(wing):
     ] == []  # which read raw values of several families
 
 
-@pytest.mark.parametrize("wing", [*FAMILIES, "training", "memory"])
+@pytest.mark.parametrize("wing", [*FAMILIES, "training", "memory", "factored"])
 def test_the_names_of_a_family_are_those_of_the_package(wing):
     family = importlib.import_module(f"reparax.{wing}")
     names = [name for name in vars(family) if not name.startswith("_")]

@@ -51,7 +51,6 @@ def centred(x: Array, length: Array) -> Array:
     return x * power.astype(x.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def stretched(x: Array, length: Array, axes: Indices) -> Array:
     """``x`` with the given length along ``axes``; zero stays zero.
 
@@ -59,16 +58,20 @@ def stretched(x: Array, length: Array, axes: Indices) -> Array:
     exchange where ``axes`` are spread over them. For gradients that is a sum over ``x`` itself, which need not be
     divided by its length in memory first.
     """
-    return x * (length / _length(x, axes)).astype(x.dtype)
+    return x * _stretch(x, length, axes).astype(x.dtype)
 
 
-@stretched.defjvp
-def _stretched_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _stretch(x: Array, length: Array, axes: Indices) -> Array:
+    """What ``x`` is multiplied by to have the given length."""
+    return length / _length(x, axes)
+
+
+@_stretch.defjvp
+def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (x, length), (dx, dlength) = primals, tangents
     n = _length(x, axes)
-    factor = (length / n).astype(x.dtype)
-    growth = (dlength - length * (_along(x, n, dx, axes) / n)) / n
-    return x * factor, dx * factor + x * growth.astype(x.dtype)
+    return length / n, (dlength - length * (_along(x, n, dx, axes) / n)) / n
 
 
 def stretched_detached(x: Array, length: Array, axes: Indices) -> Array:

@@ -46,8 +46,8 @@ def is_tested() -> bool:
 def unreadable(what: str) -> RuntimeError:
     """The error for a program that this library cannot read."""
     return RuntimeError(
-        f"remat and saved cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX {OLDEST} "
-        f"to {NEWEST}. Install one of these, or a newer reparax."
+        f"remat, saved and factored cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX "
+        f"{OLDEST} to {NEWEST}. Install one of these, or a newer reparax."
     )
 
 

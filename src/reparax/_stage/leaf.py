@@ -21,6 +21,7 @@ from reparax._core.keys import Keys, split_key
 from reparax._core.pending import draw_all, settle, without_noise
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import add_up, is_inexact, widened
+from reparax._numerics.terms import Term, summed, told
 from reparax._stage.mean import Mean
 from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
 from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
@@ -317,10 +318,11 @@ class Reparametrization(_Leafwise):
     """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
 
     A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w``. It may declare ``main``, the values that stages nearer to the raw tree see
-    under the parameter's own path (default: every free one), ``fixed``, the values that do not train,
-    ``parts = True``, that the main values are parts of the array, each seen under a path of its own,
-    ``aligned = True``, that their axes are those of the array, and ``axis_fields``, as for :class:`Perturbation`.
+    ``apply_leaf(init_leaf(w)) == w``, or ``terms_leaf(values)``, a list of :class:`Term` whose sum the array is. It
+    may declare ``main``, the values that stages nearer to the raw tree see under the parameter's own path (default:
+    every free one), ``fixed``, the values that do not train, ``parts = True``, that the main values are parts of the
+    array, each seen under a path of its own, ``aligned = True``, that their axes are those of the array, and
+    ``axis_fields``, as for :class:`Perturbation`.
 
     With ``stochastic = True`` the effective array is drawn: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` has in its place; ``init`` inverts the
@@ -363,9 +365,20 @@ class Reparametrization(_Leafwise):
         del key
         return self.init_leaf(w)
 
-    @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """The effective array of the raw values, fixed ones included; a stage that draws takes a key after them."""
+        """The effective array of the raw values, fixed ones included; a stage that draws takes a key after them.
+
+        Default: the sum of ``terms_leaf``.
+        """
+        return summed(self.terms_leaf(*args, **kwargs))
+
+    def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
+        """The effective array as a sum of terms, which :func:`factored` does not form.
+
+        Where the formula of ``apply_leaf`` multiplies matrices, numbers and vectors, and adds, that is read in it, and
+        you need not say so.
+        """
+        raise TypeError(f"{type(self).__name__} defines neither apply_leaf(values) nor terms_leaf(values). Define one.")
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         """The mean of ``apply_leaf(values, key)`` over all keys, where the stage is random."""
@@ -560,13 +573,19 @@ class Reparametrization(_Leafwise):
     def _closed(self, values: Mapping[str, Array], key: Array | None = None) -> Array:
         """The effective array of raw values; without a key its mean, where it is drawn."""
         if not self.stochastic:
-            return self._over(self.apply_leaf)(dict(values))
+            return self._over(self._formula)(dict(values))
         if key is None:
             return self._over(self.mean_leaf)(dict(values))
         like = self._like(values)
-        drawn = self._over(self.apply_leaf)(dict(values), self._each_key(key, like))
+        drawn = self._over(self._formula)(dict(values), self._each_key(key, like))
         require_type("apply_leaf", drawn, like)
         return drawn
+
+    def _formula(self, *args: Any) -> Array:
+        """The effective array, which tells its terms where they cannot be read."""
+        kind = type(self)
+        own = (kind.apply_leaf is Reparametrization.apply_leaf, kind.terms_leaf is Reparametrization.terms_leaf)
+        return self.apply_leaf(*args) if any(own) else told(self.apply_leaf, self.terms_leaf, *args)
 
     def _like(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array."""

@@ -11,6 +11,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import divided, identity, no_square, undivided
+from reparax._numerics.terms import Term
 from reparax._stage.matrices import Matrices
 
 
@@ -205,6 +206,10 @@ class Diagonal(_Pattern):
         x = values["x"]
         columns = jnp.broadcast_to(x[..., None, :], (*x.shape, x.shape[-1]))
         return jnp.where(jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=bool), columns.shape), columns, 0)
+
+    def terms_leaf(self, values: dict[str, Array]) -> list[Term]:
+        stacked = "abcdefgh"[: values["x"].ndim - 1]
+        return [Term(f"{stacked}i->{stacked}ii", values["x"])]
 
     def size(self, n: int) -> int:
         return n

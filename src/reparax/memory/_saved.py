@@ -1,24 +1,22 @@
 """What a loss keeps between its forward and its backward pass, for people to read."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from reparax._programs import dependence, jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
+from reparax._programs.sources import calls, source
 from reparax._tree.folding import Line, counted, folded
 from reparax._tree.paths import describe
 from reparax._tree.sizes import readable, size_in_bytes
 from reparax.memory._rehearsal import rehearse
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _TITLES = {
     PARAMETERS: "raw parameters and keys",
     WEIGHTS: "made from these alone",
@@ -134,7 +132,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     program, consts = jaxprs.opened(jax.make_jaxpr(kept)(*given.arrays))
     names = ["closed over" for _ in consts] + given.paths
     known = [False for _ in consts] + given.given
-    return Saved(tuple(_kept(program, known, names, _calls(called))))
+    return Saved(tuple(_kept(program, known, names, calls(called))))
 
 
 def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -152,39 +150,10 @@ def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], m
     return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
 
-def _kept(program: Jaxpr, given: list[bool], origins: list[str], calls: Mapping[int, str]) -> Iterator[Kept]:
+def _kept(program: Jaxpr, given: list[bool], origins: list[str], found: Mapping[int, str]) -> Iterator[Kept]:
     known, inputs = dependence.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     for v in jaxprs.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
-        origin = inputs[v] if v in inputs else _source(makers[v], makers[v].outvars.index(v), calls)
+        origin = inputs[v] if v in inputs else source(makers[v], makers[v].outvars.index(v), found)
         yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
-
-
-def _calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
-    """For each equation, told by its traceback, the user's line that wrote it or the program that holds it.
-
-    JAX cuts the tracebacks of a program inside of an equation off where that program begins.
-    """
-    found: dict[int, str] = {}
-    for eqn in program.eqns:
-        line = _line(eqn) or outside
-        found[jaxprs.origin(eqn)] = line
-        for held in jaxprs.inner(eqn):
-            found |= _calls(held, line)
-    return found
-
-
-def _line(eqn: JaxprEqn) -> str:
-    """The innermost line of an equation that is none of this library, as far as it is known."""
-    return next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
-
-
-def _source(eqn: JaxprEqn, i: int, calls: Mapping[int, str]) -> str:
-    """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
-    for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
-        v = program.outvars[i]
-        for inside in program.eqns:
-            if v in inside.outvars and (line := _source(inside, inside.outvars.index(v), calls)):
-                return line
-    return _line(eqn) or calls.get(jaxprs.origin(eqn), "")

@@ -1,0 +1,151 @@
+"""Terms, which are products of arrays, and how a program tells of what terms an array is the sum."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+_SPEC = re.compile(r"[a-z]*(?:,[a-z]*)*->(?:[a-z]|\([a-z]+\))*")
+_CODES = {"->": "T", ",": "A", "(": "B", ")": "E"}  # a name is of letters, digits and underscores
+_MARK = "sum_of_terms"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a term sums over, as :func:`jax.numpy.einsum` writes it.
+
+    Attributes:
+      text: As written.
+    """
+
+    text: str
+
+    @property
+    def inputs(self) -> list[str]:
+        """The letters of each array."""
+        return self.text.split("->")[0].split(",")
+
+    @property
+    def axes(self) -> list[str]:
+        """The letters of each axis of the product, several where they are merged."""
+        return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
+
+    def encoded(self) -> str:
+        """This spec as a part of the name of a function."""
+        return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
+
+    @classmethod
+    def decoded(cls, text: str) -> "Spec":
+        """The spec that was encoded so."""
+        return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
+
+
+class Term:
+    r"""A product of arrays, summed over the letters that the result has not, as in :func:`jax.numpy.einsum`.
+
+    What ``terms_leaf`` of a stage returns, so that :func:`factored` never forms their sum:
+
+    ===========================  ===============================================
+    an array as it is            ``Term("ij->ij", w)``
+    of low rank                  ``Term("ir,rj->ij", a, b)``
+    scaled along an axis         ``Term("ij,j->ij", w, g)``
+    small integers times scales  ``Term("ij,j->ij", q, scale)``, ``q`` of int8
+    diagonal                     ``Term("i->ii", d)``
+    a Kronecker product          ``Term("ac,bd->(ab)(cd)", a, b)``
+    times a number               ``Term(",ir,rj->ij", c, a, b)``
+    ===========================  ===============================================
+
+    Args:
+      spec: The letters of the axes of each array, and those of the result: lowercase, in brackets where axes are
+        merged. A letter that stands twice in the result makes a diagonal.
+      arrays: The arrays.
+
+    Raises:
+      ValueError: If the spec does not fit the arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Term("i->ii", jnp.ones(2)).array()
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
+    """
+
+    def __init__(self, spec: str, *arrays: Any) -> None:
+        self.spec, self.arrays = Spec(spec.replace(" ", "")), tuple(map(jnp.asarray, arrays))
+        if reason := _wrong(self.spec, self.arrays):
+            raise ValueError(f"Term({spec!r}) {reason}")
+
+    def array(self) -> Array:
+        """The product."""
+        spec, once = self.spec, "".join(dict.fromkeys("".join(self.spec.axes)))
+        dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
+        arrays = [x.astype(dtype) for x in self.arrays]
+        sizes = {
+            letter: n
+            for letters, x in zip(spec.inputs, arrays, strict=True)
+            for letter, n in zip(letters, x.shape, strict=True)
+        }
+        x = jnp.einsum(f"{','.join(spec.inputs)}->{once}", *arrays, precision="highest")
+        flat = "".join(spec.axes)
+        for i, letter in enumerate(flat):
+            first = flat.index(letter)
+            if first != i:
+                x = jnp.expand_dims(x, i)
+                eye = jnp.eye(sizes[letter], dtype=dtype)
+                x = x * eye.reshape([sizes[letter] if k in (first, i) else 1 for k in range(x.ndim)])
+        return x.reshape([functools.reduce(lambda n, letter: n * sizes[letter], axis, 1) for axis in spec.axes])
+
+
+def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
+    """What is wrong with a spec for these arrays, or None."""
+    if not _SPEC.fullmatch(spec.text):
+        return "is no spec. Write the letters of each array and of the result, as 'ir,rj->ij'."
+    if len(spec.inputs) != len(arrays):
+        return f"names {len(spec.inputs)} arrays, but got {len(arrays)}."
+    sizes: dict[str, int] = {}
+    for letters, x in zip(spec.inputs, arrays, strict=True):
+        if len(letters) != x.ndim:
+            return f"gives {letters!r} to an array of the shape {x.shape}. Write one letter for each axis."
+        if len(set(letters)) != len(letters):
+            return f"has a letter twice in {letters!r}. Take the diagonal first."
+        for letter, n in zip(letters, x.shape, strict=True):
+            if sizes.setdefault(letter, n) != n:
+                return f"gives {letter!r} to axes of {sizes[letter]} and of {n} entries."
+    if missing := sorted(set("".join(spec.axes)) - set(sizes)):
+        return f"has {missing[0]!r} in the result, but in no array."
+    return None
+
+
+def summed(terms: Sequence[Term]) -> Array:
+    """The sum of terms."""
+    return functools.reduce(jnp.add, [term.array() for term in terms])
+
+
+def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
+    """``formula(*args)``; where it is traced, in a call whose name and whose other results tell the terms.
+
+    The name of a call is what every transformation of JAX leaves as it is.
+    """
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+        return formula(*args)
+    specs: list[Spec] = []
+
+    def both(*args: Any) -> tuple[Array, list[Array]]:
+        return formula(*args), [array for term in terms(*args) for array in term.arrays]
+
+    jax.eval_shape(lambda *args: specs.extend(term.spec for term in terms(*args)), *args)
+    both.__name__ = "_".join([_MARK, *(spec.encoded() for spec in specs)])
+    return jax.jit(both)(*args)[0]
+
+
+def specs_told(name: str) -> list[Spec] | None:
+    """The specs of the terms that a call of this name tells, or None."""
+    if not name.startswith(_MARK):
+        return None
+    return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

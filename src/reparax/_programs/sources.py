@@ -1,0 +1,40 @@
+"""The lines of source that made a value."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax._programs import jaxprs
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
+    """For each equation, told by its traceback, the user's line that wrote it or the program that holds it.
+
+    JAX cuts the tracebacks of a program inside of an equation off where that program begins.
+    """
+    found: dict[int, str] = {}
+    for eqn in program.eqns:
+        line = line_of(eqn) or outside
+        found[jaxprs.origin(eqn)] = line
+        for held in jaxprs.inner(eqn):
+            found |= calls(held, line)
+    return found
+
+
+def line_of(eqn: JaxprEqn) -> str:
+    """The innermost line of an equation that is none of this library, as far as it is known."""
+    return next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
+
+
+def source(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
+    """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
+    for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
+        v = program.outvars[i]
+        for inside in program.eqns:
+            if v in inside.outvars and (line := source(inside, inside.outvars.index(v), found)):
+                return line
+    return line_of(eqn) or found.get(jaxprs.origin(eqn), "")

@@ -1,0 +1,199 @@
+"""Programs inside of programs: sums go into calls, loops, choices and shards as their factors."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from reparax._programs import dependence, jaxprs
+from reparax.factored import _makers
+from reparax.factored._facts import Facts, facts_in, together
+from reparax.factored._sums import Factor, Label, Product, Sum
+from reparax.factored._told import tells
+
+Outs = tuple[list[Any], list[Facts]]
+Rule = Callable[[Any, JaxprEqn, Sequence[Any], Sequence[Facts]], "Outs | None"]
+
+
+def rule(eqn: JaxprEqn) -> Rule | None:
+    """How to evaluate an equation whose bodies are read, by a reader, from its operands and what is known of them.
+
+    It gives None where the equation must be evaluated as it stands.
+    """
+    return _RULES.get(eqn.primitive.name)
+
+
+def may_make(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
+    """Whether a sum may be made inside of an equation."""
+    return rule(eqn) is not None and any(each.known for each in facts) and any(map(_makes, jaxprs.inner(eqn)))
+
+
+def _makes(jaxpr: Jaxpr) -> bool:
+    return any(_makers.may_make(eqn) or tells(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    jaxpr, consts = jaxprs.body(eqn)
+    inside = reader.inside(eqn)
+    if not jaxprs.is_placed(eqn):
+        return inside.run(jaxpr, [*consts, *args], facts_in(consts, facts))
+    if any(isinstance(x, Sum) for x in args):
+        return None
+    return _again(eqn, lambda *args: inside.arrays(jaxpr, [*consts, *args], facts_in(consts, facts)), args, facts)
+
+
+def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    jaxpr, consts = jaxprs.body(eqn)
+    found: list[Sequence[Facts]] = []
+
+    def body(*args: Any) -> list[Any]:
+        outs, known = reader.inside(eqn).run(jaxpr, [*consts, *args], facts_in(consts, facts))
+        found.append(known)
+        return outs
+
+    outs = jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*args)
+    return outs, list(found[-1])
+
+
+def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    n_consts, n_carry = jaxprs.counts(eqn)
+    jaxpr, consts = jaxprs.body(eqn)
+    steady = dependence.steady(eqn, [each.known for each in facts])
+    known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
+    inner = reader.inside(eqn, times=eqn.params["length"])
+    operands, shells = list(args), list[Any](args)
+    for i, x in enumerate(args):
+        if isinstance(x, Sum) and i >= n_consts:
+            found = _unstacked(x) if i >= n_consts + n_carry else None
+            operands[i], shells[i] = (reader.array(x, eqn), None) if found is None else found
+
+    def body(*values: Any) -> list[Any]:
+        pairs = zip(shells, values, strict=True)
+        inputs = [_filled(shell, x) if isinstance(x, list) else x for shell, x in pairs]
+        return inner.arrays(jaxpr, [*consts, *inputs], facts_in(consts, known))
+
+    return _again(eqn, body, operands, facts)
+
+
+def _again(eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    """The equation with another body, and what is known of its outputs."""
+    again = jaxprs.rebound(eqn)
+    if again is None:
+        return None
+    outs = list(again(body, *operands))
+    return outs, [together(facts) for _ in outs]
+
+
+def _arrays(x: Sum) -> list[Any]:
+    """The arrays of all factors."""
+    return [factor.array for each in x.products for factor in each.factors]
+
+
+def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
+    """A sum with these arrays at the factors that have none."""
+    given = iter(arrays)
+
+    def filled(factor: Factor) -> Factor:
+        return replace(factor, array=next(given)) if factor.array is None else factor
+
+    products = tuple(replace(each, factors=tuple(map(filled, each.factors))) for each in shell.products)
+    return replace(shell, products=products)
+
+
+def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
+    """The arrays that differ along the first axis of a sum, with this axis first, and the sum without both.
+
+    None where the first axis is merged, or is that of a diagonal.
+    """
+    stacked: list[Any] = []
+    products: list[Product] = []
+    for each in x.products:
+        group, *rest = each.axes
+        if len(group) != 1 or group in rest:
+            return None
+        (label,) = group
+        factors = list(each.factors)
+        for i, factor in enumerate(factors):
+            if label in factor.labels:
+                stacked.append(jnp.moveaxis(factor.array, factor.labels.index(label), 0))
+                own = tuple(other for other in factor.labels if other is not label)
+                factors[i] = Factor(None, own, factor.still)
+        products.append(Product(tuple(factors), tuple(rest)))
+    return stacked, replace(x, products=tuple(products), shape=x.shape[1:])
+
+
+def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    index, *operands = args
+
+    def branch(place: int, jaxpr: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+        inside = reader.inside(eqn, place)
+        return lambda *operands: inside.arrays(jaxpr, [*consts, *operands], facts_in(consts, facts[1:]))
+
+    branches = [branch(place, *body) for place, body in enumerate(jaxprs.bodies(eqn))]
+    outs = list(jax.lax.switch(index, branches, *operands))
+    return outs, [together(facts) for _ in outs]
+
+
+def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    jaxpr, consts = jaxprs.body(eqn)
+    operands, specs = list(args), list(eqn.params["in_specs"])
+    for i, x in enumerate(args):
+        if isinstance(x, Sum):
+            found = _specs(x, specs[i], eqn.params["mesh"].shape)
+            operands[i], specs[i] = (reader.array(x, eqn), specs[i]) if found is None else (_arrays(x), found)
+
+    def body(*values: Any) -> tuple[Any, ...]:
+        inputs = [_local(args[i], x) if isinstance(x, list) else x for i, x in enumerate(values)]
+        return tuple(reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, facts)))
+
+    outs = list(jaxprs.sharded(eqn, body, specs, operands))
+    return outs, [together(facts) for _ in outs]
+
+
+def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
+    """How the array of each factor is spread, where a sum is spread by ``spec``; None where that cannot be said."""
+    specs: list[Any] = []
+    for each in x.products:
+        places: dict[Label, Any] = {}
+        labels = [label for group in each.axes for label in group]
+        for group, entry in zip(each.axes, spec, strict=False):
+            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            n = math.prod(mesh[name] for name in names)
+            if n == 1:
+                continue
+            if not group or group[0].size % n or labels.count(group[0]) > 1 or group[0] not in each.labels:
+                return None
+            places[group[0]] = entry
+        specs += [PartitionSpec(*(places.get(label) for label in factor.labels)) for factor in each.factors]
+    return specs
+
+
+def _local(x: Sum, arrays: Sequence[Any]) -> Sum:
+    """The sum of one shard, of its parts of the factors."""
+    given = iter(arrays)
+    products: list[Product] = []
+    for each in x.products:
+        held: dict[Label, Label] = {}
+        factors: list[Factor] = []
+        for factor in each.factors:
+            array = next(given)
+            own = [held.setdefault(label, Label(n)) for label, n in zip(factor.labels, array.shape, strict=True)]
+            factors.append(Factor(array, tuple(own), factor.still))
+        axes = tuple(tuple(held.get(label, label) for label in group) for group in each.axes)
+        products.append(Product(tuple(factors), axes))
+    shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
+    return replace(x, products=tuple(products), shape=shape)
+
+
+_RULES: dict[str, Rule] = {
+    "jit": _jit,
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}

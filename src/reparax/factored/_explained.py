@@ -1,0 +1,139 @@
+"""Which weights a loss never forms, for people to read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._programs import jaxprs
+from reparax._programs.call import Argnums, Arguments, caller
+from reparax._programs.sources import calls, source
+from reparax._tree.folding import folded
+from reparax._tree.paths import describe
+from reparax.factored._factored import known, planned, rehearse
+from reparax.factored._plan import Plan, Read, Record
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight.
+
+    Attributes:
+      path: The path of the parameter that it comes from, or of several.
+      type: Its dtype and shape.
+      in_factors: Whether products take it factor by factor.
+      reason: Why, and where.
+    """
+
+    path: str
+    type: str
+    in_factors: bool
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Explained:
+    """Which weights stay in factors, and which are formed; it shows itself as a table.
+
+    Attributes:
+      weights: The weights that have factors.
+    """
+
+    weights: tuple[Weight, ...]
+
+    def __repr__(self) -> str:
+        apart = sum(weight.in_factors for weight in self.weights)
+        lines = [f"{apart} of {len(self.weights)} weights with factors are never formed for a product"]
+        for title, flag in {"in factors": True, "formed": False}.items():
+            rows = folded((each.path, (each.type, each.reason)) for each in self.weights if each.in_factors is flag)
+            lines += [f"  {title}:"] if rows else []
+            width = max((len(row.path) for row in rows), default=0)
+            lines += [f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}" for row in rows]
+        return "\n".join(lines)
+
+
+def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
+    """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
+
+    Nothing is computed: ``fun`` is traced. Weights that have no factors, such as plain arrays, are left out.
+
+    Args:
+      fun: The loss, as you would give it to :func:`factored`.
+      args: Its arguments, or their shapes and dtypes.
+      argnums: As for :func:`factored`.
+      kwargs: Its keyword arguments.
+
+    Raises:
+      TypeError: As :func:`factored`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.LoRA(2)
+      >>> raw = p.init({"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64))}, jax.random.key(0))
+      >>> def loss(raw, x):
+      ...     w = p.apply(raw)
+      ...     return jnp.mean((x @ w["up"]) ** 2) + jnp.mean(jnp.abs(w["down"]))
+      >>> rpx.explain(loss, raw, jnp.ones((256, 64)))
+      1 of 2 weights with factors are never formed for a product
+        in factors:
+          raw/up  float32[64, 64]  1 product, 0.51 of the operations
+        formed:
+          raw/down  float32[64, 64]  abs needs the array: <doctest reparax.factored._explained.explain[3]>:3:46 (loss)
+    """
+    rehearse()
+    given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
+    closed, _ = given.traced()
+    program, consts = jaxprs.opened(closed)
+    facts = known(program, [*(False for _ in consts), *given.given])
+    plan = planned(program, [*consts, *given.arrays], facts)
+    paths = dict(enumerate(["closed over" for _ in consts] + given.paths))
+    keys = {i for i, v in enumerate(program.invars) if jnp.issubdtype(_dtype(v), jax.dtypes.prng_key)}
+    return Explained(tuple(_weights(plan, {i: path for i, path in paths.items() if i not in keys}, calls(program))))
+
+
+def _dtype(v: Any) -> Any:
+    return v.aval.dtype
+
+
+def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+    makers = {id(record.eqn) for record in plan.records.values()}
+    for root, record in plan.records.items():
+        reads = [read for read in record.reads if read.eqn is None or id(read.eqn) not in makers]
+        if reads:
+            type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
+            reason = _reason(plan, root, record, lines)
+            yield Weight(_path(record, paths), type, not record.is_formed, reason)
+
+
+def _path(record: Record, paths: Mapping[int, str]) -> str:
+    """What the paths of all arguments that a weight comes from have in common, without the values of stages."""
+    found = [paths[i].split("/") for i in sorted(record.origins) if i in paths]
+    common = []
+    for parts in zip(*found, strict=False):
+        if len(set(parts)) > 1 or parts[0].startswith("@"):
+            break
+        common.append(parts[0])
+    return "/".join(common) or "of keys alone"
+
+
+def _reason(plan: Plan, root: Any, record: Record, lines: Mapping[int, str]) -> str:
+    factored, formed = plan.costs(root)
+    products = [read for read in record.reads if read.factored is not None]
+    arrays = [read for read in record.reads if read.factored is None]
+    needed = "; ".join(dict.fromkeys(_needed(read, lines) for read in arrays))
+    if not products:
+        return needed
+    counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
+    if record.is_formed:
+        return "; ".join(
+            [f"{counted}, {factored / formed:.2f} of the operations in factors", *([needed] if needed else [])]
+        )
+    return "; ".join([f"{counted}, {factored / formed:.2f} of the operations", *([needed] if needed else [])])
+
+
+def _needed(read: Read, lines: Mapping[int, str]) -> str:
+    if read.eqn is None:
+        return "it is returned, or carried"
+    return f"{read.eqn.primitive.name} needs the array: {source(read.eqn, 0, lines)}"

@@ -1,0 +1,49 @@
+"""What is known of the values of a program."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from reparax._programs import dependence, jaxprs
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one value.
+
+    Attributes:
+      known: Whether it comes from the named arguments alone.
+      still: Whether no gradient goes to it.
+      origins: The arguments that it comes from.
+    """
+
+    known: bool
+    still: bool
+    origins: frozenset[int] = frozenset()
+
+
+NUMBER = Facts(known=True, still=True)
+"""Of what stands in the program."""
+
+
+def together(facts: Sequence[Facts]) -> Facts:
+    """What is known of what is made of several values."""
+    return Facts(
+        known=all(each.known for each in facts),
+        still=all(each.still for each in facts),
+        origins=frozenset().union(*(each.origins for each in facts)),
+    )
+
+
+def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
+    """What is known of the outputs of an equation."""
+    found = together(facts)
+    still = eqn.primitive.name == "stop_gradient" or not any(map(dependence.smooth, eqn.outvars))
+    return replace(found, known=found.known and not jaxprs.has_effects(eqn), still=found.still or still)
+
+
+def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
+    """What is known of the inputs of a body, whose constants come first."""
+    return [*(NUMBER for _ in consts), *facts]

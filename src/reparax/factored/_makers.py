@@ -1,0 +1,117 @@
+"""Where sums come from: products, multiples and sums of what is known."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+
+from reparax.factored import _moves
+from reparax.factored._facts import Facts
+from reparax.factored._multiply import ENTRY, cost
+from reparax.factored._sums import Product, Sum, contracted, multiplied
+
+_SIGNS = {"add": 1, "add_any": 1, "sub": -1}
+
+
+def may_make(eqn: JaxprEqn) -> bool:
+    """Whether an equation of arrays that are known may make a sum that is worth to be kept apart."""
+    name, out = eqn.primitive.name, _type(eqn.outvars[0])
+    if name not in _RULES or name in _SIGNS or out.ndim < 2 or not jnp.issubdtype(out.dtype, jnp.inexact):
+        return False
+    given = [_type(v) for v in eqn.invars if not isinstance(v, Literal)]
+    if name == "convert_element_type":
+        return not jnp.issubdtype(given[0].dtype, jnp.inexact)
+    sizes = [math.prod(aval.shape) for aval in given]
+    return sum(sizes) < out.size if name == "dot_general" else any(n < out.size for n in sizes)
+
+
+def _type(v: Any) -> Any:
+    return v.aval
+
+
+def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum that an equation makes of values that are known; None where it must make an array."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding")):
+        return None
+    sums = [x if isinstance(x, Sum) else _whole(x, still=each.still) for x, each in zip(args, facts, strict=True)]
+    found = rule(eqn, *sums)
+    return found if found is not None and all(map(_is_worth, found.products)) else None
+
+
+def _whole(x: Any, *, still: bool) -> Sum:
+    return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
+
+
+def _is_worth(product: Product) -> bool:
+    """Whether a product has at most one factor that is as large as itself."""
+    size = math.prod(label.size for group in product.axes for label in group)
+    return sum(factor.array.size >= size for factor in product.factors) <= 1
+
+
+def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
+    """What it costs to form the output of an equation from arrays, with the gradients of those that move."""
+    if eqn.primitive.name == "dot_general":
+        a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
+        product = contracted(a, b, *eqn.params["dimension_numbers"])
+        return math.inf if product is None else cost(product)
+    return ENTRY * _type(eqn.outvars[0]).size * (1 + sum(not each.still for each in facts))
+
+
+def _pairs(
+    eqn: JaxprEqn, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
+) -> Sum | None:
+    """The products of all of one sum with all of another."""
+    out = _type(eqn.outvars[0])
+    products = [product(a, b) for a in x.products for b in y.products]
+    found = tuple(each for each in products if each is not None)
+    return Sum(found, out.shape, out.dtype, precision, None) if len(found) == len(products) else None
+
+
+def _dot(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
+    summed, shared = eqn.params["dimension_numbers"]
+    precision = x.precision or y.precision or eqn.params["precision"]
+    return _pairs(eqn, x, y, lambda a, b: contracted(a, b, summed, shared), precision)
+
+
+def _multiple(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
+    return _pairs(eqn, _ranked(x, y.ndim), _ranked(y, x.ndim), multiplied, x.precision or y.precision)
+
+
+def _ranked(x: Sum, ndim: int) -> Sum:
+    """``x``, where it is a number, with as many axes as another array."""
+    if x.ndim or not ndim:
+        return x
+    products = tuple(replace(each, axes=((),) * ndim) for each in x.products)
+    return replace(x, products=products, shape=(1,) * ndim)
+
+
+def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
+    if len(y.products) != 1 or len(y.products[0].factors) != 1:
+        return None
+    (product,) = y.products
+    (factor,) = product.factors
+    inverse = replace(product, factors=(replace(factor, array=1 / factor.array),))
+    return _multiple(eqn, x, replace(y, products=(inverse,)))
+
+
+def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
+    out = _type(eqn.outvars[0])
+    if _SIGNS[eqn.primitive.name] < 0:
+        y = _moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
+    wide = [_moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y) if each.ndim == out.ndim]
+    products = tuple(product for each in wide if each is not None for product in each.products)
+    return Sum(products, out.shape, out.dtype, x.precision or y.precision, None) if len(wide) == 2 else None
+
+
+_RULES: dict[str, Callable[..., Sum | None]] = {
+    "dot_general": _dot,
+    "mul": _multiple,
+    "div": _quotient,
+    "broadcast_in_dim": lambda eqn, x: _moves.broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"]),
+    "convert_element_type": lambda eqn, x: _moves.cast(x, eqn.params["new_dtype"]),
+    **dict.fromkeys(_SIGNS, _sum),
+}

@@ -1,0 +1,190 @@
+"""What moves, cuts or casts a weight, and does so to its factors alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from reparax._programs import jaxprs
+from reparax.factored._sums import Factor, Label, Product, Sum
+
+Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
+
+
+def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
+    """The outputs of an equation that moves, cuts or casts a sum, its first operand; None where it must be formed."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or not isinstance(operands[0], Sum):
+        return None
+    made = rule(eqn, operands[0], operands[1:])
+    outs = made if isinstance(made, list) else [made]
+    found = [out for out in outs if out is not None]
+    return found if len(found) == len(outs) else None
+
+
+def _transpose(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    order = eqn.params["permutation"]
+    return x.each(lambda each: each.transposed(order), [x.shape[i] for i in order])
+
+
+def _reshape(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    if eqn.params.get("dimensions") is not None or eqn.params.get("sharding") is not None:
+        return None
+    shape = eqn.params["new_sizes"]
+    return x.each(lambda each: each.reshaped(shape), shape)
+
+
+def _squeeze(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    axes = [i % x.ndim for i in eqn.params["dimensions"]]
+    return x.each(lambda each: each.squeezed(axes), [n for i, n in enumerate(x.shape) if i not in axes])
+
+
+def broadcast(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
+    """``x`` with its axes at ``places`` of an array of this shape."""
+    return x.each(lambda each: each.broadcast(shape, places), shape)
+
+
+def _broadcast(eqn: JaxprEqn, x: Sum, rest: Sequence[Any]) -> Sum | None:
+    if rest or eqn.params.get("sharding") is not None:
+        return None
+    return broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"])
+
+
+def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    dtype = eqn.params["new_dtype"]
+    if not jnp.issubdtype(dtype, jnp.inexact) or eqn.params.get("sharding") is not None:
+        return None
+    return cast(x, dtype)
+
+
+def cast(x: Sum, dtype: Any) -> Sum:
+    """``x`` in another floating dtype; small integers stay what they are until they are multiplied."""
+
+    def change(factor: Factor) -> Factor:
+        floats = jnp.issubdtype(factor.array.dtype, jnp.inexact)
+        return replace(factor, array=factor.array.astype(dtype)) if floats else factor
+
+    return replace(each_factor(x, change), dtype=dtype)
+
+
+def _still(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
+    return each_factor(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
+
+
+def _neg(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
+    return scaled(x, jnp.asarray(-1, x.dtype), still=True)
+
+
+def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
+    """``x`` times a number."""
+
+    def change(each: Product) -> Product:
+        numbers = [factor for factor in each.factors if not factor.labels]
+        rest = [factor for factor in each.factors if factor.labels]
+        array, fixed = number, still
+        for factor in numbers:
+            array, fixed = array * factor.array, fixed and factor.still
+        return replace(each, factors=(*rest, Factor(array, (), fixed)))
+
+    return replace(x, products=tuple(map(change, x.products)))
+
+
+def _slice(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * x.ndim
+    made: Sum | None = x
+    for axis, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
+        if made is not None and (start, limit, stride) != (0, x.shape[axis], 1):
+            made = _cut(made, axis, _size(eqn, axis), _sliced(start, limit, stride))
+    return made
+
+
+def _size(eqn: JaxprEqn, axis: int) -> int:
+    out: Any = eqn.outvars[0].aval
+    return out.shape[axis]
+
+
+def _sliced(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
+    return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
+
+
+def _split(eqn: JaxprEqn, x: Sum, _: Any) -> list[Sum | None]:
+    axis, sizes, outs, start = eqn.params["axis"], eqn.params["sizes"], list[Sum | None](), 0
+    for n in map(int, sizes):
+        outs.append(_cut(x, axis, n, _sliced(start, start + n, 1)))
+        start += n
+    return outs
+
+
+def _dynamic_slice(eqn: JaxprEqn, x: Sum, starts: Sequence[Any]) -> Sum | None:
+    made: Sum | None = x
+    for axis, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
+        if made is not None and n != x.shape[axis]:
+            made = _cut(made, axis, n, _dynamically_sliced(start, n))
+    return made
+
+
+def _dynamically_sliced(start: Any, n: int) -> Callable[[Any, int], Any]:
+    return lambda array, place: lax.dynamic_slice_in_dim(array, start, n, place)
+
+
+def _rev(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+    made: Sum | None = x
+    for axis in eqn.params["dimensions"]:
+        made = made and _cut(made, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
+    return made
+
+
+def _cut(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
+    """``x`` with one axis changed in all factors that have it; None where the axis is merged, or two have one label."""
+    return x.each(
+        lambda each: along(each, axis, size, change), [size if i == axis else n for i, n in enumerate(x.shape)]
+    )
+
+
+def along(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
+    """``product`` with one axis changed to another size, in all factors that have it."""
+    group = product.axes[axis]
+    if len(group) > 1 or sum(group == each for each in product.axes) > 1:
+        return None
+    if not group:  # of size 1
+        return product if size == 1 else None
+    label, new = group[0], Label(size)
+
+    def changed(factor: Factor) -> Factor:
+        if label not in factor.labels:
+            return factor
+        array = change(factor.array, factor.labels.index(label))
+        return replace(factor, array=array, labels=tuple(new if each is label else each for each in factor.labels))
+
+    axes = tuple(((new,) if size != 1 else ()) if i == axis else each for i, each in enumerate(product.axes))
+    return Product(tuple(map(changed, product.factors)), axes)
+
+
+def _varied(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
+    return each_factor(x, lambda factor: replace(factor, array=jaxprs.varied(eqn, factor.array)))
+
+
+def each_factor(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
+    """``x`` with each factor changed."""
+    return replace(x, products=tuple(replace(each, factors=tuple(map(change, each.factors))) for each in x.products))
+
+
+_RULES: dict[str, Move] = {
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _cast,
+    "stop_gradient": _still,
+    "neg": _neg,
+    "slice": _slice,
+    "split": _split,
+    "dynamic_slice": _dynamic_slice,
+    "rev": _rev,
+    "copy": lambda eqn, x, _: x,
+    "pvary": _varied,
+}

@@ -1,0 +1,98 @@
+"""Which weights stay sums of products, and which are formed: decided by what each costs the whole program."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from reparax.factored._sums import Sum
+
+
+@dataclass(frozen=True)
+class Read:
+    """What reads a sum.
+
+    Attributes:
+      eqn: The equation; None for the result of the program.
+      times: How often it runs.
+      factored: Of a product, what it costs factor by factor; None where the array is needed.
+      formed: Of a product, what it costs with the array.
+    """
+
+    eqn: JaxprEqn | None
+    times: int
+    factored: float | None = None
+    formed: float = 0.0
+
+
+@dataclass
+class Record:
+    """What is known of a sum.
+
+    Attributes:
+      eqn: The equation that made it.
+      shape: Its shape.
+      dtype: Its dtype.
+      origins: The arguments that it comes from.
+      parents: The sums that it is made of.
+      own: What it costs to form it from these.
+      times: How often it is made.
+      reads: What reads it, without other sums that are made of it.
+      is_formed: Whether it is formed where it is made.
+    """
+
+    eqn: JaxprEqn
+    shape: tuple[int, ...]
+    dtype: Any
+    origins: frozenset[int]
+    parents: tuple[Hashable, ...]
+    own: float
+    times: int
+    reads: list[Read] = field(default_factory=list)
+    is_formed: bool = False
+
+
+class Plan:
+    """What reads each sum, noted in one evaluation of a program; and then which sums are formed, for another."""
+
+    def __init__(self) -> None:
+        self.records: dict[Hashable, Record] = {}
+
+    def note(self, x: Sum, parents: Sequence[Sum], record: Record) -> None:
+        """Notes a new sum."""
+        record.parents = tuple(dict.fromkeys(parent.root for parent in parents))
+        self.records[x.root] = record
+
+    def reads(self, x: Sum, read: Read) -> None:
+        """Notes what reads a sum."""
+        self.records[x.root].reads.append(read)
+
+    def forms(self, root: Hashable) -> bool:
+        """Whether a sum is formed where it is made."""
+        return self.records[root].is_formed
+
+    def decide(self) -> None:
+        """Chooses for each sum, the last first: of what another is made of that stays apart, the factors are needed."""
+        needed = set[Hashable]()
+        for root, record in reversed(self.records.items()):
+            factored, formed = self.costs(root)
+            arrays = [read for read in record.reads if read.factored is None]
+            if root not in needed and (formed < factored or (arrays and formed == factored)):
+                record.is_formed = True
+                for parent in record.parents:
+                    self.records[parent].reads.append(Read(record.eqn, record.times))
+            elif root in needed or record.reads:
+                needed.update(record.parents)
+
+    def costs(self, root: Hashable) -> tuple[float, float]:
+        """What all that reads a sum costs where it stays apart, and where it is formed."""
+        record, once = self.records[root], self._forming(root)
+        again = max((read.times / record.times for read in record.reads if read.factored is None), default=0.0)
+        factored = sum(read.times * read.factored for read in record.reads if read.factored is not None)
+        return factored + again * once, once + sum(read.times * read.formed for read in record.reads)
+
+    def _forming(self, root: Hashable) -> float:
+        """What it costs to form a sum."""
+        record = self.records[root]
+        return record.times * record.own + sum(map(self._forming, record.parents))

@@ -1,0 +1,202 @@
+"""Arrays as sums of products of smaller arrays, some axes of which are summed over."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Label:
+    """An axis that several factors may share."""
+
+    size: int
+
+
+Group = tuple[Label, ...]
+"""The labels of one axis of a product, the slowest first: several where axes are merged, none where its size is 1."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An array with a label for each axis, and whether no gradient goes to it."""
+
+    array: Any
+    labels: Group
+    still: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of factors, summed over the labels that no axis has; a label that no factor has repeats the rest."""
+
+    factors: tuple[Factor, ...]
+    axes: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, x: Any, *, still: bool) -> "Product":
+        """An array as it is."""
+        labels = tuple(Label(n) for n in x.shape)
+        return cls((Factor(x, labels, still),), tuple((label,) if label.size != 1 else () for label in labels))
+
+    @property
+    def labels(self) -> set[Label]:
+        """The labels of the factors."""
+        return {label for factor in self.factors for label in factor.labels}
+
+    def transposed(self, order: Sequence[int]) -> "Product":
+        return replace(self, axes=tuple(self.axes[i] for i in order))
+
+    def squeezed(self, axes: Iterable[int]) -> "Product":
+        dropped = set(axes)
+        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in dropped))
+
+    def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
+        """This product with its axes at ``places`` of an array of this shape, all others of which repeat it."""
+        held = dict(zip(places, self.axes, strict=True))
+        return replace(self, axes=tuple(held.get(i) or _fresh(n) for i, n in enumerate(shape)))
+
+    def reshaped(self, shape: Shape) -> "Product | None":
+        """This product in another shape; None where an axis would have to be cut across its labels."""
+        labels = [label for group in self.axes for label in group]
+        if len(set(labels)) < len(labels):
+            return None
+        cut = _cut([label.size for label in labels], [n for n in shape if n != 1])
+        if cut is None:
+            return None
+        parts, sizes = cut
+        product = self
+        for label, part in zip(labels, parts, strict=True):
+            product = product.split(label, part)
+        flat = iter([label for group in product.axes for label in group])
+        axes = iter([tuple(next(flat) for _ in part) for part in sizes])
+        return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
+
+    def split(self, label: Label, sizes: Shape) -> "Product":
+        """This product with several labels in the place of one."""
+        if len(sizes) == 1:
+            return self
+        new = {label: tuple(map(Label, sizes))}
+        return self._each(lambda factor: _refined(factor, new), new)
+
+    def renamed(self, names: dict[Label, Label]) -> "Product":
+        new = {old: (label,) for old, label in names.items()}
+        return self._each(lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new)
+
+    def _each(self, change: Callable[[Factor], Factor], new: dict[Label, Group]) -> "Product":
+        axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
+        return Product(tuple(map(change, self.factors)), axes)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products of one shape.
+
+    Attributes:
+      products: They.
+      shape: The shape of each, and of the array.
+      dtype: The dtype of the array.
+      precision: Of the products that make it.
+      root: The equation that made it first, before it was transposed, cast or cut, and which of its outputs.
+    """
+
+    products: tuple[Product, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    precision: Any
+    root: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def each(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
+        """This sum with each product changed; None where one cannot be."""
+        changed = [change(each) for each in self.products]
+        known = tuple(each for each in changed if each is not None)
+        return replace(self, products=known, shape=tuple(shape)) if len(known) == len(changed) else None
+
+
+for cls, data in {Factor: ["array"], Product: ["factors"], Sum: ["products"]}.items():
+    meta = [each.name for each in fields(cls) if each.name not in data]
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+
+def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
+    """Two products with the same labels on pairs of axes; None where these are cut in different ways."""
+    for i, j in pairs:
+        first, second = a.axes[i], b.axes[j]
+        if not first or not second:
+            continue
+        cut = _cut([label.size for label in first], [label.size for label in second])
+        if cut is None or len({*first}) < len(first) or len({*second}) < len(second):
+            return None
+        for label, sizes in zip(first, cut[0], strict=True):
+            a = a.split(label, sizes)
+        for label, sizes in zip(second, cut[1], strict=True):
+            b = b.split(label, sizes)
+        names = dict(zip(b.axes[j], a.axes[i], strict=True))
+        a, b = a.renamed(names), b.renamed(names)
+    return a, b
+
+
+def multiplied(a: Product, b: Product) -> Product | None:
+    """The product, entry by entry, of two products of which either may have axes of size 1."""
+    pair = aligned(a, b, [(i, i) for i in range(len(a.axes))])
+    if pair is None:
+        return None
+    a, b = pair
+    return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
+
+
+def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[Any]) -> Product | None:
+    """The product of matrices, as ``jax.lax.dot_general`` takes it."""
+    pairs = [*zip(*summed, strict=True), *zip(*shared, strict=True)]
+    pair = aligned(a, b, pairs)
+    if pair is None:
+        return None
+    a, b = pair
+    if any(label not in a.labels | b.labels for i in summed[0] for label in a.axes[i]):
+        return None  # both repeat it
+    axes = [a.axes[i] for i in shared[0]]
+    for product, k in ((a, 0), (b, 1)):
+        axes += [group for i, group in enumerate(product.axes) if i not in (*summed[k], *shared[k])]
+    return Product(a.factors + b.factors, tuple(axes))
+
+
+def _fresh(n: int) -> Group:
+    return (Label(n),) if n != 1 else ()
+
+
+def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
+    if not any(label in new for label in factor.labels):
+        return factor
+    labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
+    return Factor(factor.array.reshape([label.size for label in labels]), labels, factor.still)
+
+
+def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Two lists of sizes, all above 1, with each size cut into the factors of their common refinement."""
+    parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+    i = j = 0
+    x = y = 1  # what is left of a[i] and b[j]
+    while i < len(a) or x > 1 or j < len(b) or y > 1:
+        if x == 1:
+            x, i = a[i], i + 1
+        if y == 1:
+            y, j = b[j], j + 1
+        n = min(x, y)
+        if x % n or y % n:
+            return None
+        parts[0][i - 1].append(n)
+        parts[1][j - 1].append(n)
+        x, y = x // n, y // n
+    return parts

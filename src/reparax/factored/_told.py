@@ -1,0 +1,47 @@
+"""Sums that a stage tells in ``terms_leaf``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from reparax._numerics.terms import specs_told
+from reparax._programs import jaxprs
+from reparax.factored._facts import Facts, facts_in
+from reparax.factored._sums import Factor, Label, Product, Sum
+
+
+def tells(eqn: JaxprEqn) -> bool:
+    """Whether an equation tells of what terms its first output is the sum; the others are what the terms take."""
+    return eqn.primitive.name == "jit" and specs_told(eqn.params["name"]) is not None
+
+
+def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum; None where a derivative has added outputs, or several batches have, which cannot be told apart."""
+    specs = specs_told(eqn.params["name"]) or []
+    if len(eqn.outvars) != 1 + sum(len(spec.inputs) for spec in specs):
+        return None
+    jaxpr, consts = jaxprs.body(eqn)
+    program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in eqn.outvars[1:])])
+    inputs = [
+        (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
+    ]
+    outs, known = reader.inside(eqn).run(program, [x for x, _ in inputs], [each for _, each in inputs])
+    out: Any = eqn.outvars[0].aval
+    given = iter([(reader.array(x, eqn), each.still) for x, each in zip(outs, known, strict=True)])
+    products: list[Product] = []
+    for spec in specs:
+        batch = tuple(map(Label, out.shape[: out.ndim - len(spec.axes)]))
+        held: dict[str, Label] = {}
+        factors: list[Factor] = []
+        for letters in spec.inputs:
+            array, still = next(given)
+            n = array.ndim - len(letters)
+            if n not in (0, len(batch)):
+                return None
+            sizes = zip(letters, array.shape[n:], strict=True)
+            labels = [held.setdefault(letter, Label(size)) for letter, size in sizes]
+            factors.append(Factor(array, (*(batch if n else ()), *labels), still))
+        groups = [*((label,) for label in batch), *(tuple(held[letter] for letter in axis) for axis in spec.axes)]
+        products.append(Product(tuple(factors), tuple(tuple(x for x in group if x.size != 1) for group in groups)))
+    return Sum(tuple(products), out.shape, out.dtype, "highest", None)

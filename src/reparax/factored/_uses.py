@@ -1,0 +1,209 @@
+"""Products of data and a weight, which are taken factor by factor."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from reparax.factored import _moves
+from reparax.factored._multiply import ENTRY, How, cost, total
+from reparax.factored._sums import Factor, Product, Sum, contracted
+
+
+@dataclass(frozen=True)
+class Use:
+    """A product of data and a weight.
+
+    Attributes:
+      weight: The sum.
+      factored: What it costs factor by factor, with all gradients.
+      formed: What it costs with the weight as one array.
+      array: The product, factor by factor.
+    """
+
+    weight: Sum
+    factored: float
+    formed: float
+    array: Callable[[], Any]
+
+
+def use(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+    """The product that an equation is, if it is one of data and one sum, which can be taken factor by factor."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or eqn.params.get("out_sharding") is not None:
+        return None
+    return rule(eqn, args)
+
+
+def _still(x: Sum) -> bool:
+    return all(factor.still for each in x.products for factor in each.factors)
+
+
+def _whole(x: Sum) -> Product:
+    """A sum as one array of its type."""
+    return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_still(x))
+
+
+def _complete(products: Sequence[Product | None]) -> list[Product] | None:
+    found = [each for each in products if each is not None]
+    return found if len(found) == len(products) else None
+
+
+# ---- products of matrices
+
+
+def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+    x, y = args
+    weight: Sum = x if isinstance(x, Sum) else y
+    summed, shared = eqn.params["dimension_numbers"]
+
+    def with_data(weights: Sequence[Product]) -> list[Product] | None:
+        left = weights if x is weight else [Product.of(x, still=False)]
+        right = weights if y is weight else [Product.of(y, still=False)]
+        return _complete([contracted(a, b, summed, shared) for a in left for b in right])
+
+    products, whole = with_data(weight.products), with_data([_whole(weight)])
+    if products is None or whole is None:
+        return None
+    out: Any = eqn.outvars[0].aval
+    how = How(weight.dtype, out.dtype, eqn.params["precision"])
+    return Use(weight, sum(map(cost, products)), sum(map(cost, whole)), lambda: total(products, out.shape, how))
+
+
+# ---- rows of a table
+
+
+def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+    weight, places = args
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    axes = tuple(numbers.start_index_map)
+    if not isinstance(weight, Sum) or len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes:
+        return None
+    (axis,) = axes
+    rest = [i for i in range(weight.ndim) if i != axis]
+    if numbers.operand_batching_dims or any(sizes[i] != weight.shape[i] for i in rest):
+        return None
+    out: Any = eqn.outvars[0].aval
+    leading = [i for i in range(out.ndim) if i not in numbers.offset_dims]
+    rows = [out.shape[i] for i in leading]
+    count = math.prod(rows)
+    settings = {name: eqn.params[name] for name in ("mode", "fill_value", "indices_are_sorted", "unique_indices")}
+
+    def taken(array: Any, place: int) -> Any:
+        front = jnp.moveaxis(array, place, 0)
+        own = lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(len(rows), len(rows) + front.ndim - 1)),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+        )
+        found = lax.gather(front, places, own, (1, *front.shape[1:]), **settings)
+        return jnp.moveaxis(found.reshape(count, *front.shape[1:]), 0, place)
+
+    def counted(array: Any, place: int) -> Any:
+        return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
+
+    def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
+        return _complete([_moves.along(each, axis, count, change) for each in weight.products])
+
+    costs = of_rows(counted)
+    if costs is None:
+        return None
+
+    def array() -> Any:
+        products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
+        shape = [weight.shape[i] for i in rest]
+        x = total(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
+        return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *numbers.offset_dims])
+
+    written = ENTRY * out.size
+    table = 0.0 if _still(weight) else ENTRY * weight.size
+    return Use(weight, written + sum(map(cost, costs)), written + table, array)
+
+
+# ---- convolutions
+
+
+def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+    x, weight = args
+    params = eqn.params
+    out: Any = eqn.outvars[0].aval
+    if not isinstance(weight, Sum) or params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return None
+    numbers = params["dimension_numbers"]
+    to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
+    cut = [_channels(each, to) for each in weight.products]
+    parts = [each for each in cut if each is not None]
+    if len(parts) < len(cut):
+        return None
+    others = [i for i in range(out.ndim) if i != channel]
+    places = math.prod(out.shape[i] for i in others)
+
+    def dense(kernel: Product, n: int) -> float:
+        still = all(factor.still for factor in kernel.factors)
+        window = math.prod(size for i, size in enumerate(weight.shape) if i != to)
+        return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
+
+    def costs(kernel: Product, n: int, tail: Product | None) -> float:
+        return dense(kernel, n) + (
+            cost(_mixed(jax.ShapeDtypeStruct((places, n), weight.dtype), 1, tail)) if tail else 0
+        )
+
+    def convolved(kernel: Product, n: int, tail: Product | None) -> Any:
+        shape = [n if i == to else size for i, size in enumerate(weight.shape)]
+        y = lax.conv_general_dilated(
+            x,
+            total([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
+            dimension_numbers=numbers,
+            **{name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")},
+            **{name: params[name] for name in ("precision", "preferred_element_type")},
+        )
+        if tail is None:
+            return y
+        how = How(weight.dtype, out.dtype, params["precision"])
+        mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
+        return jnp.moveaxis(mixed, -1, channel)
+
+    return Use(
+        weight,
+        sum(costs(*part) for part in parts),
+        dense(_whole(weight), weight.shape[to]),
+        lambda: sum(convolved(*part) for part in parts),
+    )
+
+
+def _mixed(y: Any, channel: int, tail: Product) -> Product:
+    """Channels that are made of fewer ones, as the last axis."""
+    made = contracted(Product.of(y, still=False), tail, ((channel,), (0,)), ((), ()))
+    if made is None:
+        raise ValueError("The channels of a kernel are those of its factors.")
+    return made
+
+
+def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
+    """A kernel of few channels, how many, and what makes the others of them, if any; None if channels are not apart."""
+    group = product.axes[to]
+    window = {label for i, axis in enumerate(product.axes) if i != to for label in axis}
+    if window.intersection(group):
+        return None
+    sides: tuple[list[Factor], list[Factor]] = ([], [])
+    for factor in product.factors:
+        sides[bool(factor.labels) and not window.intersection(factor.labels)].append(factor)
+    head, tail = sides
+    owned = {label for factor in head for label in factor.labels}
+    if not tail or not head or owned.intersection(group):
+        return product, math.prod(label.size for label in group), None
+    between = tuple(label for label in dict.fromkeys(x for f in tail for x in f.labels) if label in owned)
+    kernel = Product(tuple(head), tuple(between if i == to else axis for i, axis in enumerate(product.axes)))
+    return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
+
+
+_RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Use | None]] = {
+    "dot_general": _dot,
+    "gather": _gather,
+    "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,218 @@
+"""What XLA counts: factors where they cost less, the array where that costs less; and what a stage may say itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import reparax as rpx
+
+KEY = jax.random.key(0)
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile()
+
+
+def operations(f, *args):
+    return compiled(jax.grad(f), *args).cost_analysis()["flops"]
+
+
+def types(*arrays):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+
+def dense(w, x):
+    for name in sorted(w):
+        x = jnp.tanh(x @ w[name])
+    return jnp.mean(x**2)
+
+
+def scanned(w, x):
+    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w["w"])[0] ** 2)
+
+
+def product(x, values):
+    return x @ values["@fixed"]["w"] + x @ values["a"] @ values["b"]
+
+
+def dense_by_hand(raw, x):
+    for name in sorted(raw):
+        x = jnp.tanh(product(x, raw[name]["@lora"]))
+    return jnp.mean(x**2)
+
+
+def scanned_by_hand(raw, x):
+    return jnp.mean(jax.lax.scan(lambda h, each: (jnp.tanh(product(h, each)), None), x, raw["w"]["@lora"])[0] ** 2)
+
+
+NETWORKS = {
+    "unrolled": (dense, dense_by_hand, {f"w{i}": jnp.zeros((256, 256)) for i in range(4)}, rpx.LoRA(4)),
+    "scanned": (scanned, scanned_by_hand, {"w": jnp.zeros((4, 256, 256))}, rpx.LoRA(4, stacked=0)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_adapters_cost_what_they_cost_by_hand(name):
+    network, by_hand, weights, lora = NETWORKS[name]
+    x = jnp.zeros((512, 256))
+    raw = lora.init(weights, KEY)
+    train, rest = rpx.partition(raw)
+
+    def loss(train, rest, x):
+        return network(lora.apply(rpx.combine(train, rest)), x)
+
+    full = operations(network, weights, x)
+    least = operations(lambda train, rest, x: by_hand(rpx.combine(train, rest), x), train, rest, x)
+    assert least <= 0.72 * full
+    assert operations(rpx.factored(loss), train, rest, x) <= 1.01 * least
+    assert operations(rpx.remat(rpx.factored(loss)), train, rest, x) <= 1.01 * least
+    assert operations(loss, train, rest, x) >= 0.98 * full
+
+
+def test_a_population_with_noise_of_low_rank_has_no_weight_for_each_member():
+    noise, n, members = rpx.VarNoise(0.1, rank=1), 512, 32
+
+    def loss(w, key, x):
+        return jnp.mean(jnp.tanh(x @ noise.apply(w, key)["w"]))
+
+    args = {"w": jnp.zeros((n, n))}, jax.random.split(KEY, members), jnp.zeros((16, n))
+    formed, factored = (
+        compiled(jax.vmap(f, (None, 0, None)), *types(*args)).memory_analysis().temp_size_in_bytes
+        for f in (loss, rpx.factored(loss))
+    )
+    assert formed >= members * n * n * 4
+    assert factored <= members * n * n * 4 / 20
+
+
+def test_a_large_rank_is_formed_and_a_small_one_is_not():
+    def explained(rank, rows):
+        low = rpx.Freeze() >> rpx.LoRA(rank)
+        raw = low.init({"w": jnp.ones((128, 128))}, KEY)
+        weights = rpx.explain(
+            lambda raw, x: jnp.sum(jnp.tanh(x @ low.apply(raw)["w"])), raw, jnp.ones((rows, 128))
+        ).weights
+        return any(weight.in_factors for weight in weights)
+
+    assert explained(4, 512)
+    assert not explained(60, 512)
+
+
+def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():
+    p = rpx.LoRA(4)
+    raw = p.init({"w": jax.random.normal(KEY, (16, 16))}, KEY)
+
+    def loss(raw, x):
+        w = p.apply(raw)["w"]
+        return jnp.sum(jnp.abs(w)) + jnp.sum(jnp.sin(w)) + jnp.sum(x)
+
+    program = jax.make_jaxpr(rpx.factored(loss))(raw, jnp.ones(2))
+    assert str(program).count("dot_general[") == 1
+    assert rpx.factored(loss)(raw, jnp.ones(2)) == loss(raw, jnp.ones(2))
+
+
+# ---- stages of others
+
+
+class Told(rpx.Reparametrization):
+    """A stage that says terms and nothing else."""
+
+    fixed = ("w",)
+
+    def init_leaf(self, w):
+        return {"w": w, "a": jnp.ones((w.shape[0], 1)), "b": jnp.zeros((1, w.shape[1]))}
+
+    def terms_leaf(self, values):
+        return [rpx.Term("ij->ij", values["w"]), rpx.Term("ir,rj->ij", values["a"], values["b"])]
+
+
+class Opaque(Told):
+    """A stage whose formula cannot be read."""
+
+    def apply_leaf(self, values):
+        return values["w"] + jnp.exp(jnp.log1p(values["a"] @ values["b"])) - 1
+
+
+@pytest.mark.parametrize("stage", [Told, Opaque])
+@pytest.mark.parametrize("stacked", [(), 0, (0, 1)])
+def test_a_stage_gets_it_by_its_terms(stage, stacked):
+    p = stage(stacked=stacked)
+    shape = (*(2, 3)[: len(stacked) if isinstance(stacked, tuple) else 1], 32, 32)
+    raw = p.init({"w": jax.random.normal(KEY, shape)})
+    train, rest = rpx.partition(raw)
+    train = jax.tree.map(lambda x: x + 0.1, train)
+
+    def loss(train, x):
+        w = p.apply(rpx.combine(train, rest))["w"]
+        return jnp.mean(jnp.tanh(jnp.einsum("bi,...ij->...bj", x, w)))
+
+    x = jax.random.normal(KEY, (256, 32))
+    assert [each.in_factors for each in rpx.explain(loss, train, x).weights] == [True]
+    expected, got = (jax.jit(jax.grad(f))(train, x) for f in (loss, rpx.factored(loss)))
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert jnp.max(jnp.abs(a - b)) <= 1e-5 * largest
+
+
+def test_the_terms_are_those_of_the_formula_under_a_derivative_inside():
+    p = Opaque()
+    raw = jax.tree.map(lambda x: x + 0.1, p.init({"w": jax.random.normal(KEY, (8, 8))}))
+
+    def loss(raw, x):
+        return jnp.sum(jax.grad(lambda raw: jnp.sum(jnp.sin(x @ p.apply(raw)["w"])))(raw)["w"]["@opaque"]["a"])
+
+    x = jnp.ones((64, 8))
+    assert jnp.allclose(rpx.factored(loss)(raw, x), loss(raw, x), rtol=1e-5)
+
+
+def test_a_stage_without_a_formula():
+    class Nothing(rpx.Reparametrization):
+        def init_leaf(self, w):
+            return {"w": w}
+
+    with pytest.raises(TypeError, match=r"Nothing defines neither apply_leaf\(values\) nor terms_leaf\(values\)"):
+        Nothing().init({"w": jnp.ones(2)})
+
+
+# ---- what users see
+
+
+def test_explain_says_where_and_why():
+    p = rpx.Freeze() >> rpx.LoRA(1)
+    names = ["folded", "free", "given", "norm"]
+    raw = p.init({name: jnp.ones((64, 64)) for name in names}, KEY)
+
+    def loss(raw, x):
+        w = p.apply(raw)
+        return jnp.sum(x @ w["free"]) + jnp.sum(jnp.abs(w["norm"])) + jnp.sum(x @ w["folded"] @ w["folded"].T), w[
+            "given"
+        ]
+
+    lines = repr(rpx.explain(loss, raw, jnp.ones((512, 64)))).splitlines()
+    assert lines[0] == "2 of 4 weights with factors are never formed for a product"
+    assert [line.split()[0] for line in lines[1:]] == [
+        "in",
+        "raw/folded",
+        "raw/free",
+        "formed:",
+        "raw/given",
+        "raw/norm",
+    ]
+    assert "2 products, 0.7" in lines[2]
+    assert lines[5].endswith("it is returned, or carried")
+    assert "abs needs the array: " in lines[6]
+    assert "test_costs.py" in lines[6]
+
+
+def test_layers_are_told_in_one_line():
+    p = rpx.LowRank(1)
+    raw = p.init({f"layer{i}": jnp.ones((64, 64)) for i in range(12)}, KEY)
+    text = repr(rpx.explain(lambda raw, x: sum(jnp.sum(x @ w) for w in p.apply(raw).values()), raw, jnp.ones((8, 64))))
+    assert "raw/layer0..11  12 x float32[64, 64]  1 product" in text
+
+
+def test_functions_and_positions_are_checked():
+    for function, name in ((rpx.factored, "factored"), (functools.partial(rpx.explain), "explain")):
+        with pytest.raises(TypeError, match=f"^{name} takes a function, but got 3 of type int"):
+            function(3)
