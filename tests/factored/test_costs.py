@@ -67,7 +67,7 @@ def test_adapters_cost_what_they_cost_by_hand(name):
     least = operations(lambda train, rest, x: by_hand(rpx.combine(train, rest), x), train, rest, x)
     assert least <= 0.72 * full
     assert operations(rpx.factored(loss), train, rest, x) <= 1.01 * least
-    assert operations(rpx.remat(rpx.factored(loss)), train, rest, x) <= 1.01 * least
+    assert operations(rpx.remat(rpx.factored(loss)), train, rest, x) <= 1.02 * least
     assert operations(loss, train, rest, x) >= 0.98 * full
 
 

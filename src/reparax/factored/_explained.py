@@ -1,6 +1,6 @@
 """Which weights a loss never forms, for people to read."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,39 +98,35 @@ def _dtype(v: Any) -> Any:
 
 
 def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    makers = {id(record.eqn) for record in plan.records.values()}
     for root, record in plan.records.items():
-        reads = [read for read in record.reads if read.eqn is None or id(read.eqn) not in makers]
+        reads = [read for read in record.reads if not read.in_formula]
         if reads:
             type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-            reason = _reason(plan, root, record, lines)
+            reason = _reason(plan.costs(root), reads, lines)
             yield Weight(_path(record, paths), type, not record.is_formed, reason)
 
 
 def _path(record: Record, paths: Mapping[int, str]) -> str:
     """What the paths of all arguments that a weight comes from have in common, without the values of stages."""
     found = [paths[i].split("/") for i in sorted(record.origins) if i in paths]
-    common = []
-    for parts in zip(*found, strict=False):
-        if len(set(parts)) > 1 or parts[0].startswith("@"):
+    if len({names[0] for names in found}) > 1:  # one tree, of which arguments hold parts
+        found = [names[1:] for names in found]
+    common: list[str] = []
+    for names in zip(*found, strict=False):
+        if len(set(names)) > 1 or names[0].startswith("@"):
             break
-        common.append(parts[0])
-    return "/".join(common) or "of keys alone"
+        common.append(names[0])
+    return "/".join(common) or "of several parameters"
 
 
-def _reason(plan: Plan, root: Any, record: Record, lines: Mapping[int, str]) -> str:
-    factored, formed = plan.costs(root)
-    products = [read for read in record.reads if read.factored is not None]
-    arrays = [read for read in record.reads if read.factored is None]
-    needed = "; ".join(dict.fromkeys(_needed(read, lines) for read in arrays))
-    if not products:
-        return needed
-    counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
-    if record.is_formed:
-        return "; ".join(
-            [f"{counted}, {factored / formed:.2f} of the operations in factors", *([needed] if needed else [])]
-        )
-    return "; ".join([f"{counted}, {factored / formed:.2f} of the operations", *([needed] if needed else [])])
+def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str]) -> str:
+    products = [read for read in reads if read.factored is not None]
+    reasons = list(dict.fromkeys(_needed(read, lines) for read in reads if read.factored is None))
+    if products:
+        factored, formed = costs
+        said = f"{len(products)} product{'s' if len(products) > 1 else ''}, {factored / formed:.2f} of the operations"
+        reasons.insert(0, said)
+    return "; ".join(reasons)
 
 
 def _needed(read: Read, lines: Mapping[int, str]) -> str:

@@ -18,8 +18,11 @@ _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 
 def may_make(eqn: JaxprEqn) -> bool:
     """Whether an equation of arrays that are known may make a sum that is worth to be kept apart."""
-    name, out = eqn.primitive.name, _type(eqn.outvars[0])
-    if name not in _RULES or name in _SIGNS or out.ndim < 2 or not jnp.issubdtype(out.dtype, jnp.inexact):
+    name = eqn.primitive.name
+    if name not in _RULES or name in _SIGNS:
+        return False
+    out = _type(eqn.outvars[0])
+    if out.ndim < 2 or not jnp.issubdtype(out.dtype, jnp.inexact):
         return False
     given = [_type(v) for v in eqn.invars if not isinstance(v, Literal)]
     if name == "convert_element_type":

@@ -14,14 +14,16 @@ class Read:
     """What reads a sum.
 
     Attributes:
-      eqn: The equation; None for the result of the program.
+      eqn: The equation; None for the result of a program or of a body.
       times: How often it runs.
+      in_formula: Whether it is a part of a parametrization, and no product of the network.
       factored: Of a product, what it costs factor by factor; None where the array is needed.
       formed: Of a product, what it costs with the array.
     """
 
     eqn: JaxprEqn | None
     times: int
+    in_formula: bool
     factored: float | None = None
     formed: float = 0.0
 
@@ -81,7 +83,7 @@ class Plan:
             if root not in needed and (formed < factored or (arrays and formed == factored)):
                 record.is_formed = True
                 for parent in record.parents:
-                    self.records[parent].reads.append(Read(record.eqn, record.times))
+                    self.records[parent].reads.append(Read(record.eqn, record.times, in_formula=True))
             elif root in needed or record.reads:
                 needed.update(record.parents)
 

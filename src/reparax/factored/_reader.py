@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
+from reparax._programs.roots import is_apply
 from reparax.factored import _bodies, _makers, _moves, _multiply, _told, _uses
 from reparax.factored._facts import NUMBER, Facts, of_outputs
 from reparax.factored._plan import Plan, Read, Record
@@ -24,12 +25,14 @@ class Reader:
       records: Whether the plan is still being made.
       times: How often the program runs.
       path: The equations in whose bodies it stands.
+      in_formula: Whether one of these is the ``apply`` of a parametrization.
     """
 
     plan: Plan
     records: bool
     times: int = 1
     path: tuple[int, ...] = ()
+    in_formula: bool = False
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> tuple[list[Any], list[Facts]]:
         """The outputs, arrays or sums, and what is known of them."""
@@ -44,12 +47,13 @@ class Reader:
         if not isinstance(x, Sum):
             return x
         if self.records:
-            self.plan.reads(x, Read(eqn, self.times))
+            self.plan.reads(x, Read(eqn, self.times, self.in_formula))
         return _multiply.formed(x)
 
     def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Reader":
         """The reader for a body of an equation, which runs several times."""
-        return replace(self, times=self.times * times, path=(*self.path, id(eqn), *place))
+        in_formula = self.in_formula or is_apply(eqn)
+        return replace(self, times=self.times * times, path=(*self.path, id(eqn), *place), in_formula=in_formula)
 
 
 class _Run:
@@ -81,7 +85,7 @@ class _Run:
         facts = [self._known(v) for v in eqn.invars]
         own = of_outputs(eqn, facts)
         holds = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
-        if holds or (own.known and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts):
+        if holds or (own.known and own.origins and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts):
             self._flush()
             found = self._special(eqn, [self._value(v) for v in eqn.invars], facts, own)
             if found is not None:
@@ -114,7 +118,8 @@ class _Run:
         if use is None:
             return None
         if self._reader.records:
-            self._reader.plan.reads(use.weight, Read(eqn, self._reader.times, use.factored, use.formed))
+            read = Read(eqn, self._reader.times, self._reader.in_formula, use.factored, use.formed)
+            self._reader.plan.reads(use.weight, read)
         return [use.array()], [own]
 
     def _new(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum) -> Sum | None:

@@ -131,7 +131,8 @@ for cls, data in {Factor: ["array"], Product: ["factors"], Sum: ["products"]}.it
 
 
 def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
-    """Two products with the same labels on pairs of axes; None where these are cut in different ways."""
+    """Two products with the same labels on pairs of axes, and no others; None where these are cut in different ways."""
+    b = b.renamed({label: Label(label.size) for label in b.labels.union(*b.axes)})
     for i, j in pairs:
         first, second = a.axes[i], b.axes[j]
         if not first or not second:
