@@ -26,6 +26,7 @@ REPEATS = {
     "rnn_blocks": 10,
     "peak": 1,
     "stored": 10,
+    "factored": 10,
 }
 """The scripts, each with how often it repeats what it times."""
 
@@ -68,6 +69,10 @@ TARGETS = (
     Target("peers", "weight norm, 6 layers of 1024", "by hand"),
     Target("peers", "spectral norm, 6 layers of 1024", "by hand"),
     Target("peers", "orthogonal, 6 layers of 512", "by hand"),
+    *(
+        Target("factored", f"LoRA, {name}: ms", "by hand", 1.05, "factored")
+        for name in ("4 layers of 1024, batch 2048", "the same, scanned", "transformer")
+    ),
     *(Target("overhead", f"{network}, weight norm, step", "by hand") for network in NETWORKS),
 )
 

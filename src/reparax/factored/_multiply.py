@@ -44,9 +44,13 @@ def total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
 def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
     kept = frozenset(label for group in product.axes for label in group)
+    order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
     factors = list(product.factors)
     for i, j in cheapest(_labels(product), _still(product), kept)[1]:
-        a, b = factors[i], factors[j]
+        # The axes of the result come in the order of the operands.
+        a, b = sorted(
+            (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
+        )
         rest = [factor for k, factor in enumerate(factors) if k not in (i, j)]
         wanted = kept.union(*(factor.labels for factor in rest))
         factors = [*rest, _pair(a, b, wanted, how)]
@@ -112,7 +116,7 @@ def _pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
     summed = [label for label in common if label not in wanted]
     own = [[label for label in each.labels if label not in common] for each in (a, b)]
     still = a.still and b.still
-    if not summed:
+    if not summed and not all(own):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
         return Factor(_spread(x, a.labels, labels) * _spread(y, b.labels, labels), labels, still)
