@@ -24,6 +24,8 @@ TERMS = {
     "a diagonal of three": (("i->iii", D), np.einsum("i,ij,ik->ijk", D, np.eye(3), np.eye(3))),
     "diagonals": (("ai->aii", A), np.stack([np.diag(a) for a in A])),
     "a Kronecker product": (("ac,bd->(ab)(cd)", A, B), np.kron(A, B)),
+    "a circulant matrix": (("(i-j)->ij", D), np.stack([np.roll(D, i) for i in range(3)], 1)),
+    "circulant matrices": (("a(i-j)->aij", A), np.stack([np.stack([np.roll(a, i) for i in range(2)], 1) for a in A])),
     "a number": ((",ij->ij", 2.0, A), 2 * A),
     "a sum": (("ij->i", A), A.sum(1)),
 }

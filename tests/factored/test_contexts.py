@@ -229,6 +229,16 @@ CONTEXTS = {
     "low rank": Context(one, W, X, rpx.LowRank(2)),
     "singular values": Context(one, W, X, rpx.FixedRank(2)),
     "diagonal": Context(one, {"w": jnp.diag(normal(32))}, X, rpx.Diagonal()),
+    "circulant": Context(one, {"w": normal(256, 256) / 16}, normal(64, 256), rpx.Circulant()),
+    "a circulant one, transposed": Context(
+        lambda w, x: squares(x @ w["w"].T),
+        {"w": normal(255, 255) / 16},
+        normal(64, 255),
+        rpx.Circulant() >> rpx.Gain(axis=0),
+    ),
+    "scanned circulant ones": Context(
+        scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.Circulant(stacked=0)
+    ),
     "noise of low rank": Context(one, W, normal(8, 32), rpx.VarNoise(0.1, rank=1)),
     "rows are the second axis": Context(lambda w, x: squares(x @ w["w"].T), W, X, rpx.LoRA(2, rows=1)),
 }

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-_SPEC = re.compile(r"[a-z]*(?:,[a-z]*)*->(?:[a-z]|\([a-z]+\))*")
-_CODES = {"->": "T", ",": "A", "(": "B", ")": "E"}  # a name is of letters, digits and underscores
+_INPUT = r"[a-z]*(?:\([a-z]-[a-z]\))?"
+_SPEC = re.compile(rf"{_INPUT}(?:,{_INPUT})*->(?:[a-z]|\([a-z]+\))*")
+_CODES = {"->": "T", "-": "M", ",": "A", "(": "B", ")": "E"}  # a name is of letters, digits and underscores
 _MARK = "sum_of_terms"
 
 
@@ -28,8 +29,13 @@ class Spec:
 
     @property
     def inputs(self) -> list[str]:
-        """The letters of each array."""
-        return self.text.split("->")[0].split(",")
+        """The letters of each array, with two for the last axis of a circulant matrix."""
+        return [re.sub("[()-]", "", each) for each in self.text.split("->")[0].split(",")]
+
+    @property
+    def circles(self) -> list[bool]:
+        """Which arrays are the first columns of circulant matrices."""
+        return ["-" in each for each in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
@@ -58,12 +64,14 @@ class Term:
     small integers times scales  ``Term("ij,j->ij", q, scale)``, ``q`` of int8
     diagonal                     ``Term("i->ii", d)``
     a Kronecker product          ``Term("ac,bd->(ab)(cd)", a, b)``
+    circulant                    ``Term("(i-j)->ij", c)``
     times a number               ``Term(",ir,rj->ij", c, a, b)``
     ===========================  ===============================================
 
     Args:
       spec: The letters of the axes of each array, and those of the result: lowercase, in brackets where axes are
-        merged. A letter that stands twice in the result makes a diagonal.
+        merged. A letter that stands twice in the result makes a diagonal. A last axis ``(i-j)`` is read at the
+        difference of two letters, modulo its size.
       arrays: The arrays.
 
     Raises:
@@ -85,7 +93,8 @@ class Term:
         """The product."""
         spec, once = self.spec, "".join(dict.fromkeys("".join(self.spec.axes)))
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
-        arrays = [x.astype(dtype) for x in self.arrays]
+        arrays = [wound(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
+        arrays = [x.astype(dtype) for x in arrays]
         sizes = {
             letter: n
             for letters, x in zip(spec.inputs, arrays, strict=True)
@@ -109,7 +118,7 @@ def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
     if len(spec.inputs) != len(arrays):
         return f"names {len(spec.inputs)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
-    for letters, x in zip(spec.inputs, arrays, strict=True):
+    for letters, x in zip(spec.inputs, _shapes(spec, arrays), strict=True):
         if len(letters) != x.ndim:
             return f"gives {letters!r} to an array of the shape {x.shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
@@ -120,6 +129,18 @@ def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
     if missing := sorted(set("".join(spec.axes)) - set(sizes)):
         return f"has {missing[0]!r} in the result, but in no array."
     return None
+
+
+def wound(x: Array) -> Array:
+    """The circulant matrix of a first column."""
+    i = jnp.arange(x.shape[-1])
+    return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
+
+
+def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
+    """The arrays of a spec, with two axes for the last of a circulant matrix."""
+    pairs = zip(arrays, spec.circles, strict=True)
+    return [jax.eval_shape(wound, x) if circle and x.ndim else x for x, circle in pairs]
 
 
 def summed(terms: Sequence[Term]) -> Array:

@@ -30,7 +30,8 @@ def rule(eqn: JaxprEqn) -> Rule | None:
 
 def may_make(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
     """Whether a sum may be made inside of an equation."""
-    return rule(eqn) is not None and any(each.known for each in facts) and any(map(_makes, jaxprs.inner(eqn)))
+    makes = tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
+    return rule(eqn) is not None and any(each.known for each in facts) and makes
 
 
 def _makes(jaxpr: Jaxpr) -> bool:
@@ -91,7 +92,7 @@ def _again(eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], fac
 
 def _arrays(x: Sum) -> list[Any]:
     """The arrays of all factors."""
-    return [factor.array for each in x.products for factor in each.factors]
+    return [factor.whole for each in x.products for factor in each.factors]
 
 
 def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
@@ -120,7 +121,7 @@ def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
         factors = list(each.factors)
         for i, factor in enumerate(factors):
             if label in factor.labels:
-                stacked.append(jnp.moveaxis(factor.array, factor.labels.index(label), 0))
+                stacked.append(jnp.moveaxis(factor.whole, factor.labels.index(label), 0))
                 own = tuple(other for other in factor.labels if other is not label)
                 factors[i] = Factor(None, own, factor.still)
         products.append(Product(tuple(factors), tuple(rest)))

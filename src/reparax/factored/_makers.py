@@ -97,7 +97,7 @@ def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
         return None
     (product,) = y.products
     (factor,) = product.factors
-    inverse = replace(product, factors=(replace(factor, array=1 / factor.array),))
+    inverse = replace(product, factors=(replace(factor, array=1 / factor.whole),))
     return _multiple(eqn, x, replace(y, products=(inverse,)))
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -157,7 +159,7 @@ def along(product: Product, axis: int, size: int, change: Callable[[Any, int], A
     def changed(factor: Factor) -> Factor:
         if label not in factor.labels:
             return factor
-        array = change(factor.array, factor.labels.index(label))
+        array = change(factor.whole, factor.labels.index(label))
         return replace(factor, array=array, labels=tuple(new if each is label else each for each in factor.labels))
 
     axes = tuple(((new,) if size != 1 else ()) if i == axis else each for i, each in enumerate(product.axes))
@@ -165,7 +167,8 @@ def along(product: Product, axis: int, size: int, change: Callable[[Any, int], A
 
 
 def _varied(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
-    return each_factor(x, lambda factor: replace(factor, array=jaxprs.varied(eqn, factor.array)))
+    varied = partial(jaxprs.varied, eqn)
+    return each_factor(x, lambda factor: replace(factor, array=jax.tree.map(varied, factor.array)))
 
 
 def each_factor(x: Sum, change: Callable[[Factor], Factor]) -> Sum:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax.factored._circles import Circle, back, operations, transform
 from reparax.factored._sums import Factor, Label, Product, Sum
 
 ENTRY = 16
@@ -46,7 +47,7 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
     kept = frozenset(label for group in product.axes for label in group)
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
     factors = list(product.factors)
-    for i, j in cheapest(_labels(product), _still(product), kept)[1]:
+    for i, j in cheapest(tuple(map(_kind, product.factors)), kept)[1]:
         # The axes of the result come in the order of the operands.
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
@@ -60,48 +61,65 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
 def cost(product: Product) -> float:
     """What a product costs, with the gradients of all its factors that move, in operations."""
     kept = frozenset(label for group in product.axes for label in group)
-    return cheapest(_labels(product), _still(product), kept)[0]
+    return cheapest(tuple(map(_kind, product.factors)), kept)[0]
 
 
-def _labels(product: Product) -> tuple[Labels, ...]:
-    return tuple(frozenset(factor.labels) for factor in product.factors)
+@dataclass(frozen=True)
+class Kind:
+    """What costs depend on: the labels, those of a circulant matrix, and whether no gradient goes there."""
+
+    labels: Labels
+    circle: Labels
+    still: bool
 
 
-def _still(product: Product) -> tuple[bool, ...]:
-    return tuple(factor.still for factor in product.factors)
+def _kind(factor: Factor) -> Kind:
+    circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
+    return Kind(frozenset(factor.labels), frozenset(circle), factor.still)
 
 
 @functools.lru_cache(maxsize=4096)
-def cheapest(factors: tuple[Labels, ...], still: tuple[bool, ...], kept: Labels) -> tuple[float, Order]:
+def cheapest(factors: tuple[Kind, ...], kept: Labels) -> tuple[float, Order]:
     """The cost of the best order of products, and the pairs of this order; a product comes last among those left."""
     if len(factors) == 1:
         return 0.0, ()
 
-    def first(pair: tuple[int, int]) -> tuple[float, tuple[Labels, ...], tuple[bool, ...]]:
-        i, j = pair
-        rest = [k for k in range(len(factors)) if k not in pair]
-        wanted = kept.union(*(factors[k] for k in rest))
-        own = _cost(factors[i], factors[j], (still[i], still[j]), wanted)
-        left = (*(factors[k] for k in rest), (factors[i] | factors[j]) & wanted)
-        return own, left, (*(still[k] for k in rest), still[i] and still[j])
+    def first(pair: tuple[int, int]) -> tuple[float, tuple[Kind, ...]]:
+        rest = [factors[k] for k in range(len(factors)) if k not in pair]
+        a, b = (factors[k] for k in pair)
+        wanted = kept.union(*(each.labels for each in rest))
+        made = Kind((a.labels | b.labels) & wanted, frozenset(), a.still and b.still)
+        return _cost(a, b, wanted), (*rest, made)
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:
         pairs = [min(pairs, key=lambda pair: first(pair)[0])]
     best: tuple[float, Order] = (math.inf, ())
     for pair in pairs:
-        own, left, fixed = first(pair)
-        later, order = cheapest(left, fixed, kept)
+        own, left = first(pair)
+        later, order = cheapest(left, kept)
         best = min(best, (own + later, (pair, *order)), key=lambda found: found[0])
     return best
 
 
-def _cost(a: Labels, b: Labels, still: tuple[bool, bool], wanted: Labels) -> float:
-    n, written = _size(a | b), _size((a | b) & wanted)
-    summed = (a & b) - wanted
+def _cost(a: Kind, b: Kind, wanted: Labels) -> float:
+    made = a.labels | b.labels
+    n, written = _size(made), _size(made & wanted)
+    moving = [each for each in (a, b) if not each.still]
+    for circle, other in ((a, b), (b, a)):
+        if (label := turned(circle.circle, circle.labels, other.labels, wanted)) is not None:
+            rows = _size((other.labels | circle.labels) - circle.circle)
+            return (1 + len(moving)) * (2 * rows * operations(label.size) + ENTRY * written)
+    summed = (a.labels & b.labels) - wanted
     once = (2.0 * n if summed else 0.0) + ENTRY * written
-    backward = [(2.0 * n if summed or each != a | b else 0.0) + ENTRY * _size(each) for each in (a, b)]
-    return once + sum(each for each, fixed in zip(backward, still, strict=True) if not fixed)
+    return once + sum((2.0 * n if summed or x.labels != made else 0.0) + ENTRY * _size(x.labels) for x in moving)
+
+
+def turned(circle: Labels, labels: Labels, others: Labels, wanted: Labels) -> Label | None:
+    """Along which label Fourier transforms multiply others with a circulant matrix; None where they cannot."""
+    summed, left = circle & others, circle - others
+    alone = len(summed) == len(left) == 1 and not summed & wanted and left <= wanted
+    return next(iter(summed)) if alone and labels - circle <= wanted else None
 
 
 def _size(labels: Labels) -> int:
@@ -110,8 +128,12 @@ def _size(labels: Labels) -> int:
 
 def _pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
     """The product of two factors, summed over what is not wanted."""
+    for circle, other in ((a, b), (b, a)):
+        kind = _kind(circle)
+        if (label := turned(kind.circle, kind.labels, frozenset(other.labels), wanted)) is not None:
+            return _turned(circle, other, label, wanted, how)
     a, b = (_alone(x, wanted.union(y.labels)) for x, y in ((a, b), (b, a)))
-    x, y = a.array.astype(how.dtype), b.array.astype(how.dtype)
+    x, y = a.whole.astype(how.dtype), b.whole.astype(how.dtype)
     common = [label for label in a.labels if label in b.labels]
     summed = [label for label in common if label not in wanted]
     own = [[label for label in each.labels if label not in common] for each in (a, b)]
@@ -130,6 +152,22 @@ def _pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
     return Factor(made, (*shared, *own[0], *own[1]), still)
 
 
+def _turned(circle: Factor, other: Factor, label: Label, wanted: Labels, how: How) -> Factor:
+    """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
+    other = _alone(other, wanted.union(circle.labels))
+    *batch, row, column = circle.labels
+    rest = tuple(x for x in other.labels if x is not label)
+    x = transform(jnp.moveaxis(other.whole.astype(how.dtype), other.labels.index(label), -1))
+    spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
+    n = x.shape[-1]
+    frequency, labels = Label(n), (*rest, *(each for each in batch if each not in rest))
+    product = _spread(x, (*rest, frequency), (*labels, frequency)) * _spread(
+        spectrum, (*batch, frequency), (*labels, frequency)
+    )
+    made = back(product, label.size, how.result)
+    return Factor(made, (*labels, column if label is row else row), circle.still and other.still)
+
+
 def _alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
     """A factor, summed over what is not wanted and no other has."""
     axes = [i for i, label in enumerate(factor.labels) if label not in wanted]
@@ -138,7 +176,7 @@ def _alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
     labels = tuple(label for label in factor.labels if label in wanted)
     sizes = [label.size for label in labels]
     summed = all(factor.labels[i].size == 1 for i in axes)
-    array = factor.array.reshape(sizes) if summed else jnp.sum(factor.array, axis=axes)
+    array = factor.whole.reshape(sizes) if summed else jnp.sum(factor.whole, axis=axes)
     return Factor(array, labels, factor.still)
 
 
@@ -152,7 +190,7 @@ def _laid_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
     """The last factor, with the axes of the product."""
     flat = [label for group in product.axes for label in group]
     once = list(dict.fromkeys(flat))
-    x = jnp.broadcast_to(_spread(factor.array, factor.labels, once), [label.size for label in once])
+    x = jnp.broadcast_to(_spread(factor.whole, factor.labels, once), [label.size for label in once])
     for i, label in enumerate(flat):
         first = flat.index(label)
         if first != i:  # what is off the diagonal of two axes of one label is zero

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from reparax.factored._circles import Circle
+
 Shape = Sequence[int]
 
 
@@ -28,6 +30,11 @@ class Factor:
     array: Any
     labels: Group
     still: bool
+
+    @property
+    def whole(self) -> Any:
+        """The array, as one."""
+        return self.array.whole() if isinstance(self.array, Circle) else self.array
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,7 @@ def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
     if not any(label in new for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
-    return Factor(factor.array.reshape([label.size for label in labels]), labels, factor.still)
+    return Factor(factor.whole.reshape([label.size for label in labels]), labels, factor.still)
 
 
 def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:

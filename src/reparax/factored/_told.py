@@ -7,6 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from reparax._numerics.terms import specs_told
 from reparax._programs import jaxprs
+from reparax.factored._circles import Circle
 from reparax.factored._facts import Facts, facts_in
 from reparax.factored._sums import Factor, Label, Product, Sum
 
@@ -34,9 +35,10 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
         batch = tuple(map(Label, out.shape[: out.ndim - len(spec.axes)]))
         held: dict[str, Label] = {}
         factors: list[Factor] = []
-        for letters in spec.inputs:
+        for letters, circle in zip(spec.inputs, spec.circles, strict=True):
             array, still = next(given)
-            n = array.ndim - len(letters)
+            array = Circle(array) if circle else array
+            n = len(array.shape) - len(letters)
             if n not in (0, len(batch)):
                 return None
             sizes = zip(letters, array.shape[n:], strict=True)

@@ -245,6 +245,10 @@ class Circulant(_Pattern):
       Davis, *Circulant Matrices*, 1979.
     """
 
+    def terms_leaf(self, values: dict[str, Array]) -> list[Term]:
+        stacked = "abcdefgh"[: values["x"].ndim - 1]
+        return [Term(f"{stacked}(i-j)->{stacked}ij", values["x"])]
+
     def size(self, n: int) -> int:
         return n
 

@@ -1,0 +1,68 @@
+"""Circulant matrices, which are kept as the numbers of their first column."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._numerics.terms import wound
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Circle:
+    """Matrices of the entries ``numbers[..., (i - j) % n]``."""
+
+    numbers: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.numbers.shape, self.numbers.shape[-1])
+
+    @property
+    def dtype(self) -> Any:
+        return self.numbers.dtype
+
+    @property
+    def size(self) -> int:
+        """How many numbers are held."""
+        return self.numbers.size
+
+    def astype(self, dtype: Any) -> "Circle":
+        return Circle(self.numbers.astype(dtype))
+
+    def whole(self) -> Any:
+        """The matrices."""
+        return wound(self.numbers)
+
+    def spectrum(self, *, transposed: bool) -> Any:
+        """The Fourier transform of the first column, or of the first row."""
+        numbers = _wide(self.numbers)
+        return _forward(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
+
+
+def _wide(x: Any) -> Any:
+    """``x`` in a precision that has a Fourier transform."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _forward(x: Any) -> Any:
+    return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
+
+
+def transform(x: Any) -> Any:
+    """The Fourier transform along the last axis."""
+    return _forward(_wide(x))
+
+
+def back(x: Any, n: int, dtype: Any) -> Any:
+    """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
+    made = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
+    return made.astype(dtype)
+
+
+def operations(n: int) -> float:
+    """How many operations a Fourier transform of ``n`` numbers takes."""
+    return 2.5 * n * math.log2(max(n, 2))
