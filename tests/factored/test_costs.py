@@ -171,8 +171,8 @@ def test_a_stage_without_a_formula():
         def init_leaf(self, w):
             return {"w": w}
 
-    with pytest.raises(TypeError, match=r"Nothing defines neither apply_leaf\(values\) nor terms_leaf\(values\)"):
-        Nothing().init({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match="abstract class Nothing .*apply_leaf"):
+        Nothing()
 
 
 # ---- what users see

@@ -352,6 +352,8 @@ class Reparametrization(_Leafwise):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
+            cls.apply_leaf = _sum_of_terms
         read: Any = cls.update_reads
         if not isinstance(read, tuple) or not set(read) <= {"grad", "key"}:
             raise TypeError(f"{cls.__name__} got update_reads={read!r}, but takes a tuple of 'grad' and 'key'.")
@@ -365,12 +367,12 @@ class Reparametrization(_Leafwise):
         del key
         return self.init_leaf(w)
 
+    @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
         """The effective array of the raw values, fixed ones included; a stage that draws takes a key after them.
 
-        Default: the sum of ``terms_leaf``.
+        Of a stage that writes ``terms_leaf`` alone, it is the sum of these.
         """
-        return summed(self.terms_leaf(*args, **kwargs))
 
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
         """The effective array as a sum of terms, which :func:`factored` does not form.
@@ -378,7 +380,7 @@ class Reparametrization(_Leafwise):
         Where the formula of ``apply_leaf`` multiplies matrices, numbers and vectors, and adds, that is read in it, and
         you need not say so.
         """
-        raise TypeError(f"{type(self).__name__} defines neither apply_leaf(values) nor terms_leaf(values). Define one.")
+        raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         """The mean of ``apply_leaf(values, key)`` over all keys, where the stage is random."""
@@ -584,8 +586,8 @@ class Reparametrization(_Leafwise):
     def _formula(self, *args: Any) -> Array:
         """The effective array, which tells its terms where they cannot be read."""
         kind = type(self)
-        own = (kind.apply_leaf is Reparametrization.apply_leaf, kind.terms_leaf is Reparametrization.terms_leaf)
-        return self.apply_leaf(*args) if any(own) else told(self.apply_leaf, self.terms_leaf, *args)
+        one = kind.apply_leaf is _sum_of_terms or kind.terms_leaf is Reparametrization.terms_leaf
+        return self.apply_leaf(*args) if one else told(self.apply_leaf, self.terms_leaf, *args)
 
     def _like(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array."""
@@ -714,6 +716,10 @@ class Reparametrization(_Leafwise):
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             return None
         return {name: value.shape for name, value in values.items()}
+
+
+def _sum_of_terms(stage: Reparametrization, *args: Any, **kwargs: Any) -> Array:
+    return summed(stage.terms_leaf(*args, **kwargs))
 
 
 def _together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:

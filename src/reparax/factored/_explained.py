@@ -78,9 +78,9 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
       >>> rpx.explain(loss, raw, jnp.ones((256, 64)))
       1 of 2 weights with factors are never formed for a product
         in factors:
-          raw/up  float32[64, 64]  1 product, 0.51 of the operations
+          raw/up  float32[64, 64]  1 product, 0.78 of the operations
         formed:
-          raw/down  float32[64, 64]  abs needs the array: <doctest reparax.factored._explained.explain[3]>:3:46 (loss)
+          raw/down  float32[64, 64]  abs needs the array: <doctest reparax.factored._explained.explain[3]>:3:51 (loss)
     """
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
@@ -88,7 +88,7 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     program, consts = jaxprs.opened(closed)
     facts = known(program, [*(False for _ in consts), *given.given])
     plan = planned(program, [*consts, *given.arrays], facts)
-    paths = dict(enumerate(["closed over" for _ in consts] + given.paths))
+    paths = dict(enumerate(given.paths, start=len(consts)))
     keys = {i for i, v in enumerate(program.invars) if jnp.issubdtype(_dtype(v), jax.dtypes.prng_key)}
     return Explained(tuple(_weights(plan, {i: path for i, path in paths.items() if i not in keys}, calls(program))))
 
@@ -116,7 +116,7 @@ def _path(record: Record, paths: Mapping[int, str]) -> str:
         if len(set(names)) > 1 or names[0].startswith("@"):
             break
         common.append(names[0])
-    return "/".join(common) or "of several parameters"
+    return "/".join(common) or ("of several parameters" if found else "closed over")
 
 
 def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str]) -> str:
