@@ -285,7 +285,7 @@ class Parametrization(Static, ABC):
 
     @property
     def deterministic(self) -> "Parametrization":
-        """The same chain with each random stage replaced by its mean: to evaluate, fold and export with."""
+        """The same chain without randomness, to evaluate, fold and export with; each random stage becomes its mean."""
         if self.stochastic:
             raise TypeError(
                 f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`."

@@ -14,9 +14,15 @@ class Freeze(Reparametrization):
     Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.optimizer` keeps optimizers and weight decay
     away. ``init`` is exact.
 
-    What stands before ``Freeze`` in a chain is frozen with it: ``WeightNorm() >> Freeze()`` freezes ``g`` and ``v``,
-    ``Freeze() >> WeightNorm()`` the direction ``v`` only, ``WeightNorm() >> Freeze(where="encoder/.*")`` a part of the
-    model. To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
+    ``Freeze`` freezes what the stages before it in the chain make, with all their raw values:
+
+    =============================================  ===========================================================
+    ``WeightNorm() >> Freeze()``                   freezes ``g`` and ``v``: the weights do not move
+    ``Freeze() >> WeightNorm()``                   freezes the direction ``v``; the lengths ``g`` still train
+    ``WeightNorm() >> Freeze(where="encoder/.*")``  freezes a part of the model
+    =============================================  ===========================================================
+
+    To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
     weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew
     with the new raw tree. Of an array with an adapter, ``Freeze`` takes the base and leaves the adapter alone:
     ``Freeze() >> LoRA(8)`` trains the adapters, and nothing else.
