@@ -33,6 +33,7 @@ bench-device: $(VENV)/bench.stamp
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html
+	$(RUN) -m pytest -q -rs -o addopts= tests/site
 	@echo 'The home page is docs/_build/html/index.html.'
 
 # Merging streams is left to the script: where a page is written too, it says twice what comes in two parts.

@@ -2,11 +2,21 @@
 
 from importlib.metadata import version as version_of
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 project = "reparax"
 author = "the reparax authors"
 release = version = version_of("reparax")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 
 # Text that a reader copies holds the code alone; what private module a name stands in is nobody's business.
@@ -15,6 +25,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -23,9 +34,16 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
 
-# Building needs no network. Pages load MathJax when they are read; without a network, formulas show as LaTeX.
+autosummary_generate = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+viewcode_line_numbers = True
+
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["reparax.css"]
 html_theme = "sphinx_book_theme"
-html_title = "reparax"
+html_title = f"reparax {version}"
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
@@ -34,3 +52,16 @@ html_theme_options = {
 }
 html_show_sourcelink = False
 html_copy_source = False
+
+
+def formula(translator, node):
+    """Writes a formula as MathML, which a reader needs no network for."""
+    block = isinstance(node, nodes.math_block)
+    written = convert(node.astext(), display="block" if block else "inline")
+    translator.body.append(f"<p>{written}</p>" if block else written)
+    raise nodes.SkipNode
+
+
+def setup(app):
+    """Registers how formulas are written."""
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))

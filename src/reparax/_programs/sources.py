@@ -1,6 +1,7 @@
 """The lines of source that made a value."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from reparax._programs import jaxprs
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
 def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
@@ -26,8 +28,9 @@ def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost line of an equation that is none of this library, as far as it is known."""
-    return next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
+    """The innermost line of an equation that is none of this library, as far as it is known; of a notebook, its cell."""
+    found = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
+    return _CELL.sub("<cell>", found)
 
 
 def source(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:

@@ -16,11 +16,11 @@ class Freeze(Reparametrization):
 
     ``Freeze`` freezes what the stages before it in the chain make, with all their raw values:
 
-    =============================================  ===========================================================
-    ``WeightNorm() >> Freeze()``                   freezes ``g`` and ``v``: the weights do not move
-    ``Freeze() >> WeightNorm()``                   freezes the direction ``v``; the lengths ``g`` still train
+    ==============================================  ==========================================================
+    ``WeightNorm() >> Freeze()``                    freezes ``g`` and ``v``: the weights do not move
+    ``Freeze() >> WeightNorm()``                    freezes the direction ``v``; the lengths ``g`` still train
     ``WeightNorm() >> Freeze(where="encoder/.*")``  freezes a part of the model
-    =============================================  ===========================================================
+    ==============================================  ==========================================================
 
     To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
     weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew

@@ -1,0 +1,110 @@
+"""The built pages, in a browser: `make docs` builds them and runs this."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+SITE = Path(__file__).parents[2] / "docs" / "_build" / "html"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HIDDEN = {"_modules", "_static"}
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if not HIDDEN & {*path.parts})
+OFFLINE = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+OURS = [page for page in PAGES if page not in ("genindex.html", "search.html", "py-modindex.html")]
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="no page is built: run make docs")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed here")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER, args=OFFLINE)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module", params=[420, 1400])
+def window(browser, request) -> Iterator[Any]:
+    opened = browser.new_page(viewport={"width": request.param, "height": 900})
+    opened.route(re.compile("^https?:"), lambda route: route.abort())  # no page needs a network
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_is_wider_than_the_window(window, page):
+    window.goto(f"{(SITE / page).as_uri()}")
+    width = window.evaluate("document.documentElement.scrollWidth")
+    wide = window.evaluate(
+        "[...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1"
+        " && !e.closest('pre, table, math, .highlight')).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"
+    )
+    assert width <= window.viewport_size["width"], wide
+    assert wide == []
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_formulas_are_drawn_without_a_network(window, page):
+    window.goto((SITE / page).as_uri())
+    text = window.inner_text("article")
+    assert not re.search(r"\\(frac|bmod|text|sqrt|alpha|sigma|lVert|mathbb|operatorname)\b", text)
+    sizes = window.evaluate("[...document.querySelectorAll('article math')].map(e => e.getBoundingClientRect().height)")
+    assert all(size > 4 for size in sizes)
+
+
+def links(page: str) -> set[str]:
+    text = (SITE / page).read_text()
+    return {unquote(link) for link in re.findall(r'(?:href|src)="([^"]+)"', text)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for link in links(page):
+        path, anchor = urldefrag(link)
+        if re.match(r"[a-z]+:", link) or link == "#":
+            continue
+        target = (SITE / page).parent / path.split("?")[0] if path else SITE / page
+        assert target.exists(), link
+        if anchor and target.suffix == ".html" and "_modules" not in target.parts:
+            assert re.search(rf'id="{re.escape(anchor)}"', target.read_text()), link
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_pages_show_nothing_of_the_machine_that_built_them(page):
+    text = (SITE / page).read_text()
+    article = text[text.index("<article") : text.index("</article>")]
+    shown = re.sub(r"<[^>]+>", "", article)
+    assert not re.search(r"/(?:home|root|work|usr|tmp|opt)/\S", shown)
+    assert not re.search(r"\breparax(\.\w+)*\._\w+", shown)
+    assert not re.search(r"0x[0-9a-f]{8,}", shown)
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_pictures_say_what_they_show(page):
+    text = (SITE / page).read_text()
+    article = text[text.index("<article") : text.index("</article>")]
+    for picture in re.findall(r"<img[^>]*>", article):
+        alt = re.search(r'alt="([^"]*)"', picture)
+        assert alt, picture
+        assert len(alt[1]) > 20, picture
+
+
+FIRST = {"lora": "LoRA", "weight norm": "Weight norm", "freeze": "Freeze", "spectral": "SpectralNorm"}
+
+
+@pytest.mark.parametrize("words", FIRST)
+def test_search_finds_first_what_belongs_first(browser, words):
+    opened = browser.new_page()
+    opened.goto(f"{(SITE / 'search.html').as_uri()}?q={words}")
+    opened.wait_for_selector("#search-results ul.search li a", timeout=20_000)
+    opened.wait_for_timeout(1000)
+    first = [link.inner_text() for link in opened.query_selector_all("#search-results ul.search li > a")][:4]
+    opened.close()
+    assert any(FIRST[words] in link for link in first), first
