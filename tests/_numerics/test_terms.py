@@ -55,7 +55,7 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
     a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
     (eqn,) = jax.make_jaxpr(lambda a, b: told(formula, terms, a, b))(a, b).jaxpr.eqns
     assert specs_told(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
-    assert len(eqn.outvars) == 4
+    assert len(eqn.outvars) == 5
     np.testing.assert_array_equal(told(formula, terms, a, b), formula(a, b))
     assert specs_told("_where") is None
 

@@ -171,7 +171,7 @@ def test_a_stage_without_a_formula():
         def init_leaf(self, w):
             return {"w": w}
 
-    with pytest.raises(TypeError, match="abstract class Nothing .*apply_leaf"):
+    with pytest.raises(TypeError, match=r"abstract class Nothing .*apply_leaf"):
         Nothing()
 
 

@@ -170,5 +170,5 @@ def test_a_line_of_a_notebook_is_that_of_a_cell():
     globs = {"jnp": jnp}
     exec(compile("def loss(w, x):\n    return jnp.sum(x @ jnp.sin(w))", "/tmp/ipykernel_12/3456.py", "exec"), globs)
     assert {each.origin for each in rpx.saved(globs["loss"], jnp.ones((4, 4)), jnp.ones((2, 4))).kept} >= {
-        "<cell>:2:19 (loss)"
+        "<cell>:2:23 (loss)"
     }

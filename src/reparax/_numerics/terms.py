@@ -143,9 +143,17 @@ def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
     return [jax.eval_shape(wound, x) if circle and x.ndim else x for x, circle in pairs]
 
 
-def summed(terms: Sequence[Term]) -> Array:
+def summed(terms: Any) -> Array:
     """The sum of terms."""
-    return functools.reduce(jnp.add, [term.array() for term in terms])
+    return functools.reduce(jnp.add, [term.array() for term in _checked(terms)])
+
+
+def _checked(terms: Any) -> Sequence[Term]:
+    """What ``terms_leaf`` gives, if it is a sequence of terms."""
+    if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
+        kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
+        raise TypeError(f"terms_leaf gives a list of one Term or more, but gave {kinds}.")
+    return terms
 
 
 def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
@@ -157,12 +165,29 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
         return formula(*args)
     specs: list[Spec] = []
 
-    def both(*args: Any) -> tuple[Array, list[Array]]:
-        return formula(*args), [array for term in terms(*args) for array in term.arrays]
+    def both(*args: Any) -> tuple[Array, list[Array], Array]:
+        arrays = [array for term in terms(*args) for array in term.arrays]
+        return formula(*args), arrays, jnp.int32(0)  # a derivative has no such output
 
-    jax.eval_shape(lambda *args: specs.extend(term.spec for term in terms(*args)), *args)
-    both.__name__ = "_".join([_MARK, *(spec.encoded() for spec in specs)])
-    return jax.jit(both)(*args)[0]
+    def both_arrays(*args: Any) -> tuple[Array, Array]:
+        made = _checked(terms(*args))
+        specs.extend(term.spec for term in made)
+        return formula(*args), summed(made)
+
+    effective, sum_of_terms = jax.eval_shape(both_arrays, *args)
+    if effective.shape != sum_of_terms.shape:
+        raise ValueError(
+            f"terms_leaf gives terms of shape {sum_of_terms.shape}, but apply_leaf an array of shape "
+            f"{effective.shape}. The sum of the terms is the array."
+        )
+    # Where it is batched, jax.checkpoint has the batch first in each output.
+    batched = jax.checkpoint(both, prevent_cse=False)
+
+    def call(*args: Any) -> Any:
+        return batched(*args)
+
+    call.__name__ = "_".join([_MARK, *(spec.encoded() for spec in specs)])
+    return jax.jit(call)(*args)[0]
 
 
 def specs_told(name: str) -> list[Spec] | None:

@@ -28,7 +28,7 @@ def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost line of an equation that is none of this library, as far as it is known; of a notebook, its cell."""
+    """The innermost line of an equation outside of this library, if it is known; in a notebook, that of a cell."""
     found = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", found)
 

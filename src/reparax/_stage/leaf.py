@@ -718,8 +718,8 @@ class Reparametrization(_Leafwise):
         return {name: value.shape for name, value in values.items()}
 
 
-def _sum_of_terms(stage: Reparametrization, *args: Any, **kwargs: Any) -> Array:
-    return summed(stage.terms_leaf(*args, **kwargs))
+def _sum_of_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
+    return summed(self.terms_leaf(*args, **kwargs))
 
 
 def _together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:

@@ -115,7 +115,7 @@ def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
     products: list[Product] = []
     for each in x.products:
         group, *rest = each.axes
-        if len(group) != 1 or group in rest:
+        if len(group) != 1 or any(group[0] in other for other in rest):
             return None
         (label,) = group
         factors = list(each.factors)
@@ -165,7 +165,7 @@ def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
         for group, entry in zip(each.axes, spec, strict=False):
             names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
             n = math.prod(mesh[name] for name in names)
-            if n == 1:
+            if not names:
                 continue
             if not group or group[0].size % n or labels.count(group[0]) > 1 or group[0] not in each.labels:
                 return None
@@ -185,7 +185,8 @@ def _local(x: Sum, arrays: Sequence[Any]) -> Sum:
             array = next(given)
             own = [held.setdefault(label, Label(n)) for label, n in zip(factor.labels, array.shape, strict=True)]
             factors.append(Factor(array, tuple(own), factor.still))
-        axes = tuple(tuple(held.get(label, label) for label in group) for group in each.axes)
+        groups = [[held.get(label, label) for label in group] for group in each.axes]
+        axes = tuple(tuple(label for label in group if label.size != 1) for group in groups)
         products.append(Product(tuple(factors), axes))
     shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
     return replace(x, products=tuple(products), shape=shape)

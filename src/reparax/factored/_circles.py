@@ -45,7 +45,7 @@ class Circle:
 
 def _wide(x: Any) -> Any:
     """``x`` in a precision that has a Fourier transform."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def _forward(x: Any) -> Any:

@@ -124,7 +124,8 @@ def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[in
     reasons = list(dict.fromkeys(_needed(read, lines) for read in reads if read.factored is None))
     if products:
         factored, formed = costs
-        said = f"{len(products)} product{'s' if len(products) > 1 else ''}, {factored / formed:.2f} of the operations"
+        ratio = factored / formed if formed else 1.0
+        said = f"{len(products)} product{'s' if len(products) > 1 else ''}, {ratio:.2f} of the operations"
         reasons.insert(0, said)
     return "; ".join(reasons)
 

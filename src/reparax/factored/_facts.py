@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from reparax._programs import dependence, jaxprs
 
@@ -37,11 +37,26 @@ def together(facts: Sequence[Facts]) -> Facts:
     )
 
 
-def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
-    """What is known of the outputs of an equation."""
+def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
+    """What is known of all outputs of an equation, from what is known of its inputs."""
     found = together(facts)
     still = eqn.primitive.name == "stop_gradient" or not any(map(dependence.smooth, eqn.outvars))
     return replace(found, known=found.known and not jaxprs.has_effects(eqn), still=found.still or still)
+
+
+def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
+    """What is known of each output of an equation."""
+    if eqn.primitive.name not in ("jit", "remat2"):
+        return [of_equation(eqn, facts) for _ in eqn.outvars]
+    jaxpr, consts = jaxprs.body(eqn)
+    found: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
+
+    def known(v: Any) -> Facts:
+        return NUMBER if isinstance(v, Literal) else found[v]
+
+    for inside in jaxpr.eqns:
+        found.update(zip(inside.outvars, of_outputs(inside, [known(v) for v in inside.invars]), strict=True))
+    return [known(v) for v in jaxpr.outvars]
 
 
 def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:

@@ -22,7 +22,7 @@ def may_make(eqn: JaxprEqn) -> bool:
     if name not in _RULES or name in _SIGNS:
         return False
     out = _type(eqn.outvars[0])
-    if out.ndim < 2 or not jnp.issubdtype(out.dtype, jnp.inexact):
+    if out.ndim < 2 or not _moves.has_range(out.dtype):
         return False
     given = [_type(v) for v in eqn.invars if not isinstance(v, Literal)]
     if name == "convert_element_type":
@@ -38,7 +38,11 @@ def _type(v: Any) -> Any:
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes of values that are known; None where it must make an array."""
     rule = _RULES.get(eqn.primitive.name)
-    if rule is None or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding")):
+    if (
+        rule is None
+        or not _moves.has_range(_type(eqn.outvars[0]).dtype)
+        or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding"))
+    ):
         return None
     sums = [x if isinstance(x, Sum) else _whole(x, still=each.still) for x, each in zip(args, facts, strict=True)]
     found = rule(eqn, *sums)
@@ -97,7 +101,7 @@ def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
         return None
     (product,) = y.products
     (factor,) = product.factors
-    inverse = replace(product, factors=(replace(factor, array=1 / factor.whole),))
+    inverse = replace(product, factors=(replace(factor, array=1 / factor.whole.astype(y.dtype)),))
     return _multiple(eqn, x, replace(y, products=(inverse,)))
 
 

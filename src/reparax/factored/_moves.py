@@ -57,9 +57,15 @@ def _broadcast(eqn: JaxprEqn, x: Sum, rest: Sequence[Any]) -> Sum | None:
 
 def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
     dtype = eqn.params["new_dtype"]
-    if not jnp.issubdtype(dtype, jnp.inexact) or eqn.params.get("sharding") is not None:
+    if not has_range(dtype) or eqn.params.get("sharding") is not None:
         return None
-    return cast(x, dtype)
+    real = jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    return None if real else cast(x, dtype)
+
+
+def has_range(dtype: Any) -> bool:
+    """Whether numbers of a type may be multiplied in another order: in float16 and less, factors overflow alone."""
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
 
 
 def cast(x: Sum, dtype: Any) -> Sum:
@@ -150,11 +156,11 @@ def _cut(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum
 def along(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
     """``product`` with one axis changed to another size, in all factors that have it."""
     group = product.axes[axis]
-    if len(group) > 1 or sum(group == each for each in product.axes) > 1:
-        return None
     if not group:  # of size 1
         return product if size == 1 else None
     label, new = group[0], Label(size)
+    if len(group) > 1 or sum(label in each for each in product.axes) > 1:
+        return None
 
     def changed(factor: Factor) -> Factor:
         if label not in factor.labels:

@@ -71,8 +71,8 @@ class Plan:
         self.records[x.root].reads.append(read)
 
     def forms(self, root: Hashable) -> bool:
-        """Whether a sum is formed where it is made."""
-        return self.records[root].is_formed
+        """Whether a sum is formed where it is made; so is one that only another that is formed makes."""
+        return root not in self.records or self.records[root].is_formed
 
     def decide(self) -> None:
         """Chooses for each sum, the last first: of what another is made of that stays apart, the factors are needed."""
@@ -90,7 +90,7 @@ class Plan:
     def costs(self, root: Hashable) -> tuple[float, float]:
         """What all that reads a sum costs where it stays apart, and where it is formed."""
         record, once = self.records[root], self._forming(root)
-        again = max((read.times / record.times for read in record.reads if read.factored is None), default=0.0)
+        again = max((read.times / max(record.times, 1) for read in record.reads if read.factored is None), default=0.0)
         factored = sum(read.times * read.factored for read in record.reads if read.factored is not None)
         return factored + again * once, once + sum(read.times * read.formed for read in record.reads)
 

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
 from reparax.factored import _bodies, _makers, _moves, _multiply, _told, _uses
-from reparax.factored._facts import NUMBER, Facts, of_outputs
+from reparax.factored._facts import NUMBER, Facts, of_equation, of_outputs
 from reparax.factored._plan import Plan, Read, Record
 from reparax.factored._sums import Sum
 
@@ -83,7 +83,7 @@ class _Run:
 
     def _step(self, eqn: JaxprEqn) -> None:
         facts = [self._known(v) for v in eqn.invars]
-        own = of_outputs(eqn, facts)
+        own = of_equation(eqn, facts)
         holds = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
         if holds or (own.known and own.origins and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts):
             self._flush()
@@ -93,14 +93,15 @@ class _Run:
                 self._env.update(zip(eqn.outvars, found[0], strict=True))
                 self._facts.update(zip(eqn.outvars, found[1], strict=True))
                 return
-        self._facts.update(dict.fromkeys(eqn.outvars, own))
+        self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts), strict=True))
         self._next.append(eqn)
 
     def _special(
         self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> tuple[list[Any], list[Facts]] | None:
         """The outputs of an equation that keeps sums apart, and what is known of them; None for all others."""
-        told = _told.told(self._reader, eqn, args, facts) if _told.tells(eqn) and own.known else None
+        alone = _told.tells(eqn) and own.known and not any(self._reads[v] for v in eqn.outvars[1:])
+        told = _told.told(self._reader, eqn, args, facts) if alone else None
         if told is not None:
             made = self._new(eqn, args, facts, own, told)
             return None if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])

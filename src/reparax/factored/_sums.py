@@ -153,7 +153,8 @@ def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[P
             b = b.split(label, sizes)
         names = dict(zip(b.axes[j], a.axes[i], strict=True))
         a, b = a.renamed(names), b.renamed(names)
-    return a, b
+    twice = any(len(set(factor.labels)) < len(factor.labels) for each in (a, b) for factor in each.factors)
+    return None if twice else (a, b)
 
 
 def multiplied(a: Product, b: Product) -> Product | None:
@@ -194,6 +195,8 @@ def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
 def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
     """Two lists of sizes, all above 1, with each size cut into the factors of their common refinement."""
     parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+    if 0 in a or 0 in b:
+        return None
     i = j = 0
     x = y = 1  # what is left of a[i] and b[j]
     while i < len(a) or x > 1 or j < len(b) or y > 1:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from reparax._numerics.terms import specs_told
@@ -20,10 +21,11 @@ def tells(eqn: JaxprEqn) -> bool:
 def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None where a derivative has added outputs, or several batches have, which cannot be told apart."""
     specs = specs_told(eqn.params["name"]) or []
-    if len(eqn.outvars) != 1 + sum(len(spec.inputs) for spec in specs):
+    n_arrays = sum(len(spec.inputs) for spec in specs)
+    if len(eqn.outvars) != n_arrays + 2 or not _is_mark(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
-    program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in eqn.outvars[1:])])
+    program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = [
         (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
     ]
@@ -47,3 +49,7 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
         groups = [*((label,) for label in batch), *(tuple(held[letter] for letter in axis) for axis in spec.axes)]
         products.append(Product(tuple(factors), tuple(tuple(x for x in group if x.size != 1) for group in groups)))
     return Sum(tuple(products), out.shape, out.dtype, "highest", None)
+
+
+def _is_mark(v: Any) -> bool:
+    return v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.integer)

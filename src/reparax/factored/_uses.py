@@ -59,6 +59,8 @@ def _complete(products: Sequence[Product | None]) -> list[Product] | None:
 
 def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     x, y = args
+    if x.dtype != y.dtype:  # the product rounds neither to the type of the other
+        return None
     weight: Sum = x if isinstance(x, Sum) else y
     summed, shared = eqn.params["dimension_numbers"]
 
@@ -92,7 +94,10 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     leading = [i for i in range(out.ndim) if i not in numbers.offset_dims]
     rows = [out.shape[i] for i in leading]
     count = math.prod(rows)
-    settings = {name: eqn.params[name] for name in ("mode", "fill_value", "indices_are_sorted", "unique_indices")}
+    settings = {name: eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
+    mode, fill = eqn.params["mode"], eqn.params["fill_value"]
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    settings["mode"] = lax.GatherScatterMode.CLIP if fills else mode
 
     def taken(array: Any, place: int) -> Any:
         front = jnp.moveaxis(array, place, 0)
@@ -118,6 +123,9 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
         shape = [weight.shape[i] for i in rest]
         x = total(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
+        if fills:
+            inside = (places >= 0) & (places < weight.shape[axis])
+            x = jnp.where(inside.reshape(count, *(1 for _ in shape)), x, math.nan if fill is None else fill)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *numbers.offset_dims])
 
     written = ENTRY * out.size
