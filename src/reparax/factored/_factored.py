@@ -28,9 +28,9 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
     ``jax.checkpoint`` and ``vmap``, up to products of matrices (``@``, ``einsum``), convolutions and lookups in
-    tables. Everything else gets the array, formed once. Where factors cost more operations than the array, with all
-    gradients, the array is formed too; :func:`explain` tells which, where and why. Values and gradients are those of
-    ``fun`` up to rounding.
+    tables. Everything else gets the array, formed once; so do float16 and float8, in which factors may overflow though
+    their product does not. Where factors cost more operations than the array, with all gradients, the array is formed
+    too. :func:`explain` tells which weights, where and why. Values and gradients are those of ``fun`` up to rounding.
 
     For a gradient that keeps nothing of the factors either, write ``rpx.remat(rpx.factored(loss))``. ``jax.grad``,
     ``jax.vmap``, ``jax.jit`` and all others go around it. Inside of ``fun``, take no gradients, as in meta-learning:
@@ -39,7 +39,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     Args:
       fun: A loss, or any function of arrays, pure as JAX asks.
       argnums: The positions of the arguments from which weights are made, as in :func:`remat`. Default: the first, and
-        keys.
+        keys. Pass these by position: what comes by keyword is data.
 
     Raises:
       TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.

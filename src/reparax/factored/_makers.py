@@ -114,11 +114,16 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
     return Sum(products, out.shape, out.dtype, x.precision or y.precision, None) if len(wide) == 2 else None
 
 
+def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:
+    """Integers as floats, which they become where they are multiplied."""
+    return None if jnp.issubdtype(x.dtype, jnp.inexact) else _moves.cast(x, eqn.params["new_dtype"])
+
+
 _RULES: dict[str, Callable[..., Sum | None]] = {
     "dot_general": _dot,
     "mul": _multiple,
     "div": _quotient,
     "broadcast_in_dim": lambda eqn, x: _moves.broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"]),
-    "convert_element_type": lambda eqn, x: _moves.cast(x, eqn.params["new_dtype"]),
+    "convert_element_type": _floats,
     **dict.fromkeys(_SIGNS, _sum),
 }
