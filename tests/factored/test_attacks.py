@@ -158,8 +158,8 @@ def test_terms_of_another_shape():
             return [rpx.Term("ij->i", values["u"])]
 
     text = (
-        r"^Other\(\).init at 'w': terms_leaf gives terms of shape \(6,\), but apply_leaf an array of shape \(6, 6\)\. The sum of the terms is "
-        r"the array\."
+        r"^Other\(\).init at 'w': terms_leaf gives terms of shape \(6,\), but apply_leaf an array of shape \(6, 6\)\. "
+        r"The sum of the terms is the array\."
     )
     with pytest.raises(ValueError, match=text):
         Other().init({"w": W})

@@ -44,6 +44,18 @@ def test_readme_runs(blocks):
     assert len(blocks) >= 6
 
 
+@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees"])
+def test_the_examples_of_a_page_run(page):
+    path = ROOT / "docs" / f"{page}.md"
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(blocks, {}, page, str(path), 0)
+    assert len(examples.examples) >= 3
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        runner.run(examples)
+    assert runner.summarize(verbose=False).failed == 0
+
+
 def test_our_side_of_every_task_runs():
     globs: dict[str, object] = {}
     with jax.numpy_rank_promotion("allow"):
