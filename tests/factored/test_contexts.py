@@ -299,7 +299,8 @@ def test_second_derivatives(name):
         return jax.jvp(jax.grad(lambda train: f(train, key, x)), (train,), (train,))[1]
 
     with jax.numpy_rank_promotion("allow"):
-        close(jax.jit(lambda: curvature(rpx.factored(loss)))(), jax.jit(lambda: curvature(loss))(), 1e-4)
+        # Without jit, under which jax 0.8.0 has wrong second derivatives of convolutions, whoever writes them.
+        close(curvature(rpx.factored(loss)), curvature(loss), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["dense", "shard_map over data"])
