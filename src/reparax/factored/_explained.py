@@ -75,12 +75,12 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
       >>> def loss(raw, x):
       ...     w = p.apply(raw)
       ...     return jnp.mean((x @ w["up"]) ** 2) + jnp.mean(jnp.abs(w["down"]))
-      >>> rpx.explain(loss, raw, jnp.ones((256, 64)))
+      >>> rpx.explain(loss, raw, jnp.ones((256, 64)))  # doctest: +ELLIPSIS
       1 of 2 weights with factors are never formed for a product
         in factors:
           raw/up  float32[64, 64]  1 product, 0.78 of the operations
         formed:
-          raw/down  float32[64, 64]  abs needs the array: <doctest reparax.factored._explained.explain[3]>:3:51 (loss)
+          raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)

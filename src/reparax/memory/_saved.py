@@ -104,14 +104,14 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       ...     w = p.apply(params, key)["w"]
       ...     return jnp.sum(x @ w @ w)
       >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
-      >>> rpx.saved(loss, *example)
+      >>> rpx.saved(loss, *example)  # doctest: +ELLIPSIS
       kept for the backward pass: 20.0 KiB
         raw parameters and keys: 0 B
         made from these alone: 16.0 KiB
-            16.0 KiB  float32[64, 64]      <doctest reparax.memory._saved.saved[2]>:2:8 (loss)
+            16.0 KiB  float32[64, 64]      ...:2:8 (loss)
         activations and data: 4.0 KiB
              2.0 KiB  float32[8, 64]       x
-             2.0 KiB  float32[8, 64]       <doctest reparax.memory._saved.saved[2]>:3:19 (loss)
+             2.0 KiB  float32[8, 64]       ...:3:19 (loss)
       >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
       0
     """
