@@ -20,6 +20,7 @@ import reparax as rpx
 from reparax._core.recompute import recompute
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
+from reparax.factored import _factored
 from reparax.memory import _rehearsal
 
 ROOT = Path(__file__).parents[2]
@@ -345,15 +346,18 @@ def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
 def newer(monkeypatch):
     """JAX is newer than those that were tested."""
     monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
-    _rehearsal.rehearse.cache_clear()
+    for rehearsal in (_rehearsal, _factored):
+        rehearsal.rehearse.cache_clear()
     yield
-    _rehearsal.rehearse.cache_clear()
+    for rehearsal in (_rehearsal, _factored):
+        rehearsal.rehearse.cache_clear()
 
 
 @pytest.mark.usefixtures("newer")
 def test_a_newer_jax_that_writes_programs_in_the_same_way_works():
     assert rpx.saved(loss, W, KEYS[0], X).bytes("weights") > 0
     assert rpx.saved(rpx.remat(loss), W, KEYS[0], X).bytes("weights") == 0
+    assert rpx.factored(loss)(W, KEYS[0], X) == loss(W, KEYS[0], X)
 
 
 @pytest.mark.usefixtures("newer")
@@ -363,6 +367,15 @@ def test_a_newer_jax_with_another_name_for_an_equation_is_refused(run, primitive
     monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
     with unreadable("a small network"):
         run()
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize("primitive", ["scan_p", "jit_p", "dot_general_p", "remat_p"])
+@pytest.mark.parametrize("function", [rpx.factored, rpx.explain])
+def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, primitive, monkeypatch):
+    monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
+    with unreadable("a small network"):
+        function(loss)(W, KEYS[0], X) if function is rpx.factored else function(loss, W, KEYS[0], X)
 
 
 CHANGES = {

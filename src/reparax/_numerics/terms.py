@@ -101,14 +101,9 @@ class Term:
             for letter, n in zip(letters, x.shape, strict=True)
         }
         x = jnp.einsum(f"{','.join(spec.inputs)}->{once}", *arrays, precision="highest")
-        flat = "".join(spec.axes)
-        for i, letter in enumerate(flat):
-            first = flat.index(letter)
-            if first != i:
-                x = jnp.expand_dims(x, i)
-                eye = jnp.eye(sizes[letter], dtype=dtype)
-                x = x * eye.reshape([sizes[letter] if k in (first, i) else 1 for k in range(x.ndim)])
-        return x.reshape([functools.reduce(lambda n, letter: n * sizes[letter], axis, 1) for axis in spec.axes])
+        return with_diagonals(x, "".join(spec.axes)).reshape(
+            [functools.reduce(lambda n, letter: n * sizes[letter], axis, 1) for axis in spec.axes]
+        )
 
 
 def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
@@ -135,6 +130,17 @@ def wound(x: Array) -> Array:
     """The circulant matrix of a first column."""
     i = jnp.arange(x.shape[-1])
     return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
+
+
+def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
+    """``x``, with one axis for each different name, laid out on all ``axes``: zero off the diagonals of equal names."""
+    for i, name in enumerate(axes):
+        first = axes.index(name)
+        if first != i:
+            x = jnp.expand_dims(x, i)
+            n = x.shape[first]
+            x = x * jnp.eye(n, dtype=x.dtype).reshape([n if k in (first, i) else 1 for k in range(x.ndim)])
+    return x
 
 
 def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
@@ -169,17 +175,12 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
         arrays = [array for term in terms(*args) for array in term.arrays]
         return formula(*args), arrays, jnp.int32(0)  # a derivative has no such output
 
-    def both_arrays(*args: Any) -> tuple[Array, Array]:
+    def sum_of_terms(*args: Any) -> Array:
         made = _checked(terms(*args))
         specs.extend(term.spec for term in made)
-        return formula(*args), summed(made)
+        return summed(made)
 
-    effective, sum_of_terms = jax.eval_shape(both_arrays, *args)
-    if effective.shape != sum_of_terms.shape:
-        raise ValueError(
-            f"terms_leaf gives terms of shape {sum_of_terms.shape}, but apply_leaf an array of shape "
-            f"{effective.shape}. The sum of the terms is the array."
-        )
+    shape = jax.eval_shape(sum_of_terms, *args).shape
     # Where it is batched, jax.checkpoint has the batch first in each output.
     batched = jax.checkpoint(both, prevent_cse=False)
 
@@ -187,7 +188,13 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
         return batched(*args)
 
     call.__name__ = "_".join([_MARK, *(spec.encoded() for spec in specs)])
-    return jax.jit(call)(*args)[0]
+    effective = jax.jit(call)(*args)[0]
+    if effective.shape != shape:
+        raise ValueError(
+            f"terms_leaf gives terms of shape {shape}, but apply_leaf an array of shape {effective.shape}. The sum of "
+            f"the terms is the array."
+        )
+    return effective
 
 
 def specs_told(name: str) -> list[Spec] | None:

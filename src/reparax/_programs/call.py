@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core import Jaxpr
 
+from reparax._programs import jaxprs
 from reparax._tree.paths import describe, is_array, is_traceable, named, path_text
 
 Argnums = int | Sequence[int] | None
@@ -64,8 +66,8 @@ class Arguments:
         args, kwargs = self.treedef.unflatten(leaves)
         return self.fun(*args, **kwargs)
 
-    def traced(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """The program of what is traced in the result, and the function that makes of its outputs the whole result."""
+    def traced(self) -> "Traced":
+        """The program of what is traced in the result."""
         found: list[Any] = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -73,13 +75,30 @@ class Arguments:
             found[:] = treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}
             return [out for out in outs if isinstance(out, Tracer)]
 
-        closed = jax.make_jaxpr(of_arrays)(*self.arrays)
+        program, consts = jaxprs.opened(jax.make_jaxpr(of_arrays)(*self.arrays))
 
         def restored(outputs: list[Any]) -> Any:
             (treedef, untraced), made = found, iter(outputs)
             return treedef.unflatten([untraced[i] if i in untraced else next(made) for i in range(treedef.num_leaves)])
 
-        return closed, restored
+        return Traced(program, [*consts, *self.arrays], [*(False for _ in consts), *self.given], restored)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The program of one call.
+
+    Attributes:
+      program: It, without constants: these are its first inputs.
+      inputs: The value of each input.
+      given: Which inputs the user has named.
+      restored: Makes the whole result of the outputs.
+    """
+
+    program: Jaxpr
+    inputs: list[Any]
+    given: list[bool]
+    restored: Callable[[list[Any]], Any]
 
 
 def caller(method: str, fun: Any, argnums: Any) -> str:

@@ -51,6 +51,18 @@ def unreadable(what: str) -> RuntimeError:
     )
 
 
+def rehearse(works: Callable[[], bool]) -> None:
+    """Refuses a JAX that was not tested, and on which small programs are not read as on those that were."""
+    if is_tested():
+        return
+    try:
+        well = works()
+    except Exception as error:
+        raise unreadable("a small network") from error
+    if not well:
+        raise unreadable("a small network")
+
+
 # ---- programs
 
 
@@ -149,6 +161,11 @@ def residuals(linear: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(linear)
 
 
+def type_of(v: Any) -> Any:
+    """The type of a value, with its shape, dtype and size."""
+    return v.aval
+
+
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program reads or writes mutable arrays."""
     made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
@@ -170,7 +187,7 @@ def _held(eqn: JaxprEqn) -> list[Any]:
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
     """The one program that an equation holds, with its constants as first inputs; these constants."""
-    return opened(_held(eqn)[0])
+    return bodies(eqn)[0]
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
@@ -264,10 +281,10 @@ def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[s
 def _jit(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
     # Its other parameters say how it is compiled, not what it computes.
     settings = _parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
-    ins, outs = settings["in_shardings"], settings["out_shardings"]
-    if not any(isinstance(sharding, jax.sharding.Sharding) for sharding in (*ins, *outs)):
+    if not is_placed(eqn):
         return body(*args)
-    return jax.jit(body, in_shardings=ins, out_shardings=list(outs))(*args)
+    settings["out_shardings"] = list(settings["out_shardings"])
+    return jax.jit(body, **settings)(*args)
 
 
 def _scan(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:

@@ -49,4 +49,5 @@ def _is_key_or_number(v: Any) -> bool:
 
 
 def holds_apply(eqn: JaxprEqn) -> bool:
+    """Whether the ``apply`` of a parametrization stands in a body of an equation."""
     return any(is_apply(e) or holds_apply(e) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns)

@@ -585,9 +585,10 @@ class Reparametrization(_Leafwise):
 
     def _formula(self, *args: Any) -> Array:
         """The effective array, which tells its terms where they cannot be read."""
-        kind = type(self)
-        one = kind.apply_leaf is _sum_of_terms or kind.terms_leaf is Reparametrization.terms_leaf
-        return self.apply_leaf(*args) if one else told(self.apply_leaf, self.terms_leaf, *args)
+        formula, terms = (_written_in(type(self), name) for name in ("apply_leaf", "terms_leaf"))
+        # A class that writes another formula has other terms than those that it inherits.
+        fit = terms is not Reparametrization and issubclass(terms, formula) and formula.apply_leaf is not _sum_of_terms
+        return told(self.apply_leaf, self.terms_leaf, *args) if fit else self.apply_leaf(*args)
 
     def _like(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array."""
@@ -716,6 +717,11 @@ class Reparametrization(_Leafwise):
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             return None
         return {name: value.shape for name, value in values.items()}
+
+
+def _written_in(cls: type[Any], method: str) -> type[Any]:
+    """The class whose method a class has."""
+    return next(each for each in cls.__mro__ if method in vars(each))
 
 
 def _sum_of_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:

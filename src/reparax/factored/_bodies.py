@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from reparax._programs import dependence, jaxprs
 from reparax.factored import _makers
 from reparax.factored._facts import Facts, facts_in, together
+from reparax.factored._moves import each_factor
 from reparax.factored._sums import Factor, Label, Product, Sum
 from reparax.factored._told import tells
 
@@ -30,8 +31,9 @@ def rule(eqn: JaxprEqn) -> Rule | None:
 
 def may_make(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
     """Whether a sum may be made inside of an equation."""
-    makes = tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
-    return rule(eqn) is not None and any(each.known for each in facts) and makes
+    if rule(eqn) is None or not any(each.known for each in facts):
+        return False
+    return tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
 
 
 def _makes(jaxpr: Jaxpr) -> bool:
@@ -102,8 +104,7 @@ def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
     def filled(factor: Factor) -> Factor:
         return replace(factor, array=next(given)) if factor.array is None else factor
 
-    products = tuple(replace(each, factors=tuple(map(filled, each.factors))) for each in shell.products)
-    return replace(shell, products=products)
+    return each_factor(shell, filled)
 
 
 def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:

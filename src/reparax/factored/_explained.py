@@ -84,17 +84,13 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     """
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
-    closed, _ = given.traced()
-    program, consts = jaxprs.opened(closed)
-    facts = known(program, [*(False for _ in consts), *given.given])
-    plan = planned(program, [*consts, *given.arrays], facts)
-    paths = dict(enumerate(given.paths, start=len(consts)))
-    keys = {i for i, v in enumerate(program.invars) if jnp.issubdtype(_dtype(v), jax.dtypes.prng_key)}
-    return Explained(tuple(_weights(plan, {i: path for i, path in paths.items() if i not in keys}, calls(program))))
-
-
-def _dtype(v: Any) -> Any:
-    return v.aval.dtype
+    traced = given.traced()
+    plan = planned(traced.program, traced.inputs, known(traced.program, traced.given))
+    paths = dict(enumerate(given.paths, start=len(traced.inputs) - len(given.paths)))
+    for i, v in enumerate(traced.program.invars):
+        if jnp.issubdtype(jaxprs.type_of(v).dtype, jax.dtypes.prng_key):
+            paths.pop(i, None)
+    return Explained(tuple(_weights(plan, paths, calls(traced.program))))
 
 
 def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:

@@ -63,12 +63,10 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
-        given = Arguments.of(who, fun, argnums, args, kwargs)
-        closed, restored = given.traced()
-        program, consts = jaxprs.opened(closed)
-        inputs, facts = [*consts, *given.arrays], known(program, [*(False for _ in consts), *given.given])
-        plan = planned(program, inputs, facts)
-        return restored(Reader(plan, records=False).arrays(program, inputs, facts))
+        traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
+        facts = known(traced.program, traced.given)
+        plan = planned(traced.program, traced.inputs, facts)
+        return traced.restored(Reader(plan).arrays(traced.program, traced.inputs, facts))
 
     return function
 
@@ -76,18 +74,16 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 @functools.cache
 def rehearse() -> None:
     """Refuses a JAX that writes programs down in a way that is not known."""
-    if jaxprs.is_tested():
-        return
-    x, a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (64, 1), (1, 64)))
-    try:
-        program, consts = jaxprs.opened(jax.make_jaxpr(_network)(a, b, x))
-        facts = known(program, [*(True for _ in consts), True, True, False])
-        plan = planned(program, [*consts, a, b, x], facts)
-        well = [len(record.reads) for record in plan.records.values() if not record.is_formed] == [3]
-    except Exception as error:
-        raise jaxprs.unreadable("a small network") from error
-    if not well:
-        raise jaxprs.unreadable("a small network")
+    jaxprs.rehearse(lambda: _products_of(_network) == [3])
+
+
+def _products_of(network: Callable[..., Array]) -> list[int]:
+    """How many products take each weight factor by factor."""
+    a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
+    program, consts = jaxprs.opened(jax.make_jaxpr(network)(a, b, x))
+    plan = planned(program, [*consts, a, b, x], known(program, [*(True for _ in consts), True, True, False]))
+    apart = [record for record in plan.records.values() if not record.is_formed]
+    return [sum(read.factored is not None for read in record.reads) for record in apart]
 
 
 def _network(a: Array, b: Array, x: Array) -> Array:
@@ -110,6 +106,6 @@ def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
 def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:
     """Which weights of a program stay apart, for inputs of these types."""
     plan = Plan()
-    jax.make_jaxpr(lambda *args: Reader(plan, records=True).arrays(program, args, facts))(*inputs)
+    jax.make_jaxpr(lambda *args: Reader(plan).arrays(program, args, facts))(*inputs)
     plan.decide()
     return plan

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
+from reparax._programs.jaxprs import type_of
 from reparax.factored import _moves
 from reparax.factored._facts import Facts
 from reparax.factored._multiply import ENTRY, cost
-from reparax.factored._sums import Product, Sum, contracted, multiplied
+from reparax.factored._sums import Product, Sum, complete, contracted, multiplied
 
 _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 
@@ -21,18 +22,14 @@ def may_make(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name not in _RULES or name in _SIGNS:
         return False
-    out = _type(eqn.outvars[0])
+    out = type_of(eqn.outvars[0])
     if out.ndim < 2 or not _moves.has_range(out.dtype):
         return False
-    given = [_type(v) for v in eqn.invars if not isinstance(v, Literal)]
+    given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if name == "convert_element_type":
         return not jnp.issubdtype(given[0].dtype, jnp.inexact)
     sizes = [math.prod(aval.shape) for aval in given]
     return sum(sizes) < out.size if name == "dot_general" else any(n < out.size for n in sizes)
-
-
-def _type(v: Any) -> Any:
-    return v.aval
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
@@ -40,7 +37,7 @@ def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | No
     rule = _RULES.get(eqn.primitive.name)
     if (
         rule is None
-        or not _moves.has_range(_type(eqn.outvars[0]).dtype)
+        or not _moves.has_range(type_of(eqn.outvars[0]).dtype)
         or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding"))
     ):
         return None
@@ -65,17 +62,16 @@ def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
         a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
         product = contracted(a, b, *eqn.params["dimension_numbers"])
         return math.inf if product is None else cost(product)
-    return ENTRY * _type(eqn.outvars[0]).size * (1 + sum(not each.still for each in facts))
+    return ENTRY * type_of(eqn.outvars[0]).size * (1 + sum(not each.still for each in facts))
 
 
 def _pairs(
     eqn: JaxprEqn, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The products of all of one sum with all of another."""
-    out = _type(eqn.outvars[0])
-    products = [product(a, b) for a in x.products for b in y.products]
-    found = tuple(each for each in products if each is not None)
-    return Sum(found, out.shape, out.dtype, precision, None) if len(found) == len(products) else None
+    out = type_of(eqn.outvars[0])
+    products = complete(product(a, b) for a in x.products for b in y.products)
+    return None if products is None else Sum(tuple(products), out.shape, out.dtype, precision, None)
 
 
 def _dot(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
@@ -106,12 +102,16 @@ def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 
 
 def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
-    out = _type(eqn.outvars[0])
+    out = type_of(eqn.outvars[0])
     if _SIGNS[eqn.primitive.name] < 0:
         y = _moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
-    wide = [_moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y) if each.ndim == out.ndim]
-    products = tuple(product for each in wide if each is not None for product in each.products)
-    return Sum(products, out.shape, out.dtype, x.precision or y.precision, None) if len(wide) == 2 else None
+    if x.ndim != out.ndim or y.ndim != out.ndim:
+        return None
+    wide = complete(_moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y))
+    if wide is None:
+        return None
+    products = tuple(product for each in wide for product in each.products)
+    return Sum(products, out.shape, out.dtype, x.precision or y.precision, None)
 
 
 def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:

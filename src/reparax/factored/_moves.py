@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax.factored._sums import Factor, Label, Product, Sum
+from reparax.factored._sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
 
@@ -23,8 +23,7 @@ def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
         return None
     made = rule(eqn, operands[0], operands[1:])
     outs = made if isinstance(made, list) else [made]
-    found = [out for out in outs if out is not None]
-    return found if len(found) == len(outs) else None
+    return complete(outs)
 
 
 def _transpose(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
@@ -103,16 +102,11 @@ def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
 def _slice(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * x.ndim
-    made: Sum | None = x
+    made, out = x, jaxprs.type_of(eqn.outvars[0])
     for axis, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
         if made is not None and (start, limit, stride) != (0, x.shape[axis], 1):
-            made = _cut(made, axis, _size(eqn, axis), _sliced(start, limit, stride))
+            made = _cut(made, axis, out.shape[axis], _sliced(start, limit, stride))
     return made
-
-
-def _size(eqn: JaxprEqn, axis: int) -> int:
-    out: Any = eqn.outvars[0].aval
-    return out.shape[axis]
 
 
 def _sliced(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:

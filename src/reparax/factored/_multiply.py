@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax._numerics.terms import with_diagonals
 from reparax.factored._circles import Circle, back, operations, transform
 from reparax.factored._sums import Factor, Label, Product, Sum
 
@@ -44,10 +45,9 @@ def total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
 
 def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
-    kept = frozenset(label for group in product.axes for label in group)
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
-    factors = list(product.factors)
-    for i, j in cheapest(tuple(map(_kind, product.factors)), kept)[1]:
+    kept, factors = frozenset(order), list(product.factors)
+    for i, j in cheapest(tuple(map(_kind, factors)), kept)[1]:
         # The axes of the result come in the order of the operands.
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
@@ -191,10 +191,4 @@ def _laid_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
     flat = [label for group in product.axes for label in group]
     once = list(dict.fromkeys(flat))
     x = jnp.broadcast_to(_spread(factor.whole, factor.labels, once), [label.size for label in once])
-    for i, label in enumerate(flat):
-        first = flat.index(label)
-        if first != i:  # what is off the diagonal of two axes of one label is zero
-            eye = jnp.eye(label.size, dtype=x.dtype)
-            x = jnp.expand_dims(x, i)
-            x = x * eye.reshape([label.size if k in (first, i) else 1 for k in range(x.ndim)])
-    return x.reshape(tuple(shape))
+    return with_diagonals(x, flat).reshape(tuple(shape))

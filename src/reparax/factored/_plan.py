@@ -38,7 +38,7 @@ class Record:
       dtype: Its dtype.
       origins: The arguments that it comes from.
       parents: The sums that it is made of.
-      own: What it costs to form it from these.
+      forming: What it costs to form it, with these.
       times: How often it is made.
       reads: What reads it, without other sums that are made of it.
       is_formed: Whether it is formed where it is made.
@@ -48,27 +48,33 @@ class Record:
     shape: tuple[int, ...]
     dtype: Any
     origins: frozenset[int]
-    parents: tuple[Hashable, ...]
-    own: float
+    parents: Sequence[Hashable]
+    forming: float
     times: int
     reads: list[Read] = field(default_factory=list)
     is_formed: bool = False
 
 
 class Plan:
-    """What reads each sum, noted in one evaluation of a program; and then which sums are formed, for another."""
+    """What reads each sum, noted in one evaluation of a program; and then which sums are formed, for another.
+
+    Attributes:
+      records: Of each sum, by its root.
+      is_decided: Whether it is known which sums are formed. Nothing is noted from then on.
+    """
 
     def __init__(self) -> None:
         self.records: dict[Hashable, Record] = {}
+        self.is_decided = False
 
-    def note(self, x: Sum, parents: Sequence[Sum], record: Record) -> None:
+    def note(self, root: Hashable, record: Record) -> None:
         """Notes a new sum."""
-        record.parents = tuple(dict.fromkeys(parent.root for parent in parents))
-        self.records[x.root] = record
+        self.records[root] = record
 
     def reads(self, x: Sum, read: Read) -> None:
         """Notes what reads a sum."""
-        self.records[x.root].reads.append(read)
+        if not self.is_decided:
+            self.records[x.root].reads.append(read)
 
     def forms(self, root: Hashable) -> bool:
         """Whether a sum is formed where it is made; so is one that only another that is formed makes."""
@@ -86,15 +92,11 @@ class Plan:
                     self.records[parent].reads.append(Read(record.eqn, record.times, in_formula=True))
             elif root in needed or record.reads:
                 needed.update(record.parents)
+        self.is_decided = True
 
     def costs(self, root: Hashable) -> tuple[float, float]:
         """What all that reads a sum costs where it stays apart, and where it is formed."""
-        record, once = self.records[root], self._forming(root)
+        record, once = self.records[root], self.records[root].forming
         again = max((read.times / max(record.times, 1) for read in record.reads if read.factored is None), default=0.0)
         factored = sum(read.times * read.factored for read in record.reads if read.factored is not None)
         return factored + again * once, once + sum(read.times * read.formed for read in record.reads)
-
-    def _forming(self, root: Hashable) -> float:
-        """What it costs to form a sum."""
-        record = self.records[root]
-        return record.times * record.own + sum(map(self._forming, record.parents))

@@ -22,14 +22,12 @@ class Reader:
 
     Attributes:
       plan: What decides which sums are formed.
-      records: Whether the plan is still being made.
       times: How often the program runs.
       path: The equations in whose bodies it stands.
       in_formula: Whether one of these is the ``apply`` of a parametrization.
     """
 
     plan: Plan
-    records: bool
     times: int = 1
     path: tuple[int, ...] = ()
     in_formula: bool = False
@@ -46,8 +44,7 @@ class Reader:
         """A sum, formed for an equation."""
         if not isinstance(x, Sum):
             return x
-        if self.records:
-            self.plan.reads(x, Read(eqn, self.times, self.in_formula))
+        self.plan.reads(x, Read(eqn, self.times, self.in_formula))
         return _multiply.formed(x)
 
     def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Reader":
@@ -118,20 +115,19 @@ class _Run:
         use = _uses.use(eqn, args)
         if use is None:
             return None
-        if self._reader.records:
-            read = Read(eqn, self._reader.times, self._reader.in_formula, use.factored, use.formed)
-            self._reader.plan.reads(use.weight, read)
+        read = Read(eqn, self._reader.times, self._reader.in_formula, use.factored, use.formed)
+        self._reader.plan.reads(use.weight, read)
         return [use.array()], [own]
 
     def _new(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum) -> Sum | None:
         """A sum that is made here; None where it is to be formed."""
-        reader = self._reader
+        reader, plan = self._reader, self._reader.plan
         made = replace(made, root=(*reader.path, id(eqn)))
-        if reader.records:
-            cost = _makers.forming(eqn, facts)
-            record = Record(eqn, made.shape, made.dtype, own.origins, (), cost, reader.times)
-            reader.plan.note(made, [x for x in args if isinstance(x, Sum)], record)
-        return None if reader.plan.forms(made.root) else made
+        if not plan.is_decided:
+            parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
+            cost = reader.times * _makers.forming(eqn, facts) + sum(plan.records[each].forming for each in parents)
+            plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
+        return None if plan.forms(made.root) else made
 
     def _flush(self) -> None:
         eqns, self._next = self._next, []

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from reparax.factored._circles import Circle
 
 Shape = Sequence[int]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,7 @@ class Sum:
       shape: The shape of each, and of the array.
       dtype: The dtype of the array.
       precision: Of the products that make it.
-      root: The equation that made it first, before it was transposed, cast or cut, and which of its outputs.
+      root: The equation that made it, before it was transposed, cast or cut, behind those in whose bodies it stands.
     """
 
     products: tuple[Product, ...]
@@ -127,9 +128,18 @@ class Sum:
 
     def each(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
         """This sum with each product changed; None where one cannot be."""
-        changed = [change(each) for each in self.products]
-        known = tuple(each for each in changed if each is not None)
-        return replace(self, products=known, shape=tuple(shape)) if len(known) == len(changed) else None
+        changed = complete(map(change, self.products))
+        return None if changed is None else replace(self, products=tuple(changed), shape=tuple(shape))
+
+
+def complete(items: Iterable[T | None]) -> list[T] | None:
+    """The items; None where one is None."""
+    found: list[T] = []
+    for item in items:
+        if item is None:
+            return None
+        found.append(item)
+    return found
 
 
 for cls, data in {Factor: ["array"], Product: ["factors"], Sum: ["products"]}.items():

@@ -30,7 +30,7 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
         (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
     ]
     outs, known = reader.inside(eqn).run(program, [x for x, _ in inputs], [each for _, each in inputs])
-    out: Any = eqn.outvars[0].aval
+    out = jaxprs.type_of(eqn.outvars[0])
     given = iter([(reader.array(x, eqn), each.still) for x, each in zip(outs, known, strict=True)])
     products: list[Product] = []
     for spec in specs:
@@ -52,4 +52,5 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
 
 
 def _is_mark(v: Any) -> bool:
-    return v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.integer)
+    mark = jaxprs.type_of(v)
+    return mark.shape == () and jnp.issubdtype(mark.dtype, jnp.integer)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from reparax._programs.jaxprs import type_of
 from reparax.factored import _moves
 from reparax.factored._multiply import ENTRY, How, cost, total
-from reparax.factored._sums import Factor, Product, Sum, contracted
+from reparax.factored._sums import Factor, Group, Label, Product, Sum, complete, contracted
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,6 @@ def _whole(x: Sum) -> Product:
     return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_still(x))
 
 
-def _complete(products: Sequence[Product | None]) -> list[Product] | None:
-    found = [each for each in products if each is not None]
-    return found if len(found) == len(products) else None
-
-
 # ---- products of matrices
 
 
@@ -67,12 +64,12 @@ def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     def with_data(weights: Sequence[Product]) -> list[Product] | None:
         left = weights if x is weight else [Product.of(x, still=False)]
         right = weights if y is weight else [Product.of(y, still=False)]
-        return _complete([contracted(a, b, summed, shared) for a in left for b in right])
+        return complete([contracted(a, b, summed, shared) for a in left for b in right])
 
     products, whole = with_data(weight.products), with_data([_whole(weight)])
     if products is None or whole is None:
         return None
-    out: Any = eqn.outvars[0].aval
+    out = type_of(eqn.outvars[0])
     how = How(weight.dtype, out.dtype, eqn.params["precision"])
     return Use(weight, sum(map(cost, products)), sum(map(cost, whole)), lambda: total(products, out.shape, how))
 
@@ -90,7 +87,7 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     rest = [i for i in range(weight.ndim) if i != axis]
     if numbers.operand_batching_dims or any(sizes[i] != weight.shape[i] for i in rest):
         return None
-    out: Any = eqn.outvars[0].aval
+    out = type_of(eqn.outvars[0])
     leading = [i for i in range(out.ndim) if i not in numbers.offset_dims]
     rows = [out.shape[i] for i in leading]
     count = math.prod(rows)
@@ -113,7 +110,7 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
     def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return _complete([_moves.along(each, axis, count, change) for each in weight.products])
+        return complete([_moves.along(each, axis, count, change) for each in weight.products])
 
     costs = of_rows(counted)
     if costs is None:
@@ -139,14 +136,13 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
 def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     x, weight = args
     params = eqn.params
-    out: Any = eqn.outvars[0].aval
+    out = type_of(eqn.outvars[0])
     if not isinstance(weight, Sum) or params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
     numbers = params["dimension_numbers"]
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
-    cut = [_channels(each, to) for each in weight.products]
-    parts = [each for each in cut if each is not None]
-    if len(parts) < len(cut):
+    parts = complete(_channels(each, to) for each in weight.products)
+    if parts is None:
         return None
     others = [i for i in range(out.ndim) if i != channel]
     places = math.prod(out.shape[i] for i in others)
@@ -157,9 +153,9 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
-        return dense(kernel, n) + (
-            cost(_mixed(jax.ShapeDtypeStruct((places, n), weight.dtype), 1, tail)) if tail else 0
-        )
+        few = jax.ShapeDtypeStruct((places, n), weight.dtype)
+        mixing = 0.0 if tail is None else cost(jax.eval_shape(partial(_mixed, channel=1, tail=tail), few))
+        return dense(kernel, n) + mixing
 
     def convolved(kernel: Product, n: int, tail: Product | None) -> Any:
         shape = [n if i == to else size for i, size in enumerate(weight.shape)]
@@ -186,10 +182,12 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
 
 def _mixed(y: Any, channel: int, tail: Product) -> Product:
     """Channels that are made of fewer ones, as the last axis."""
-    made = contracted(Product.of(y, still=False), tail, ((channel,), (0,)), ((), ()))
-    if made is None:
-        raise ValueError("The channels of a kernel are those of its factors.")
-    return made
+    few, many = tail.axes
+    rows: list[Group] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
+    labels = tuple(label for group in (*rows[:channel], few, *rows[channel:]) for label in group)
+    data = Factor(y.reshape([label.size for label in labels]), labels, still=False)
+    axes = (tuple(label for label in group if label.size != 1) for group in (*rows, many))
+    return Product((data, *tail.factors), tuple(axes))
 
 
 def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:

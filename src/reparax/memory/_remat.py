@@ -59,15 +59,12 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
-        given = Arguments.of(who, fun, argnums, args, kwargs)
-        closed, restored = given.traced()
-        program, consts = jaxprs.opened(closed)
-        if jaxprs.has_refs(program):
+        traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
+        if jaxprs.has_refs(traced.program):
             raise TypeError(
                 f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
                 f"it out of the function, and return its value beside the loss."
             )
-        known = [False for _ in consts] + given.given
-        return restored(split(program, known)(*consts, *given.arrays))
+        return traced.restored(split(traced.program, traced.given)(*traced.inputs))
 
     return function

@@ -57,7 +57,8 @@ class Linearized:
 
         traced, consts = jaxprs.opened(jax.make_jaxpr(of_inputs)(*args))
         first, second = found[-1]
-        moving = [i for i, v in enumerate(dots) if v in first.moving or v in second.moving]
+        of_halves = {*first.moving, *second.moving}
+        moving = [i for i, v in enumerate(dots) if v in of_halves]
         return cls(
             program=traced,
             inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
@@ -84,7 +85,7 @@ class Linearized:
         """The tangents of the outputs, from the values kept and those of the inputs."""
         if self.push is None:
             return []
-        given = [v for v in self._needed if self._known[v]]
+        given = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
         others = [v for v in self._needed if not self._known[v]]
         moving = self.push.invars[len(self._residuals) :]
         push = jaxprs.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
@@ -142,13 +143,15 @@ class _Part:
 
     def then(self, late: "_Part", dots: Sequence[Var]) -> Jaxpr:
         """The linear part of both halves, of the residuals of both and the tangents ``dots``."""
-        residuals = [v for part in (self, late) for v in part.program.invars if v not in part.moving]
+        moving = {*self.moving, *late.moving}
+        residuals = [v for part in (self, late) for v in part.program.invars if v not in moving]
         return jaxprs.joined([self.program, jaxprs.renamed(late.program, self.moved)], [*residuals, *dots])
 
 
 def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
     """The outputs of one half, its residuals, and its linear part in those of its inputs that have tangents."""
-    moving = [v for v in half.invars if v in dots]
+    of_dots = set(dots)
+    moving = [v for v in half.invars if v in of_dots]
     smooth = [i for i, v in enumerate(half.outvars) if dependence.smooth(v)]
 
     def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
