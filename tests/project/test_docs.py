@@ -84,3 +84,5 @@ def test_the_api_pages_have_every_public_name_once():
     ]
     public = [f"reparax.{name}" for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
     assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
+    index = re.findall(r"^   ~(\S+)$", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
+    assert sorted(index) == sorted(documented)
