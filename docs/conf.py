@@ -22,7 +22,10 @@ exclude_patterns = ["_build"]
 # Text that a reader copies holds the code alone; what private module a name stands in is nobody's business.
 add_module_names = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+python_display_short_literal_types = True
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
@@ -62,6 +65,15 @@ def formula(translator, node):
     raise nodes.SkipNode
 
 
+def without_any(app, domain, kind, content):
+    """Leaves out the type ``Any``, which is that of a tree: it says nothing."""
+    for field in list(content.findall(nodes.field)):
+        name, body = field.children
+        if name.astext().split(" ")[0] in ("type", "rtype") and body.astext() == "Any":
+            field.parent.remove(field)
+
+
 def setup(app):
-    """Registers how formulas are written."""
+    """Registers how formulas and types are written."""
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
+    app.connect("object-description-transform", without_any, priority=900)

@@ -96,6 +96,7 @@ def test_pictures_say_what_they_show(page):
         alt = re.search(r'alt="([^"]*)"', picture)
         assert alt, picture
         assert len(alt[1]) > 20, picture
+        assert "_images" not in alt[1], picture  # a path stands for an alt text that is missing
 
 
 FIRST = {"lora": "adapters", "weight norm": "norms", "freeze": "sparse", "spectral": "norms"}
