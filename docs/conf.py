@@ -1,9 +1,13 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
+import re
 from importlib.metadata import version as version_of
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx.addnodes import pending_xref
+
+import reparax
 
 project = "reparax"
 author = "the reparax authors"
@@ -69,11 +73,30 @@ def without_any(app, domain, kind, content):
     """Leaves out the type ``Any``, which is that of a tree: it says nothing."""
     for field in list(content.findall(nodes.field)):
         name, body = field.children
-        if name.astext().split(" ")[0] in ("type", "rtype") and body.astext() == "Any":
+        if name.astext().split(" ")[0] in ("type", "rtype") and body.astext().endswith("typing.Any"):
             field.parent.remove(field)
 
 
+NAME = re.compile(r"(?:rpx\.)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+
+
+def link_names(app, doctree):
+    """Makes each name of the library in running text a link to its description."""
+    page = app.env.docname
+    if page.startswith("api/"):  # whose docstrings say where they link to
+        return
+    for literal in list(doctree.findall(nodes.literal)):
+        match = NAME.fullmatch(literal.astext())
+        name, method = match.groups() if match else (None, None)
+        target = name if name in vars(reparax) else f"Parametrization.{method}" if method else None
+        if target and not isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
+            link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
+            literal.replace_self(link)
+            link += literal
+
+
 def setup(app):
-    """Registers how formulas and types are written."""
+    """Registers how formulas, types and names are written."""
+    app.connect("doctree-read", link_names)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)

@@ -99,6 +99,19 @@ def test_pictures_say_what_they_show(page):
         assert "_images" not in alt[1], picture  # a path stands for an alt text that is missing
 
 
+def test_parameters_say_their_types():
+    pages = [(SITE / page).read_text() for page in PAGES if page.startswith("api/")]
+    shown = [re.sub(r"<[^>]+>", "", page) for page in pages]
+    assert any("rank (int) " in page for page in shown)
+    assert not any(re.search(r"\w \(Any\) \W ", page) for page in shown)
+
+
+@pytest.mark.parametrize("page", [page for page in OURS if page.startswith("notebooks/")] + ["stages.html"])
+def test_pages_link_to_the_descriptions_of_what_they_name(page):
+    text = (SITE / page).read_text()
+    assert re.search(r'href="[./]*api/\w+\.html#reparax\.\w+', text[text.index("<article") : text.index("</article>")])
+
+
 FIRST = {"lora": "adapters", "weight norm": "norms", "freeze": "sparse", "spectral": "norms"}
 
 
