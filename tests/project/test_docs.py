@@ -44,7 +44,7 @@ def test_readme_runs(blocks):
     assert len(blocks) >= 6
 
 
-@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees"])
+@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq"])
 def test_the_examples_of_a_page_run(page):
     path = ROOT / "docs" / f"{page}.md"
     blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
