@@ -153,9 +153,9 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_check_names_it() -> Non
     p = CHAINS["tie"]
     lost = _without_empty_nodes(p.init(_params()))
     assert _message(ValueError, lambda: p.check(lost, like=_params())) == (
-        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).check found a raw tree that is not what `init` makes of "
-        "`like`:\n"
-        "  out/kernel: missing, expected @tie\n"
+        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).check found a raw tree that differs from "
+        "`init(like)`:\n  "
+        "out/kernel: missing, expected @tie\n"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
 
@@ -498,7 +498,7 @@ def test_check_names_what_is_wrong(change: Callable[[Any], object], lines: str) 
     change(raw)
     before = jax.tree.map(lambda x: x, raw)
     assert _message(ValueError, lambda: CHECKED.check(raw, like=LIKE)) == (
-        "(WeightNorm() >> Freeze(where='emb/.*')).check found a raw tree that is not what `init` makes of `like`:\n"
+        "(WeightNorm() >> Freeze(where='emb/.*')).check found a raw tree that differs from `init(like)`:\n"
         f"{lines}"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
@@ -571,7 +571,7 @@ def test_check_tells_the_raw_tree_of_another_chain(
     p: rpx.Parametrization, make: Callable[[], Any], who: str, lines: str
 ) -> None:
     assert _message(ValueError, lambda: p.check(make(), like=W)) == (
-        f"{who}.check found a raw tree that is not what `init` makes of `like`:\n"
+        f"{who}.check found a raw tree that differs from `init(like)`:\n"
         f"{lines}"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
@@ -610,7 +610,7 @@ def test_check_takes_model_parts_without_parameters() -> None:
 def test_check_speaks_of_a_missing_empty_part_as_what_it_is() -> None:
     text = _message(ValueError, lambda: rpx.WeightNorm().check(rpx.WeightNorm().init(W), like={**W, "dropout": {}}))
     assert text == (
-        "WeightNorm().check found a raw tree that is not what `init` makes of `like`:\n"
-        "  dropout: missing, expected an empty node\n"
+        "WeightNorm().check found a raw tree that differs from `init(like)`:\n  "
+        "dropout: missing, expected an empty node\n"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )

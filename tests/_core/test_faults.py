@@ -387,7 +387,7 @@ WRONG_TREES = {
         (rpx.WeightNorm() >> rpx.LowRank(1)).apply,
         lambda: ((rpx.LowRank(1) >> rpx.WeightNorm()).init(_params()),),
         ValueError,
-        "WeightNorm().apply does not know what stands under '@weight_norm' at 'dense/kernel': another chain made this "
+        "WeightNorm().apply does not know the values under '@weight_norm' at 'dense/kernel': another chain made this "
         "raw tree. "
         f"{OTHER_CHAIN}",
     ),
@@ -409,14 +409,14 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: _node(v=1.0),
         ValueError,
-        f"WeightNorm().apply at 'k': the value 'v' is no array but float: another chain made this raw tree. "
+        f"WeightNorm().apply at 'k': expected an array as 'v', got float: another chain made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "none_in_a_marker": Fault(
         rpx.WeightNorm().apply,
         lambda: _node(v=None),
         ValueError,
-        f"WeightNorm().apply at 'k': the value 'v' is no array but NoneType: another chain made this raw tree. "
+        f"WeightNorm().apply at 'k': expected an array as 'v', got NoneType: another chain made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "missing_value": Fault(
@@ -441,14 +441,16 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: ({"k": {"@weight_norm": jnp.asarray(KERNEL)}},),
         ValueError,
-        f"WeightNorm().apply at 'k': '@weight_norm' holds no values but float32[3, 2]: another chain made this raw "
+        f"WeightNorm().apply at 'k': expected a dict of values under '@weight_norm', got float32[3, 2]: another "
+        f"chain made this raw "
         f"tree. {OTHER_CHAIN}",
     ),
     "array_for_the_fixed_values": Fault(
         rpx.SpectralNorm().apply,
         lambda: ({"k": {"@spectral_norm": {"w": KERNEL, "@fixed": jnp.ones(3)}}},),
         ValueError,
-        f"SpectralNorm().apply at 'k': '@fixed' holds no values but float32[3]: another chain made this raw tree. "
+        f"SpectralNorm().apply at 'k': expected a dict of values under '@fixed', got float32[3]: another chain "
+        f"made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "unknown_marker": Fault(
@@ -696,7 +698,7 @@ CONSTRUCTORS = {
             functools.partial(tuple, [value]),
             ValueError,
             f"WeightDropout got rate={value}, but a rate is at least 0 and less than 1. "
-            "It is the share of weights that are dropped, not kept.",
+            "It is the share of weights to drop, not to keep.",
         )
         for value in [1.5, -0.1, 1.0, float("nan")]
     },
@@ -1286,7 +1288,7 @@ class Named(Keeps):
         return values[self.name]
 
 
-MODEL_HAS_IT = "Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+MODEL_HAS_IT = "Cast or reshape in apply_leaf, or set `changes_type = True` in the class."
 
 
 def _one() -> tuple[Any]:
@@ -1298,42 +1300,46 @@ THIRD_PARTIES = {
         Shortens().apply,
         _one,
         ValueError,
-        "Shortens().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives float32[1, 2]. "
+        "Shortens().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "perturbation_of_another_dtype": Fault(
         Halves().apply,
         lambda: (*_one(), _key()),
         ValueError,
-        "Halves().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives bfloat16[3, 2]. "
+        "Halves().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "perturbation_that_gives_nothing": Fault(
         ReturnsNothing().apply,
         _one,
         ValueError,
-        "ReturnsNothing().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives NoneType. "
+        "ReturnsNothing().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "NoneType. "
         f"{MODEL_HAS_IT}",
     ),
     "shape": Fault(
         GivesShorter().init,
         _one,
         ValueError,
-        "GivesShorter().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives float32[1, 2]. "
+        "GivesShorter().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "dtype": Fault(
         GivesHalves().init,
         _one,
         ValueError,
-        "GivesHalves().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives bfloat16[3, 2]. "
+        "GivesHalves().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "tuple": Fault(
         GivesATuple().init,
         _one,
         ValueError,
-        "GivesATuple().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives tuple. "
+        "GivesATuple().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns tuple. "
         f"{MODEL_HAS_IT}",
     ),
     "value_that_init_does_not_give": Fault(
@@ -1346,14 +1352,14 @@ THIRD_PARTIES = {
         ForgetsAFixedValue().init,
         _one,
         ValueError,
-        "ForgetsAFixedValue().init at 'k': init_leaf must give at least one value, each fixed one ('mask',) and names "
-        "without '@', '.' and '/', but gives ('w',). Rename or add values in init_leaf.",
+        "ForgetsAFixedValue().init at 'k': init_leaf must return at least one value, each fixed one ('mask',) "
+        "and names without '@', '.' and '/', but returns ('w',). Rename or add values in init_leaf.",
     ),
     "missing_main_value": Fault(
         MisnamesItsMain().init,
         _one,
         ValueError,
-        "MisnamesItsMain().init at 'k': init_leaf must give each main value ('weight',), but gives ('w',). "
+        "MisnamesItsMain().init at 'k': init_leaf must return each main value ('weight',), but returns ('w',). "
         "Rename or add values in init_leaf.",
     ),
     "no_init": Fault(
@@ -1366,27 +1372,28 @@ THIRD_PARTIES = {
         InitGivesAnArray().init,
         _one,
         ValueError,
-        "InitGivesAnArray().init at 'k': init_leaf must give a dict of named arrays, but gives float32[3, 2].",
+        "InitGivesAnArray().init at 'k': init_leaf must return a dict of named arrays, but returns float32[3, 2].",
     ),
     "number_for_a_value": Fault(
         InitGivesANumber().init,
         _one,
         ValueError,
-        "InitGivesANumber().init at 'k': init_leaf must give a dict of named arrays, but gives float for 'scale'.",
+        "InitGivesANumber().init at 'k': init_leaf must return a dict of named arrays, but returns float for 'scale'.",
     ),
     "dict_for_a_value": Fault(
         InitNests().init,
         _one,
         ValueError,
-        "InitNests().init at 'k': init_leaf must give a dict of named arrays, but gives dict for 'w'.",
+        "InitNests().init at 'k': init_leaf must return a dict of named arrays, but returns dict for 'w'.",
     ),
     **{
         f"name_{name}": Fault(
             Named(name).init,
             _one,
             ValueError,
-            f"Named({name!r}).init at 'k': init_leaf must give at least one value, each fixed one () and names without "
-            f"'@', '.' and '/', but gives ({name!r},). Rename or add values in init_leaf.",
+            f"Named({name!r}).init at 'k': init_leaf must return at least one value, each fixed one () and names "
+            f"without "
+            f"'@', '.' and '/', but returns ({name!r},). Rename or add values in init_leaf.",
         )
         for name in ["a/b", "a.b", "@a", "@fixed", ""]
     },
@@ -1394,8 +1401,8 @@ THIRD_PARTIES = {
         InitGivesNothing().init,
         _one,
         ValueError,
-        "InitGivesNothing().init at 'k': init_leaf must give at least one value, each fixed one () and names without "
-        "'@', '.' and '/', but gives (). Rename or add values in init_leaf.",
+        "InitGivesNothing().init at 'k': init_leaf must return at least one value, each fixed one () and names "
+        "without '@', '.' and '/', but returns (). Rename or add values in init_leaf.",
     ),
     **{
         f"kind_{kind}": Fault(

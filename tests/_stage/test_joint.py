@@ -184,14 +184,14 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": "w"}).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must give float32[2], as the model has it, but gives "
-            "float32[1]. Cast or reshape in apply_leaves, or let the stage say `changes_type = True`.",
+            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must return float32[2], as the model has it, but "
+            "returns float32[1]. Cast or reshape in apply_leaves, or set `changes_type = True` in the class.",
         ),
         (
             lambda: Wrong({"w": "w"}, effective=1).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must give a dict with an array for each of "
-            "['w'], but gives [].",
+            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must return a dict with an array for "
+            "each of ['w'], but returns [].",
         ),
         (
             lambda: Wrong({"v": "w"}).init(ONE),
@@ -202,8 +202,9 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": "w"}, values=1).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must give at least one value, each fixed one () "
-            "and names without '@', '.' and '/', but gives (). Rename or add values in init_leaves.",
+            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, each "
+            "fixed one () and names without '@', '.' and '/', but returns (). Rename or add values in "
+            "init_leaves.",
         ),
         (
             lambda: Wrong({"w": "w"}).apply(ONE),

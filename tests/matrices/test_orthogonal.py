@@ -230,8 +230,8 @@ def test_rebase_says_so_where_another_stage_makes_the_values_that_lead_from_the_
     raw = p.init({"w": jnp.eye(3, 2)})
     with raises(
         ValueError,
-        "rebase changed 'w/@orthogonal/x', but found no place for it in the raw tree: an earlier stage makes that "
-        "value anew. Put that stage behind, or let it pass the value through as it is.",
+        "rebase changed 'w/@orthogonal/x', but cannot write it to the raw tree: an earlier stage computes that "
+        "value. Put that stage later in the chain, or let it return the value unchanged.",
     ):
         p.rebase(raw)
 

@@ -164,7 +164,7 @@ def _at(who: str, slots: Sequence[Slot], group: Mapping[str, int]) -> str:
 def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:
     if not isinstance(got, Mapping) or set(got) != set(names):
         given = list(got) if isinstance(got, Mapping) else type(got).__name__
-        raise ValueError(f"{method} must give a dict with {what} each of {list(names)}, but gives {given}.")
+        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.")
 
 
 def _entries(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
