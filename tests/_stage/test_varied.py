@@ -156,8 +156,8 @@ ERRORS = {
     "a bad number": (
         lambda: rpx.WeightDropout({"a": 1.5}),
         ValueError,
-        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights that "
-        "are dropped, not kept.",
+        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights "
+        "to drop, not to keep.",
     ),
     "a bad expression": (
         lambda: rpx.VarNoise({"(": 0.1}),
@@ -172,8 +172,8 @@ ERRORS = {
     "a bad result": (
         lambda: rpx.WeightDropout(two).apply({"w": normal(2, 2)}, KEY),
         ValueError,
-        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 "
-        "and less than 1. It is the share of weights that are dropped, not kept.",
+        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 and less "
+        "than 1. It is the share of weights to drop, not to keep.",
     ),
     "a schedule": (
         lambda: rpx.VarNoise(optax.constant_schedule(0.1)),

@@ -24,8 +24,8 @@ class Delta(Reparametrization):
     Args:
       strength: The penalty is ``strength / 2`` times the squared length of ``x``, so that ``p.penalty(raw)`` pulls
         towards the base (L2-SP). A number that is not negative, or a traced scalar.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

@@ -22,8 +22,8 @@ class Gain(Reparametrization):
     Args:
       axis: The axes each index of which has a number of its own. Default: one number for the whole array. By number or
         by name.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

@@ -17,8 +17,8 @@ class Hadamard(Reparametrization):
     where it starts at zero, it is LoHa.
 
     Args:
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

@@ -42,8 +42,8 @@ class LoRA(RowsAndColumns):
         ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: :math:`W^T = Q R` gives
         ``b`` the first columns of Q and ``a`` the first rows of R, transposed, and the base gives up their product.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`: axes of matrices of their own, such as experts.
       rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
         does not name; the first of a matrix. Rows are the inputs of a kernel ``(in, out)``; of a weight ``(out, in)``,

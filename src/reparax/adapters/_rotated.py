@@ -23,8 +23,8 @@ class Rotated(RowsAndColumns):
 
     Args:
       blocks: How many blocks the rows fall into; it must divide them.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 

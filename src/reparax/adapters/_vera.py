@@ -32,8 +32,8 @@ class VeRA(RowsAndColumns):
       rank: The rank of the difference, at least 1; it may be larger than the matrix, as it costs no memory.
       scale: Where ``d`` starts.
       seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 

@@ -78,7 +78,7 @@ class PositiveDefinite(Matrices):
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -151,8 +151,8 @@ class PositiveSemidefinite(Matrices):
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 

@@ -27,8 +27,8 @@ class LowRank(Matrices):
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`: axes of matrices of their own.
       rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
         does not name; the first of a matrix. An array of more than two dimensions needs one of ``rows``, ``columns``
@@ -91,8 +91,8 @@ class Kronecker(Matrices):
     Args:
       shape: The shape of A, which must divide that of W.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 

@@ -59,7 +59,7 @@ class Hurwitz(Matrices):
     Args:
       rate: The decay rate alpha, not negative.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 

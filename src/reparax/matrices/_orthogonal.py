@@ -76,8 +76,8 @@ class Orthogonal(_Orthonormal):
       map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
         has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -105,7 +105,7 @@ class SpecialOrthogonal(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -138,8 +138,8 @@ class Stiefel(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -173,8 +173,8 @@ class Grassmann(_Orthonormal):
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 

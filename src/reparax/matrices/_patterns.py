@@ -80,8 +80,8 @@ class Symmetric(_Pattern):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -111,8 +111,8 @@ class Skew(_Pattern):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -153,8 +153,8 @@ class Triangular(_Pattern):
       lower: Whether the zeros are above the diagonal, or below it.
       unit_diagonal: Whether the diagonal is one of ones, which do not train.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -191,8 +191,8 @@ class Diagonal(_Pattern):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -230,8 +230,8 @@ class Circulant(_Pattern):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -267,8 +267,8 @@ class Toeplitz(_Pattern):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -297,8 +297,8 @@ class BlockDiagonal(Matrices):
     Args:
       blocks: The number of blocks, which must divide n and m.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 

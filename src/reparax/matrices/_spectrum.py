@@ -119,8 +119,8 @@ class FixedRank(_BoundedBelow):
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
       least: The bound epsilon that all ``rank`` singular values stay above.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -154,8 +154,8 @@ class Invertible(_BoundedBelow):
     Args:
       least: The bound that all singular values stay above.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -182,7 +182,7 @@ class SpecialLinear(_SingularValues):
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -233,8 +233,8 @@ class AlmostOrthogonal(_SingularValues):
     Args:
       radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 

@@ -40,7 +40,7 @@ class Stored(Scaled):
       block: How many entries in a row have a scale, along the one axis that ``axis`` does not name, which is the first
         of a matrix if ``axis`` is not given: the inputs of a kernel ``(in, out)``. It must divide that axis.
       double_quant: Whether the scales of blocks are rounded too, as QLoRA does; for int4 and nf4.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

@@ -27,8 +27,8 @@ class GlobalPrune(Reparametrization):
       sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
         for one after the other, each among what is left. A share may be a traced scalar, read in float32: it may
         prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: None, as all arrays have one ranking.
 
     Example:

@@ -39,8 +39,8 @@ class Mask(Reparametrization):
     it out. Another mask is a new ``init``.
 
     Args:
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:
@@ -80,8 +80,8 @@ class NofM(Constraint):
       m: The size of a group, by which the length of the axis must be divisible.
       axis: The axis along which groups lie.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

@@ -71,8 +71,8 @@ class MagnitudePrune(_Prune):
         ``(in, out)``. Default: single weights.
       order: The norm by which slices compare, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -108,8 +108,8 @@ class RandomPrune(_Prune):
         prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

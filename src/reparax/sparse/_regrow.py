@@ -85,8 +85,8 @@ class RigL(_Regrow):
       drop: The share of the active weights that an update replaces, a number from 0 to 1 or a traced scalar; rounded
         down to whole weights, in float32.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:
@@ -122,8 +122,8 @@ class SET(_Regrow):
       sparsity: As for :class:`RandomPrune`.
       drop: As for :class:`RigL`; the paper's :math:`\zeta`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:
