@@ -300,8 +300,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
-            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that it turns "
-            "into NaN. Correct the array.",
+            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that "
+            "it maps to NaN. Correct the array.",
         ),
     ],
 )

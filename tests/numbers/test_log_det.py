@@ -113,12 +113,11 @@ ERRORS = {
     "exponential": (
         lambda: rpx.PositiveDefinite("expm").log_det(rpx.PositiveDefinite("expm").init({"w": SQUARE})),
         "PositiveDefinite(map='expm').log_det at 'w': PositiveDefinite(map='expm') has no log_det, but "
-        "PositiveDefinite('cholesky') has. Take that map.",
+        "PositiveDefinite('cholesky') has. Use that map.",
     ),
     "complex": (
         lambda: (q := rpx.Elementwise(jnp.sinh, jnp.arcsinh)).log_det(q.init({"w": normal(2).astype(jnp.complex64)})),
-        "Elementwise(jnp.sinh, jnp.arcsinh).log_det at 'w': expected real numbers, whose volumes are known, got "
-        "complex64.",
+        "Elementwise(jnp.sinh, jnp.arcsinh).log_det at 'w': expected real numbers for log_det, got complex64.",
     ),
 }
 
