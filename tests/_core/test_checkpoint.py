@@ -164,9 +164,9 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_apply_names_it() -> Non
     p = CHAINS["tie"]
     lost = _without_empty_nodes(p.init(_params()))
     assert _message(ValueError, lambda: p.apply(lost)) == (
-        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).apply found nothing at 'out/kernel', where `init` leaves an "
-        "empty node, which flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` "
-        "gives."
+        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).apply found nothing at 'out/kernel', where `init` "
+        "leaves an empty node. Flattened formats lose empty nodes: restore into the structure of "
+        "`jax.eval_shape(p.init, params)`."
     )
 
 

@@ -1020,19 +1020,19 @@ TIES = {
         rpx.Tie,
         lambda: ({"a": "b", "b": "a"},),
         ValueError,
-        "Tie got a loop: a -> b -> a. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: a -> b -> a. Leave one of them untied, as the owner.",
     ),
     "loop_behind_a_tie": Fault(
         rpx.Tie,
         lambda: ({"a": "b", "b": "c", "c": ("b", jnp.transpose)},),
         ValueError,
-        "Tie got a loop: b -> c -> b. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: b -> c -> b. Leave one of them untied, as the owner.",
     ),
     "itself": Fault(
         rpx.Tie,
         lambda: ({"a": "a"},),
         ValueError,
-        "Tie got a loop: a -> a. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: a -> a. Leave one of them untied, as the owner.",
     ),
     "no_ties": Fault(rpx.Tie, lambda: ({},), ValueError, "Tie got no ties. Name at least one target and its source."),
     "two_sources": Fault(
@@ -1118,50 +1118,50 @@ TIES = {
         TIE.init,
         lambda: _pair(b=KERNEL.T),
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' is float32[2, 3], but its source 'a' gives float32[3, 2]. "
-        "Add the transform that takes the one to the other.",
+        "Tie({'b': 'a'}).init: 'b' is float32[2, 3], but its source 'a' gives float32[3, 2]. Add a transform "
+        "from the source to the target.",
     ),
     "other_shape_after_transform": Fault(
         rpx.Tie({"b": ("a", jnp.transpose)}).init,
         _pair,
         ValueError,
         "Tie({'b': ('a', jnp.transpose)}).init: 'b' is float32[3, 2], but its source 'a' gives float32[2, 3]. "
-        "Add the transform that takes the one to the other.",
+        "Add a transform from the source to the target.",
     ),
     "other_dtype": Fault(
         TIE.init,
         lambda: _pair(b=jnp.asarray(KERNEL, jnp.bfloat16)),
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' is bfloat16[3, 2], but its source 'a' gives float32[3, 2]. "
-        "Add the transform that takes the one to the other.",
+        "Tie({'b': 'a'}).init: 'b' is bfloat16[3, 2], but its source 'a' gives float32[3, 2]. Add a transform "
+        "from the source to the target.",
     ),
     "other_values": Fault(
         TIE.init,
         lambda: _pair(b=KERNEL + 1),
         ValueError,
         "Tie({'b': 'a'}).init: 'b' does not equal what its source 'a' gives, so tying would change the model. "
-        "Set the target to that first, drop the tie, or say `unequal='overwrite'`.",
+        "Set the target to that first, drop the tie, or pass `unequal='overwrite'`.",
     ),
     "one_reparametrized_alone": Fault(
         (TIE >> rpx.LowRank(1, where="b")).init,
         _pair,
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' and 'a' hold different values, 'b/u' has no counterpart 'a/u'. "
-        "Put the tie last in the chain, to share the effective arrays.",
+        "Tie({'b': 'a'}).init: 'b' and 'a' hold different raw values, 'b/u' has no counterpart 'a/u'. To share "
+        "effective arrays, put the tie last in the chain.",
     ),
     "tied_by_a_later_one": Fault(
         (rpx.Tie({"[bc]": "a"}) >> rpx.Tie({"c": "a"})).init,
         lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
         ValueError,
-        "Tie({'[bc]': 'a'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
-        "target once, and as a source the array that owns it.",
+        "Tie({'[bc]': 'a'}).init names 'c', which a later Tie of the chain has tied already. Use each path as "
+        "a target once, and the owner of a tied array as the source.",
     ),
     "source_tied_by_a_later_one": Fault(
         (rpx.Tie({"b": "c"}) >> rpx.Tie({"c": "a"})).init,
         lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
         ValueError,
-        "Tie({'b': 'c'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
-        "target once, and as a source the array that owns it.",
+        "Tie({'b': 'c'}).init names 'c', which a later Tie of the chain has tied already. Use each path as a "
+        "target once, and the owner of a tied array as the source.",
     ),
     "half_restored": Fault(
         rpx.Tie({"b": "a", "c": "a"}).apply,

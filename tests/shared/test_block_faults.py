@@ -36,12 +36,15 @@ def text(block):
 
 
 TYPES = {
-    "no parts": (lambda: Concat(()), "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got ()."),
+    "no parts": (lambda: Concat(()), "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got ()."),
     "a text": (
         lambda: Concat("a: 3"),
-        "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got 'a: 3'.",
+        "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got 'a: 3'.",
     ),
-    "a number": (lambda: Concat((3,)), "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got (3,)."),
+    "a number": (
+        lambda: Concat((3,)),
+        "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got (3,).",
+    ),
     "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes a whole number as axis, but got '0'."),
     "layout": (lambda: Pack(3), "A layout is a name or a dict of paths and blocks, but got 3."),
     "layout of numbers": (
@@ -54,7 +57,7 @@ TYPES = {
         "Pack takes a dict of names and whole numbers as sizes, but got 3.",
     ),
     "a size": (lambda: Pack("flax.lstm", sizes={"h": 2.5}), "Pack takes a whole number as h, but got 2.5."),
-    "at": (lambda: Pack("flax.lstm", 3), "Pack takes a path or a regular expression as at, but got 3."),
+    "at": (lambda: Pack("flax.lstm", 3), "Pack takes a path or a regular expression as `at`, but got 3."),
     "hidden size": (lambda: CudnnLSTM(3, 2.5), "CudnnLSTM takes a whole number as hidden_size, but got 2.5."),
 }
 VALUES = {
@@ -72,7 +75,7 @@ VALUES = {
     ),
     "an axis from behind": (
         lambda: Concat(("a: 3", "b: 4"), axis=-1),
-        "Concat got axis=-1, but counts axes from the front. Write it so.",
+        "Concat got axis=-1, but takes an axis counted from the front, at least 0.",
     ),
     "no colon": (
         lambda: Concat(("a 3",)),
@@ -84,7 +87,7 @@ VALUES = {
     ),
     "two unknown sizes": (
         lambda: packed(Concat(("a: n 8", "b: m 8"))),
-        text(Concat(("a: n 8", "b: m 8"))) + "its shape does not say how large each of m, n is. Give some in `sizes`.",
+        text(Concat(("a: n 8", "b: m 8"))) + "its shape does not determine m, n. Give some of them in `sizes`.",
     ),
     "too large": (
         lambda: packed(Concat(("a: 3 8", "b: 3 8"))),
@@ -109,7 +112,7 @@ VALUES = {
     ),
     "heads unknown": (
         lambda: Pack("returnn.attention").init(ATTENTION),
-        "Pack('returnn.attention').init: 'qkv/weight': its shape does not say how large heads is. Give it in `sizes`.",
+        "Pack('returnn.attention').init: 'qkv/weight': its shape does not determine heads. Give it in `sizes`.",
     ),
     "heads that do not divide": (
         lambda: Pack("returnn.attention", sizes={"heads": 3}).init(ATTENTION),
@@ -134,7 +137,7 @@ VALUES = {
     ),
     "unknown layout": (
         lambda: Pack("flax.lstmm"),
-        f"Got 'flax.lstmm' as a layout, but the known ones are {NAMES}. Or write a dict.",
+        f"Got 'flax.lstmm' as a layout, but the known ones are {NAMES}. Or pass a dict.",
     ),
     "half a cell": (
         lambda: Pack("equinox.lstm", "a").init({"a": {"weight_ih": W}}),
@@ -152,18 +155,18 @@ VALUES = {
     ),
     "layouts of other values": (
         lambda: Split("torch.lstm", model="flax.lstm"),
-        "Split got two layouts of which only one holds 'hidden_bias_f'. Choose two that hold the same values, or "
-        "change the parameters of the model by `convert` first.",
+        "Split got two layouts, but only one of them holds 'hidden_bias_f'. Choose two that hold the same "
+        "values, or change the model's parameters with `convert` first.",
     ),
     "half a block": (
         lambda: Split({"w": Concat(("a: 3 8", "bias: 8 -> 1 8"))}).init({"a": W[:3]}),
-        "Split({'w': Concat(('a: 3 8', 'bias: 8 -> 1 8'))}).init: 'w' is made of 'bias' too, which is missing. "
-        "Leave it out of the block, or add it.",
+        "Split({'w': Concat(('a: 3 8', 'bias: 8 -> 1 8'))}).init: 'w' needs 'bias', which is missing. Leave it "
+        "out of the block, or add it.",
     ),
     "several values": (
         lambda: (Split({"w": TWO}) >> rpx.LowRank(1)).init({"a": W[:3], "b": W[:2]}),
-        f"{SPLIT}.init: 'a' holds several values, so it is no part of a block. Put the stage that replaces it "
-        f"nearer to the raw tree.",
+        f"{SPLIT}.init: 'a' holds several values, so it cannot be part of a block. Put the stage that replaces it "
+        f"earlier in the chain.",
     ),
     "a plain tree": (
         lambda: Split({"w": TWO}).apply({"a": W[:3], "b": W[:2]}),
@@ -192,12 +195,13 @@ VALUES = {
     ),
     "an empty node that was lost": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": {"w": W}}}),
-        f"{SPLIT}.apply: found nothing at 'b', where `init` leaves an empty node, which flattened formats lose. "
-        f"Restore into the structure that `jax.eval_shape(p.init, params)` gives.",
+        f"{SPLIT}.apply: found nothing at 'b', where `init` leaves an empty node. Flattened formats lose empty "
+        f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`.",
     ),
     "convert of more than a cell": (
         lambda: convert({**LSTM, "x": W}, "equinox.lstm", "flax.lstm"),
-        "convert from 'equinox.lstm' to 'flax.lstm': 'x' is no array of that layout. Pass the parameters of one cell.",
+        "convert from 'equinox.lstm' to 'flax.lstm': 'x' is not an array of that layout. Pass the parameters "
+        "of one cell.",
     ),
     "convert to another cell": (
         lambda: convert(GRU, "haiku.gru", "flax.gru"),
@@ -206,8 +210,8 @@ VALUES = {
     ),
     "convert to haiku without biases": (
         lambda: convert(LSTM, "equinox.lstm", "haiku.lstm"),
-        "convert from 'equinox.lstm' to 'haiku.lstm': one cell adds a number to 'bias_f', which the other lacks. Give "
-        "that one a bias of zeros.",
+        "convert from 'equinox.lstm' to 'haiku.lstm': one cell adds a number to 'bias_f', which the other does "
+        "not have. Add that bias, with zeros.",
     ),
     "vector": (
         lambda: CudnnLSTM(3, 2, where="w").init({"w": W}),

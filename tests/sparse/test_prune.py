@@ -252,12 +252,12 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.MagnitudePrune(1.0),
             ValueError,
-            "MagnitudePrune got sparsity=1.0, but a share of weights is at least 0 and less than 1.",
+            "MagnitudePrune got sparsity=1.0, but takes a share of weights from 0 to less than 1.",
         ),
         (
             lambda: rpx.RandomPrune((0.5, -1)),
             ValueError,
-            "RandomPrune got sparsity=-1, but cannot prune fewer weights than none.",
+            "RandomPrune got sparsity=-1, but takes a number of weights that is at least 0.",
         ),
         (
             lambda: rpx.GlobalPrune("half"),
@@ -272,14 +272,15 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.MagnitudePrune(7).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune(7).init at 'w': expected to prune at most 6, as many as there are, got sparsity 7. Give a "
-            "share, which fits arrays of every size, or narrow the stage with `where`.",
+            "MagnitudePrune(7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
+            "sparsity 7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
             lambda: rpx.MagnitudePrune((2, 1), axis=-1).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, as many as there are, got "
-            "sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the stage with `where`.",
+            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, the number of weights "
+            "or slices, got sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the "
+            "stage with `where`.",
         ),
         (
             lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
@@ -290,8 +291,8 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.GlobalPrune(13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
             ValueError,
-            "GlobalPrune(13): expected to prune at most 12, as many as there are, got sparsity 13. Give a share, which "
-            "fits arrays of every size, or narrow the stage with `where`.",
+            "GlobalPrune(13): expected to prune at most 12, the number of weights or slices, got sparsity 13. "
+            "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
             lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "c": jnp.array([[1.0, jnp.nan]])}),

@@ -235,12 +235,12 @@ def test_errors():
         "value. Put that stage later in the chain, or let it return the value unchanged.",
     ):
         behind.update(behind.init({"w": normal(4, 4)}), grads={"w": normal(4, 4)})
-    with raises(ValueError, "RigL got drop=1.5, but drops a share of the weights, at least 0 and at most 1."):
+    with raises(ValueError, "RigL got drop=1.5, but takes a share of the weights from 0 to 1."):
         rpx.RigL(0.5, 1.5)
     with raises(
         ValueError,
-        "RigL(5).init at 'w': expected to prune at most 4, as many as there are, got sparsity 5. Give a share, which "
-        "fits arrays of every size, or narrow the stage with `where`.",
+        "RigL(5).init at 'w': expected to prune at most 4, the number of weights or slices, got sparsity 5. "
+        "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
         rpx.RigL(5).init({"w": jnp.ones((2, 2))})
 
