@@ -421,8 +421,8 @@ ERRORS = {
     "pissa of nothing": (
         lambda: rpx.LoRA(2, 0.0, start="pissa"),
         ValueError,
-        "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into the factors that alpha multiplies. "
-        "Start with another alpha, or with start='kaiming'.",
+        "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into factors that alpha "
+        "multiplies. Use another alpha, or start='kaiming'.",
     ),
     "scaling": (
         lambda: rpx.LoRA(2, scaling="r"),
