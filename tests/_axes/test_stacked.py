@@ -239,18 +239,19 @@ def test_columns_before_rows():
     [
         (
             rpx.LowRank(2),
-            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Say which axes are rows and columns "
-            "(rows=0, columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Give the axes of rows and columns "
+            "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it "
+            "out with `where`.",
         ),
         (
             rpx.Orthogonal(rows=0, columns=1),
-            "Orthogonal(rows=0, columns=1).init at 'w': expected rows and columns that share the axes of shape "
-            "(6, 2, 3) among them, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
+            "Orthogonal(rows=0, columns=1).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or "
+            "in columns, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
         ),
         (
             rpx.LowRank(2, rows=(0, 0)),
-            "LowRank(2, rows=(0, 0)).init at 'w': expected rows and columns that share the axes of shape (6, 2, 3) "
-            "among them, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
+            "LowRank(2, rows=(0, 0)).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or in "
+            "columns, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
         ),
         (
             rpx.Symmetric(rows=0),
@@ -259,9 +260,9 @@ def test_columns_before_rows():
         ),
         (
             rpx.LowRank(2, rows=(), columns=(0, 1, 2)),
-            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected rows and columns that share the axes of "
-            "shape (6, 2, 3) among them, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do not "
-            "count.",
+            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected each axis of shape (6, 2, 3) to be "
+            "in rows or in columns, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do "
+            "not count.",
         ),
         (
             rpx.WeightNorm(stacked="layers"),

@@ -394,7 +394,7 @@ def test_a_tie_between_two_noises_shares_the_first_and_not_the_second(key):
     ("patterns", "error", "text"),
     [
         ((), TypeError, "all_but takes at least one regular expression for whole paths, but got none."),
-        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Write text."),
+        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Pass strings."),
         (
             ("(",),
             ValueError,

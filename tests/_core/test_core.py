@@ -322,7 +322,7 @@ def test_a_stage_without_formulas_says_so():
     with pytest.raises(TypeError) as error:
         rpx.Mean(Marked())
     assert str(error.value).startswith(
-        "Mean takes a stage that draws random numbers and says their mean, but got Marked()"
+        "Mean takes a stage that draws random numbers and defines their mean, but got Marked()"
     )
 
 

@@ -121,7 +121,7 @@ NO_ARRAYS: dict[str, Any] = {"none": None, "number": 1.5, "int": 3, "flag": True
 def test_a_selected_leaf_that_is_no_array_is_not_found(who: str, p: rpx.Parametrization, leaf: Any) -> None:
     message = (
         f"{who}.init selects nothing: no path matches 'x' as a whole. The nearest of 1 paths are 'w'. "
-        "Correct the expression; `.*` stands for any text."
+        "Correct the expression; `.*` matches any text."
     )
     _assert_raises(Fault(p.init, lambda: ({"x": leaf, "w": KERNEL},), ValueError, message))
 
@@ -494,52 +494,50 @@ SELECTIONS = {
         rpx.WeightNorm(where="dense/kernl").init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where='dense/kernl').init selects nothing: no path matches 'dense/kernl' as a whole. "
-        "The nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "WeightNorm(where='dense/kernl').init selects nothing: no path matches 'dense/kernl' as a whole. The "
+        "nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct the expression; `.*` matches any "
+        "text.",
     ),
     "part_of_a_path": Fault(
         rpx.WeightNorm(where="kernel").init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole. "
-        "The nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole. The nearest of "
+        "3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct the expression; `.*` matches any text.",
     ),
     "start_of_a_path": Fault(
         rpx.VarNoise(0.1, where="dense").apply,
         lambda: (_params(), _key()),
         ValueError,
-        "VarNoise(0.1, where='dense').apply selects nothing: no path matches 'dense' as a whole. "
-        "The nearest of 3 paths are 'dense/bias', 'dense/kernel', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "VarNoise(0.1, where='dense').apply selects nothing: no path matches 'dense' as a whole. The nearest "
+        "of 3 paths are 'dense/bias', 'dense/kernel', 'step'. Correct the expression; `.*` matches any text.",
     ),
     "predicate": Fault(
         rpx.WeightNorm(where=nothing).init,
         lambda: (_params(),),
         ValueError,
         "WeightNorm(where=nothing).init selects nothing: the predicate is false for all 3 paths ('dense/bias', "
-        "'dense/kernel', 'step'). Print the paths it is called with.",
+        "'dense/kernel', 'step'). Print the paths that it gets.",
     ),
     "selected": Fault(
         rpx.WeightNorm(where=rpx.selected({"dense": {"kernl": True}})).init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where=selected({'dense/kernl': True})).init selects nothing: the predicate is false for all 3 "
-        "paths ('dense/bias', 'dense/kernel', 'step'). Print the paths it is called with.",
+        "WeightNorm(where=selected({'dense/kernl': True})).init selects nothing: the predicate is false for "
+        "all 3 paths ('dense/bias', 'dense/kernel', 'step'). Print the paths that it gets.",
     ),
     "default": Fault(
         rpx.WeightNorm().init,
         lambda: ({"bias": jnp.ones(2)},),
         ValueError,
-        "WeightNorm().init selects nothing: its default takes none of the 1 arrays ('bias'). Name some with `where`.",
+        "WeightNorm().init selects nothing: its default takes none of the 1 arrays ('bias'). Select some with `where`.",
     ),
     "default_of_many": Fault(
         rpx.LowRank(1).init,
         lambda: ({name: jnp.ones(2) for name in "abcde"},),
         ValueError,
-        "LowRank(1).init selects nothing: its default takes none of the 5 arrays ('a', 'b', 'c', ...). "
-        "Name some with `where`.",
+        "LowRank(1).init selects nothing: its default takes none of the 5 arrays ('a', 'b', 'c', ...). Select "
+        "some with `where`.",
     ),
     "no_arrays": Fault(
         rpx.VarNoise(0.1).init,

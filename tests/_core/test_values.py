@@ -365,8 +365,8 @@ WRONG = {
     ),
     "paths": (
         text_of({"class": "reparax.Mask", "where": {"class": "reparax.Selected", "paths": 3}}),
-        "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got 3. "
-        "Make it by `rpx.selected`.",
+        "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got "
+        "3. Make it with `rpx.selected`.",
     ),
     "an abstract class": (
         text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),

@@ -96,7 +96,7 @@ def test_a_mean_of_another_shape_is_refused():
 
 @pytest.mark.parametrize("other", [rpx.Cast("bfloat16"), rpx.WeightNorm(), rpx.Chain(), 0.1], ids=repr)
 def test_what_draws_nothing_is_refused(other):
-    text = f"Mean takes a stage that draws random numbers and says their mean, but got {other!r}. Leave it out."
+    text = f"Mean takes a stage that draws random numbers and defines their mean, but got {other!r}. Leave it out."
     with raises(TypeError, text):
         rpx.Mean(other)
 

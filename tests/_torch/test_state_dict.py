@@ -579,7 +579,7 @@ REFUSED = {
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dens/.*": "x"}),
         ValueError,
         "to_torch: `names` names nothing: no path matches 'dens/.*' as a whole. The nearest of 2 paths are "
-        "'dense/bias', 'dense/kernel'. Correct the expression; `.*` stands for any text.",
+        "'dense/bias', 'dense/kernel'. Correct the expression; `.*` matches any text.",
     ),
     "one name for two": (
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/.*": "x"}),

@@ -415,8 +415,9 @@ ERRORS = {
     "ambiguous axes": (
         lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}),
         ValueError,
-        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Say which axes are rows and columns (rows=0, "
-        "columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Give the axes of rows and columns "
+        "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
+        "with `where`.",
     ),
     "pissa of nothing": (
         lambda: rpx.LoRA(2, 0.0, start="pissa"),

@@ -228,7 +228,7 @@ def test_a_zero_kronecker_product_trains():
             lambda: rpx.Skew(outside="refuse").init({"w": jnp.eye(2)}),
             ValueError,
             "Skew(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "`stage.project(w)`, or pass outside='project'.",
         ),
     ],
     ids=lambda x: x[:60] if isinstance(x, str) else "",

@@ -223,8 +223,8 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     with raises(
         ValueError,
         f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside of the "
-        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
-        f"say outside='project' to start there even so.",
+        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
+        f"`where`, or pass outside='project' to start there anyway.",
     ):
         p.init({"layer": {"w": w}})
     by_word = dataclasses.replace(p, outside="project")
@@ -267,8 +267,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Positive(outside="refuse").init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
-            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or pass outside='project'.",
         ),
         (
             lambda: rpx.Bounded(1, 1),

@@ -314,8 +314,8 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.NofM(2, 4, outside="refuse").init({"w": jnp.ones((4, 4))}),
             ValueError,
-            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or pass outside='project'.",
         ),
     ],
 )
