@@ -297,7 +297,7 @@ def test_axes_that_do_not_fit_are_refused(stage, text):
             rpx.LowRank(3),
             rpx.LowRank(3, stacked=0),
             (6, 4),
-            "expected values of equally many stacked arrays, got (3,), (6,)",
+            "expected values with equal numbers of stacked arrays, got (3,), (6,)",
         ),
     ],
     ids=repr,
@@ -313,7 +313,7 @@ def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
 
 @pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
 def test_stacked_axes_count_once_from_the_front(axes):
-    text = f"WeightNorm got stacked={axes!r}, but counts each of these axes once, from the front. Write it so."
+    text = f"WeightNorm got stacked={axes!r}, but takes different axes, counted from the front (at least 0)."
     with raises(ValueError, text):
         rpx.WeightNorm(stacked=axes)
 

@@ -339,10 +339,10 @@ class OtherContainer(Identity):
 
 
 MEAN = (
-    "mean: the mean of 1024 draws is not what `deterministic` gives at 'a': it is off by #, with a standard error of "
-    "#; say the mean in `mean_leaf`, or define `deterministic`."
+    "mean: the mean of 1024 draws differs from `deterministic` at 'a': it is off by #, with a standard error "
+    "of #; define `mean_leaf` or `deterministic`."
 )
-SLOPE = "gradients: the slope is #, but # by the gradient; where that is meant, say `straight_through = True`."
+SLOPE = "gradients: the slope is #, but # by the gradient; if that is intended, set `straight_through = True`."
 
 
 def params():
