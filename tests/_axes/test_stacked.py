@@ -272,7 +272,7 @@ def test_columns_before_rows():
         (
             rpx.WeightNorm(stacked=5, where="w"),
             "WeightNorm(where='w', stacked=5).init at 'w': stacked=(5,) is out of bounds for an array of shape "
-            "(6, 2, 3). Leave it out with `where`, or give it a stage of its own.",
+            "(6, 2, 3). Leave it out with `where`, or use a separate stage for it.",
         ),
     ],
     ids=repr,

@@ -307,31 +307,30 @@ def test_the_configuration_tells_maps_apart_whose_raw_trees_are_alike() -> None:
 STAGE = '{"reparax": 1, "stages": [%s]}'
 
 UNREADABLE = {
-    "empty": ("", "from_json needs the text that `p.to_json()` of format 1 wrote, but got ''."),
+    "empty": ("", "from_json needs a text from `p.to_json()` in format 1, but got ''."),
     "no_json": (
         "WeightNorm()",
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got 'WeightNorm()'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got 'WeightNorm()'.",
     ),
-    "list": ("[1, 2]", "from_json needs the text that `p.to_json()` of format 1 wrote, but got '[1, 2]'."),
-    "null": ("null", "from_json needs the text that `p.to_json()` of format 1 wrote, but got 'null'."),
-    "other_json": ('{"a": 1}', "from_json needs the text that `p.to_json()` of format 1 wrote, but got '{\"a\": 1}'."),
+    "list": ("[1, 2]", "from_json needs a text from `p.to_json()` in format 1, but got '[1, 2]'."),
+    "null": ("null", "from_json needs a text from `p.to_json()` in format 1, but got 'null'."),
+    "other_json": ('{"a": 1}', "from_json needs a text from `p.to_json()` in format 1, but got '{\"a\": 1}'."),
     "long": (
         json.dumps(list(range(100))),
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got "
-        "'[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, "
+        "11, 12, 13, 14, 15, 16, 1'.",
     ),
     "later_format": (
         '{"reparax": 2, "stages": []}',
-        'from_json needs the text that `p.to_json()` of format 1 wrote, but got \'{"reparax": 2, "stages": []}\'.',
+        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 2, "stages": []}\'.',
     ),
     "no_stages": (
         '{"reparax": 1}',
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got '{\"reparax\": 1}'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got '{\"reparax\": 1}'.",
     ),
     "no_class": (
         STAGE % '{"std": 1.0}',
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got "
-        '\'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
+        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
     ),
     "unknown_class": (
         STAGE % '{"class": "reparax.Nope"}',
@@ -383,26 +382,27 @@ def half(x: Array) -> Array:
 def test_a_predicate_has_no_form_in_json() -> None:
     text = _message(ValueError, (rpx.WeightNorm(where=everything) >> rpx.VarNoise(0.1)).to_json)
     assert text == (
-        "WeightNorm(where=everything).to_json cannot write where=everything: only numbers, text, stages and functions "
-        "of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in "
-        "code."
+        "WeightNorm(where=everything).to_json cannot write where=everything: only numbers, strings, stages and "
+        "functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep "
+        "this stage in code."
     )
 
 
 def test_a_transform_of_ones_own_has_no_form_in_json() -> None:
     text = _message(ValueError, rpx.Tie({"a": ("b", half)}).to_json)
     assert text == (
-        "Tie({'a': ('b', half)}).to_json cannot write ties=half: only numbers, text, stages and functions of jax have "
-        "a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+        "Tie({'a': ('b', half)}).to_json cannot write ties=half: only numbers, strings, stages and functions "
+        "of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage "
+        "in code."
     )
 
 
 def test_a_traced_hyperparameter_has_no_form_in_json() -> None:
     text = _message(ValueError, lambda: jax.jit(lambda std: rpx.VarNoise(std).to_json())(0.1))
     assert text == (
-        "VarNoise(<traced float32>).to_json cannot write std=<traced float32>: only numbers, text, stages and "
-        "functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this "
-        "stage in code."
+        "VarNoise(<traced float32>).to_json cannot write std=<traced float32>: only numbers, strings, stages "
+        "and functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or "
+        "keep this stage in code."
     )
 
 

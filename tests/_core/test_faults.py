@@ -131,36 +131,36 @@ OF_MANY_DIMENSIONS = {
         rpx.WeightNorm(where=".*").init,
         lambda: ({"x": jnp.float32(1)},),
         ValueError,
-        "WeightNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "WeightNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_norm_axis": Fault(
         rpx.WeightNorm(axis=2).init,
         lambda: ({"x": KERNEL},),
         ValueError,
-        "WeightNorm(axis=2).init at 'x': axis=2 is out of bounds for an array of shape (3, 2). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "WeightNorm(axis=2).init at 'x': axis=2 is out of bounds for an array of shape (3, 2). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_norm_axes": Fault(
         rpx.WeightNorm(axis=(0, -3)).init,
         lambda: ({"x": KERNEL},),
         ValueError,
         "WeightNorm(axis=(0, -3)).init at 'x': axis=(0, -3) is out of bounds for an array of shape (3, 2). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "Leave it out with `where`, or use a separate stage for it.",
     ),
     "spectral_norm": Fault(
         rpx.SpectralNorm(where=".*").init,
         lambda: ({"x": jnp.float32(1)},),
         ValueError,
-        "SpectralNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "SpectralNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_dropout": Fault(
         lambda w: rpx.WeightDropout(0.5, broadcast=(1, 2)).apply(w, _key()),
         lambda: ({"x": KERNEL},),
         ValueError,
-        "WeightDropout(0.5, broadcast=(1, 2)).apply at 'x': broadcast=(1, 2) is out of bounds for an array of shape "
-        "(3, 2). Leave it out with `where`, or give it a stage of its own.",
+        "WeightDropout(0.5, broadcast=(1, 2)).apply at 'x': broadcast=(1, 2) is out of bounds for an array of "
+        "shape (3, 2). Leave it out with `where`, or use a separate stage for it.",
     ),
     "low_rank_scalar": Fault(
         rpx.LowRank(1, where=".*").init,
@@ -741,7 +741,7 @@ CONSTRUCTORS = {
         rpx.SpectralNorm,
         lambda: (0.5,),
         TypeError,
-        "SpectralNorm takes a whole number as n_steps, but got 0.5.",
+        "SpectralNorm takes an integer as n_steps, but got 0.5.",
     ),
     "dtype_unknown": Fault(
         rpx.Cast,
@@ -766,7 +766,7 @@ CONSTRUCTORS = {
             rpx.LowRank,
             functools.partial(tuple, [rank]),
             TypeError,
-            f"LowRank takes a whole number as rank, but got {rank!r}.",
+            f"LowRank takes an integer as rank, but got {rank!r}.",
         )
         for rank in [1.0, "2", None, True]
     },
@@ -953,34 +953,32 @@ def test_legacy_keys_draw_what_typed_keys_draw(key: Callable[[], Any]) -> None:
 
 # Paths. -----------------------------------------------------------------------------------------------------------
 
-TWO_LEAVES = (
-    "so they cannot be told apart. Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
-)
+TWO_LEAVES = "Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
 
 PATHS = {
     "slash": Fault(
         rpx.WeightNorm().init,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}},),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "slash_in_apply": Fault(
         NOISE.apply,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}}, _key()),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "slash_in_labels": Fault(
         rpx.labels,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}},),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "number_beside_its_text": Fault(
         rpx.Freeze().init,
         lambda: ({"layers": OrderedDict([(0, KERNEL), ("0", KERNEL)])},),
         ValueError,
-        f"Two leaves of the tree have the path 'layers/0', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'layers/0'. {TWO_LEAVES}",
     ),
     "key_that_looks_like_a_marker": Fault(
         rpx.WeightNorm().init,
@@ -1298,7 +1296,7 @@ THIRD_PARTIES = {
         Shortens().apply,
         _one,
         ValueError,
-        "Shortens().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "Shortens().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
         "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
@@ -1306,14 +1304,15 @@ THIRD_PARTIES = {
         Halves().apply,
         lambda: (*_one(), _key()),
         ValueError,
-        "Halves().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns bfloat16[3, 2]. "
+        "Halves().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "perturbation_that_gives_nothing": Fault(
         ReturnsNothing().apply,
         _one,
         ValueError,
-        "ReturnsNothing().apply at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "ReturnsNothing().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
         "NoneType. "
         f"{MODEL_HAS_IT}",
     ),
@@ -1321,7 +1320,7 @@ THIRD_PARTIES = {
         GivesShorter().init,
         _one,
         ValueError,
-        "GivesShorter().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "GivesShorter().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
         "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
@@ -1329,7 +1328,7 @@ THIRD_PARTIES = {
         GivesHalves().init,
         _one,
         ValueError,
-        "GivesHalves().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns "
+        "GivesHalves().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
         "bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
@@ -1337,7 +1336,7 @@ THIRD_PARTIES = {
         GivesATuple().init,
         _one,
         ValueError,
-        "GivesATuple().init at 'k': apply_leaf must return float32[3, 2], as the model has it, but returns tuple. "
+        "GivesATuple().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns tuple. "
         f"{MODEL_HAS_IT}",
     ),
     "value_that_init_does_not_give": Fault(

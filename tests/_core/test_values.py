@@ -324,8 +324,8 @@ def test_other_callables_of_jax_have_no_form_in_json(function):
     name = function.__name__
     with raises(
         ValueError,
-        f"Anything(value={name}, computed=7).to_json cannot write value={name}: only numbers, text, stages and "
-        f"functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep "
+        f"Anything(value={name}, computed=7).to_json cannot write value={name}: only numbers, strings, stages and "
+        f"functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep "
         f"this stage in code.",
     ):
         Anything(function).to_json()

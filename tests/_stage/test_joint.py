@@ -184,8 +184,9 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": "w"}).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must return float32[2], as the model has it, but "
-            "returns float32[1]. Cast or reshape in apply_leaves, or set `changes_type = True` in the class.",
+            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must return float32[2], like the model's array, "
+            "but returns float32[1]. Cast or reshape in apply_leaves, or set `changes_type = True` in the "
+            "class.",
         ),
         (
             lambda: Wrong({"w": "w"}, effective=1).init(ONE),

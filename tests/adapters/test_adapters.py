@@ -465,8 +465,8 @@ ERRORS = {
     "gain": (
         lambda: rpx.Gain(axis=2).init({"w": normal(3, 2)}),
         ValueError,
-        "Gain(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with `where`, or "
-        "give it a stage of its own.",
+        "Gain(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with "
+        "`where`, or use a separate stage for it.",
     ),
 }
 

@@ -353,7 +353,7 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
         (
             lambda: rpx.PositiveSemidefinite(1.5),
             TypeError,
-            "PositiveSemidefinite takes a whole number as rank, but got 1.5.",
+            "PositiveSemidefinite takes an integer as rank, but got 1.5.",
         ),
         (
             lambda: rpx.Hurwitz(-1.0),

@@ -214,8 +214,8 @@ ERRORS = {
     "axis": (
         lambda: rpx.VarNoise(0.1, axis=0),
         ValueError,
-        "VarNoise got axis=0 without relative, but only noise in units of the weights has an axis. Give "
-        "relative='max', 'std' or 'norm', or leave axis out.",
+        "VarNoise got axis=0 without relative, but `axis` applies only to relative noise. Give relative='max', "
+        "'std' or 'norm', or leave axis out.",
     ),
     "rank": (
         lambda: rpx.VarNoise(0.1, rank=0),
@@ -228,7 +228,7 @@ ERRORS = {
         ),
         ValueError,
         "(VarNoise(0.1) >> WeightDropout(0.1)).noise_gradient takes a chain with one VarNoise, with one "
-        "nonzero std and without `relative`, and no other random stage. Write such a chain.",
+        "nonzero std and without `relative`, and no other random stage. Pass such a chain.",
     ),
     "counts": (
         lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(3)),

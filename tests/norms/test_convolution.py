@@ -145,12 +145,12 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
         (
             lambda: rpx.SpectralNorm(window=(0, 3)),
             TypeError,
-            "SpectralNorm takes the lengths of an image as window, such as (32, 32), but got (0, 3).",
+            "SpectralNorm takes the shape of an image as window, such as (32, 32), but got (0, 3).",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3), strides=(0, 1)),
             TypeError,
-            "SpectralNorm takes a whole number of at least 1 as strides, or one for each axis, but got (0, 1).",
+            "SpectralNorm takes an integer of at least 1 as strides, or one for each axis, but got (0, 1).",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3), padding="same"),
@@ -174,7 +174,7 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
             lambda: rpx.SpectralNorm(axis=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
             ValueError,
             "SpectralNorm(axis=1, window=(3, 3)).init at 'w': expected the first or the last axis of a convolution's "
-            "kernel, got axis=1. Give one.",
+            "kernel, got axis=1. Use one.",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3)).init({"w": jnp.ones((0, 3, 1, 1))}),

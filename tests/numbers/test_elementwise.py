@@ -195,9 +195,9 @@ def test_elementwise_compares_and_travels_by_its_functions():
     assert rpx.from_json(p.to_json()) == p
     with raises(
         ValueError,
-        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only numbers, "
-        "text, stages and functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for "
-        "`where`, or keep this stage in code.",
+        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only "
+        "numbers, strings, stages and functions of jax have a form in JSON. Use a regular expression or "
+        "`rpx.selected` as `where`, or keep this stage in code.",
     ):
         own.to_json()
 
@@ -288,8 +288,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Simplex(1).init({"w": jnp.ones(3)}),
             ValueError,
-            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out with "
-            "`where`, or give it a stage of its own.",
+            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out "
+            "with `where`, or use a separate stage for it.",
         ),
         (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
         (

@@ -45,7 +45,7 @@ TYPES = {
         lambda: Concat((3,)),
         "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got (3,).",
     ),
-    "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes a whole number as axis, but got '0'."),
+    "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes an integer as axis, but got '0'."),
     "layout": (lambda: Pack(3), "A layout is a name or a dict of paths and blocks, but got 3."),
     "layout of numbers": (
         lambda: Pack({"w": 3}),
@@ -54,24 +54,24 @@ TYPES = {
     "empty layout": (lambda: Split({}), "A layout is a name or a dict of paths and blocks, but got {}."),
     "sizes": (
         lambda: Pack("flax.lstm", sizes=3),
-        "Pack takes a dict of names and whole numbers as sizes, but got 3.",
+        "Pack takes a dict of names and integers as sizes, but got 3.",
     ),
-    "a size": (lambda: Pack("flax.lstm", sizes={"h": 2.5}), "Pack takes a whole number as h, but got 2.5."),
+    "a size": (lambda: Pack("flax.lstm", sizes={"h": 2.5}), "Pack takes an integer as h, but got 2.5."),
     "at": (lambda: Pack("flax.lstm", 3), "Pack takes a path or a regular expression as `at`, but got 3."),
-    "hidden size": (lambda: CudnnLSTM(3, 2.5), "CudnnLSTM takes a whole number as hidden_size, but got 2.5."),
+    "hidden size": (lambda: CudnnLSTM(3, 2.5), "CudnnLSTM takes an integer as hidden_size, but got 2.5."),
 }
 VALUES = {
     "a name twice": (
         lambda: Concat(("a: 3", "a: 4")),
-        "Concat got 'a' twice. Give each value and each array a name of its own.",
+        "Concat got 'a' twice. Give each value and each array its own name.",
     ),
     "a name in two arrays": (
         lambda: Pack({"w": "a: 3", "v": "a: 3"}),
-        "Pack got 'a' twice. Give each value and each array a name of its own.",
+        "Pack got 'a' twice. Give each value and each array its own name.",
     ),
     "one raw name of two": (
         lambda: Split({"w/x": "a: 3", "w.x": "b: 3"}),
-        "Split got 'w_x' twice. Give each value and each array a name of its own.",
+        "Split got 'w_x' twice. Give each value and each array its own name.",
     ),
     "an axis from behind": (
         lambda: Concat(("a: 3", "b: 4"), axis=-1),
@@ -83,7 +83,7 @@ VALUES = {
     ),
     "other axes": (
         lambda: Concat(("a: 3 4 -> 4 2",)),
-        "A block got 'a: 3 4 -> 4 2', whose two shapes have other axes. Write the same axes in both.",
+        "A block got 'a: 3 4 -> 4 2', whose two shapes have different axes. Write the same axes in both.",
     ),
     "two unknown sizes": (
         lambda: packed(Concat(("a: n 8", "b: m 8"))),
@@ -121,7 +121,7 @@ VALUES = {
     ),
     "two dtypes": (
         lambda: Split({"w": TWO}).init({"a": W[:3], "b": W[:2].astype(np.float16)}),
-        f"{SPLIT}.init: 'w': one block has one dtype, but 'a' is float32, 'b' is float16. Cast them to one first.",
+        f"{SPLIT}.init: 'w': a block needs one dtype, but 'a' is float32, 'b' is float16. Cast them to one first.",
     ),
     "another shape": (
         lambda: Split({"w": TWO}).init({"a": W[:2], "b": W[:2]}),
@@ -205,8 +205,8 @@ VALUES = {
     ),
     "convert to another cell": (
         lambda: convert(GRU, "haiku.gru", "flax.gru"),
-        "convert from 'haiku.gru' to 'flax.gru': there is no place for 'input_a', so the other cell cannot compute the "
-        "same.",
+        "convert from 'haiku.gru' to 'flax.gru': the other layout has no 'input_a', so its cell cannot compute the "
+        "same function.",
     ),
     "convert to haiku without biases": (
         lambda: convert(LSTM, "equinox.lstm", "haiku.lstm"),
@@ -243,7 +243,7 @@ def test_a_second_bias_of_gru_that_is_not_known_to_be_zero_is_refused_where_ther
     cell = cell | {f"i{gate}": {**cell[f"i{gate}"], "bias": jnp.ones(2)} for gate in "rzn"}
     zero, one = ({**cell, "hn": {**cell["hn"], "bias": bias}} for bias in (jnp.zeros(2), jnp.ones(2)))
     assert sorted(convert(zero, "flax.gru", "nnx.gru")) == ["dense_h", "dense_i"]
-    refused = "there is no place for 'hidden_bias_n', so the other cell cannot compute the same."
+    refused = "the other layout has no 'hidden_bias_n', so its cell cannot compute the same function."
     with raises(ValueError, f"convert from 'flax.gru' to 'nnx.gru': {refused}"):
         convert(one, "flax.gru", "nnx.gru")
     with pytest.raises(ValueError, match=refused):

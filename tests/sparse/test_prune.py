@@ -285,8 +285,8 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
             ValueError,
-            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape (). Leave "
-            "it out with `where`, or give it a stage of its own.",
+            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
+            "(). Leave it out with `where`, or use a separate stage for it.",
         ),
         (
             lambda: rpx.GlobalPrune(13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),

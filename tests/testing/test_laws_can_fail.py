@@ -409,7 +409,7 @@ BROKEN = {  # in the texts, # is a number
     "changing update": (
         ChangingUpdate(),
         update,
-        "update: the same raw tree and key give another one each time.",
+        "update: the same raw tree and key give different results.",
     ),
     "moving update": (MovingUpdate(), update, "update: it changes the free value 'a'."),
     "losing update": (
@@ -423,7 +423,7 @@ BROKEN = {  # in the texts, # is a number
         rebase,
         "rebase: it makes 'a/@cast_rebase/@fixed/count' bfloat16[2], but it was float32[2].",
     ),
-    "forgetful": (Forgetful(0.5), checkpoints, "checkpoints: to_json and from_json give another one back."),
+    "forgetful": (Forgetful(0.5), checkpoints, "checkpoints: to_json and from_json return a different one."),
     "other container": (
         OtherContainer(),
         plain_trees,

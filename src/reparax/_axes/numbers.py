@@ -108,7 +108,7 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
-        f"Leave it out with `where`, or give it a stage of its own."
+        f"Leave it out with `where`, or use a separate stage for it."
     )
 
 

@@ -48,8 +48,8 @@ def lacks_axes(w: Any, stacked: Places) -> str | None:
     if all(place < w.ndim for place in stacked):
         return None
     return (
-        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or give it a "
-        f"stage of its own."
+        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or use a "
+        f"separate stage for it."
     )
 
 

@@ -122,8 +122,8 @@ def _encode(stage: object, name: str, value: Any) -> Any:
     if callable(value) and (public := function_name(value)) is not None:
         return {"function": public}
     raise ValueError(
-        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, text, stages and functions of jax have a "
-        f"form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
+        f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."
     )
 
 
@@ -226,7 +226,7 @@ def load_stages(text: str) -> list[Any]:
                 return [_build(entry) for entry in entries]
             case _:
                 raise ValueError(
-                    f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
+                    f"from_json needs a text from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
                 )
     except RecursionError as error:
         raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error

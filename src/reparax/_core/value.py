@@ -97,10 +97,10 @@ class Static:
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} stays. Build another one.")
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _fields(stage: Any) -> tuple[dataclasses.Field[Any], ...]:

@@ -91,7 +91,7 @@ def is_whole(value: object) -> bool:
 def check_whole(value: Any, who: str, name: str) -> int:
     """``value``, which must be an integer."""
     if not is_whole(value):
-        raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes an integer as {name}, but got {value!r}.")
     return int(value)
 
 

@@ -130,6 +130,6 @@ def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None,
 def require_type(method: str, got: Any, expected: Array) -> None:
     if describe(got) != describe(expected):
         raise ValueError(
-            f"{method} must return {describe(expected)}, as the model has it, but returns "
+            f"{method} must return {describe(expected)}, like the model's array, but returns "
             f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class."
         )

@@ -199,8 +199,8 @@ def flatten_slots(
     for slot in slots:
         if slot.draw in seen:
             raise ValueError(
-                f"Two leaves of the tree have the path {slot.draw!r}, so they cannot be told apart. "
-                f"Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
+                f"Two leaves of the tree have the path {slot.draw!r}. "
+                f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
             )
         seen.add(slot.draw)
     return leaves, slots, treedef

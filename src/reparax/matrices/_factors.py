@@ -76,7 +76,7 @@ class LowRank(Matrices):
 
 def _check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{who} takes two whole numbers as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes two integers as {name}, but got {value!r}.")
     return tuple(check_positive_whole(size, who, name) for size in value)
 
 

@@ -99,6 +99,6 @@ def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int
     if not isinstance(noise, VarNoise) or noise.relative is not None or is_zero or varies:
         raise ValueError(
             f"{call(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
-            f"`relative`, and no other random stage. Write such a chain."
+            f"`relative`, and no other random stage. Pass such a chain."
         )
     return found[0], noise

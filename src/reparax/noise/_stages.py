@@ -93,8 +93,8 @@ class VarNoise(Drawn):
         super().__post_init__()
         if self.axis is not None and self.relative is None:
             raise ValueError(
-                f"VarNoise got axis={self.axis!r} without relative, but only noise in units of the weights has an "
-                f"axis. Give relative='max', 'std' or 'norm', or leave axis out."
+                f"VarNoise got axis={self.axis!r} without relative, but `axis` applies only to relative noise. "
+                f"Give relative='max', 'std' or 'norm', or leave axis out."
             )
         object.__setattr__(self, "straight_through", self.relative is not None)
 

@@ -17,20 +17,20 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_window(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The lengths of an image, each at least 1."""
+    """The shape of an image, without empty axes."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_whole(size) and size > 0 for size in sizes):
-        raise TypeError(f"{who} takes the lengths of an image as {name}, such as (32, 32), but got {value!r}.")
+        raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
     return tuple(map(int, sizes))
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """A whole number of at least 1, or one for each axis of an image."""
+    """An integer of at least 1, or one for each axis of an image."""
     if is_whole(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_whole(size) and size > 0 for size in value):
         return tuple(map(int, value))
-    raise TypeError(f"{who} takes a whole number of at least 1 as {name}, or one for each axis, but got {value!r}.")
+    raise TypeError(f"{who} takes an integer of at least 1 as {name}, or one for each axis, but got {value!r}.")
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:

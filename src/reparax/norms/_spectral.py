@@ -100,7 +100,7 @@ class SpectralNorm(Constraint):
         if self._convolution is None:
             return None
         if 0 < position(self.axis, w) < w.ndim - 1:
-            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Give one."
+            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Use one."
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:

@@ -56,7 +56,7 @@ class WeightStandardization(Constraint):
         if self._count(w) == 1:
             return (
                 f"expected several inputs for each index of axis {self.axis}, got one in shape {w.shape}. "
-                f"Leave it out with `where`, or give it a stage of its own."
+                f"Leave it out with `where`, or use a separate stage for it."
             )
         return None
 

@@ -72,7 +72,7 @@ def require_unique(found: Sequence[str], who: str) -> None:
     """Refuses duplicate names."""
     for name in found:
         if found.count(name) > 1:
-            raise ValueError(f"{who} got {name!r} twice. Give each value and each array a name of its own.")
+            raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _value(text: str) -> _Value:
     groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if there is None else there)
     value = _Value(name, tuple(shape.split()), tuple(tuple((merged or one).split()) for merged, one in groups))
     if sorted(value.axes) != sorted(value.standing):
-        raise ValueError(f"A block got {text!r}, whose two shapes have other axes. Write the same axes in both.")
+        raise ValueError(f"A block got {text!r}, whose two shapes have different axes. Write the same axes in both.")
     return value
 
 
@@ -217,7 +217,7 @@ def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
     parts = [join(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
         kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in names(block))
-        raise ValueError(f"one block has one dtype, but {kinds}. Cast them to one first.")
+        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:
         return array

@@ -72,7 +72,7 @@ def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, A
         if name != first != "bias_n" and first in found:  # in a GRU, the reset gate scales n's hidden bias
             found[first] = found[first] + values[name]
         elif "bias" not in name or isinstance(values[name], Tracer) or jnp.any(values[name] != 0):
-            raise ValueError(f"there is no place for {name!r}, so the other cell cannot compute the same.")
+            raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
     for name in wanted:
         first = name.removeprefix("hidden_")
         if name not in found and first in found:

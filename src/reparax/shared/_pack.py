@@ -177,7 +177,7 @@ def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
 
 def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
     if not isinstance(sizes, Mapping | tuple | list):
-        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
+        raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
     return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
 
 

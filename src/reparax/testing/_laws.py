@@ -109,7 +109,7 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
     raw = compiled_init(p, params, key)
     for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
-        require(p, "types", paths(effective) == paths(params), "the effective tree has other paths")
+        require(p, "types", paths(effective) == paths(params), "the effective tree has different paths")
         for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
             require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
@@ -185,7 +185,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
     same = types(abstract) == types(raw)
-    require(p, "transformations", same, "eval_shape of init gives other shapes or dtypes")
+    require(p, "transformations", same, "eval_shape of init gives different shapes or dtypes")
 
 
 def keys(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -196,8 +196,8 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
     require(p, "keys", fixed, "its deterministic chain is random")
     require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
     changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), drawn)
-    said = "" if p.stochastic else "not "
-    require(p, "keys", changes == p.stochastic, f"it says that it is {said}stochastic, but draws otherwise")
+    values = "the same values" if p.stochastic else "other values"
+    require(p, "keys", changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
         require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
         _require_independent(p, raw, key)
@@ -321,7 +321,7 @@ def update(p: Parametrization, params: PyTree, key: Array) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
     raw = moved(compiled_init(p, params, key), key)
     first, again = updated(p, raw, key), updated(p, raw, key)
-    require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
+    require(p, "update", equal(first, again), "the same raw tree and key give different results")
     compiled = partial(compiled_update, p, key=key)
     ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
     for who, advanced in ways.items():  # in order, because a stage cannot read the result of a wrong update
@@ -347,21 +347,21 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     raw, name = compiled_init(p, params, key), "checkpoints"
     for way, there_and_back in _formats.installed(raw).items():
         restored = there_and_back(raw)
-        require(p, name, equal(restored, raw), f"{way} gives another raw tree back")
+        require(p, name, equal(restored, raw), f"{way} returns a different raw tree")
         p.check(restored, like=params)
     if not has_functions(p):
-        require(p, name, from_json(p.to_json()) == p, "to_json and from_json give another one back")
+        require(p, name, from_json(p.to_json()) == p, "to_json and from_json return a different one")
     leaves, treedef = jax.tree.flatten(raw)
     for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
         i = turn % len(leaves)
         other = np.int16 if leaves[i].dtype == np.int8 else np.int8
         wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
-        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
+        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check accepts a wrong tree")
     if paths(raw) != paths(params) and not any(overrides(stage, "init", "apply") for stage in stages(p)):
-        require_raises(p, name, lambda: p.apply(params, key), "apply takes a tree that never went through init")
-        require_raises(p, name, lambda: p.init(raw, key), "init takes a raw tree")
-        require_raises(p, name, lambda: Chain().apply(raw), "another chain takes its raw tree")
+        require_raises(p, name, lambda: p.apply(params, key), "apply accepts a tree that never went through init")
+        require_raises(p, name, lambda: p.init(raw, key), "init accepts a raw tree")
+        require_raises(p, name, lambda: Chain().apply(raw), "another chain accepts its raw tree")
 
 
 def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
