@@ -329,7 +329,7 @@ class Parametrization(Static, ABC):
         return dump_stages((self,) if of_one else _stages(self))
 
     def check(self, raw: PyTree, like: PyTree) -> None:
-        """Checks that a raw tree, such as a restored checkpoint, has the structure of ``init(like)``.
+        """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
         Args:
           raw: The raw tree to check.

@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
-    # The one NaN of this process equals itself in a tuple.
+    # Tuples with NaN are equal only if it is the same object, so all NaN become this one.
     return math.nan if type(value) is float and math.isnan(value) else value
 
 

@@ -16,9 +16,10 @@ class Delta(Reparametrization):
     r"""A trained difference to fixed weights: :math:`w = w_0 + x`.
 
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
-    bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank, ``Kronecker((4, 4)) >>
-    Delta()`` is LoKr, ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa, ``RandomPrune(0.99) >> Delta()`` is SHiRA.
-    Only stages that store or freeze act on the base: ``Stored("int8") >> Delta()``.
+    bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
+    ``Kronecker((4, 4)) >> Delta()`` is LoKr, ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa, and
+    ``RandomPrune(0.99) >> Delta()`` is SHiRA. Only stages that store or freeze act on the base:
+    ``Stored("int8") >> Delta()``.
 
     Args:
       strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls

@@ -72,8 +72,9 @@ class PositiveDefinite(Matrices):
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, with softplus
     applied on its diagonal (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for positive
     definite matrices, if the dtype distinguishes the smallest eigenvalue from zero. Other matrices are made symmetric,
-    and their eigenvalues are raised to at least 2 n roundings of the largest. S holds logarithms, so with ``"expm"``
-    large eigenvalues have larger relative errors. Samples are Wishart matrices with mean I.
+    and their eigenvalues are raised to at least 2 n machine epsilons times the largest. S holds logarithms, so with
+    ``"expm"`` very large and very small eigenvalues have larger relative errors. Samples are Wishart matrices with mean
+    I.
 
     Args:
       map: ``"cholesky"``, which is cheaper, or ``"expm"``, which does not depend on the order of rows.

@@ -37,7 +37,7 @@ class _Pattern(Matrices):
         return padded[..., self.places(*_indices(n), n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # a linear space in the coordinates x itself
+        return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
 
     @abstractmethod
     def size(self, n: int) -> int:

@@ -41,9 +41,9 @@ class HardConcrete(Reparametrization):
     Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, of size 1 along axes that
     share a gate, in float32 for half-precision weights; ``mask`` (fixed), m, of the same shape, 1 where a gate is open.
     ``p.deterministic`` and ``fold`` use the mean :math:`m \, E[z] \, x`, and ``init`` inverts it, up to rounding.
-    ``update`` permanently closes the gates that the paper closes at test time, where :math:`\mathrm{sigm}(\log \alpha)
-    < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero weights: :math:`\sum P(z > 0)`,
-    each gate counted once per weight.
+    ``update`` permanently closes the gates that the paper closes at test time, those with
+    :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero
+    weights: :math:`\sum P(z > 0)`, each gate counted once per weight.
 
     Args:
       keep: The initial probability :math:`P(z > 0)`, above 0.32; ``update`` closes gates below it.

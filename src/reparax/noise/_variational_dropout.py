@@ -22,8 +22,8 @@ class VariationalDropout(Reparametrization):
     r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
 
     Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
-    float32 for half-precision weights; ``mask`` (fixed), m, real, 0 where a weight is pruned. ``init`` gives ``theta =
-    w`` exactly; ``p.deterministic`` and ``fold`` use :math:`m \theta`. ``update`` permanently prunes weights that are
+    float32 for half-precision weights; ``mask`` (fixed), m, real, 0 where a weight is pruned. ``init`` is exact, with
+    ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`. ``update`` permanently prunes weights that are
     mostly noise, those with :math:`\log \alpha` above ``threshold``. The penalty is the paper's approximation of the
     divergence from the log-uniform prior,
 

@@ -16,7 +16,7 @@ from reparax._stage.leaf import Reparametrization
 class WeightNorm(Reparametrization):
     r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
 
-    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, 1 along the normed axes, in float32 for
+    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
     half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
     :math:`g = \lVert w \rVert`; it is exact for every ``w`` with a finite norm. For norms below 1e-28 or above 1e28,
     whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and

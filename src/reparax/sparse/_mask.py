@@ -33,10 +33,10 @@ def largest(scores: Array, count: Any) -> Array:
 class Mask(Reparametrization):
     r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
-    elsewhere. To use a mask of your own, multiply by it first: ``Mask().init(jax.tree.map(jnp.multiply, params,
-    masks))``. ``init`` is exact. No gradient passes to masked entries. An array of zeros would stay zero: leave it out
-    with ``where``. To change the mask, call ``init`` again.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
+    elsewhere. To use masks of your own, multiply by them first:
+    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. ``init`` is exact. No gradient passes to masked entries.
+    An array of zeros would stay zero: leave it out with ``where``. To change the mask, call ``init`` again.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -70,13 +70,13 @@ class Mask(Reparametrization):
 class NofM(Constraint):
     r"""N:M sparsity, :math:`w = m \, x`: of each ``m`` consecutive weights along an axis, only the ``n`` largest.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w`` has
-    at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights, those
-    with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to masked
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
+    has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
+    those with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to masked
     entries. Their raw values are kept, so a later ``update`` may bring them back.
 
     Args:
-      n: The number of nonzero weights in a group.
+      n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
       axis: The axis along which groups are formed.
       outside: As for :class:`Constraint`.

@@ -51,7 +51,7 @@ def _check_order(value: Any, who: str, name: str) -> float:
 class MagnitudePrune(_Prune):
     r"""Weights with a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
     ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest such point; among equal
     weights, those with lower index stay.
 
@@ -99,7 +99,7 @@ class MagnitudePrune(_Prune):
 class RandomPrune(_Prune):
     r"""Weights with a given sparsity: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
     Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise it starts at a random such
     point, while ``project`` gives the nearest. No gradient passes to masked entries.
 

@@ -25,8 +25,8 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
     are the same. All other values are computed by ``init`` from the current weights. In an optimizer's state, the
     moments of kept values are kept, other moments start at zero, and counters are kept.
 
-    If a state has moments for only some of the values that train, as under ``optax.masked``, moments of kept values are
-    kept. If there are new values as well, it is refused, because the state does not show which of them need moments.
+    A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
+    values are kept, but new values are an error, because the state does not show which of them need moments.
 
     It also reads raw trees of older versions, in which markers were numbered over the whole tree:
     ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
