@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers test-versions bench bench-device docs notebooks lint format clean
+.PHONY: demo test test-peers test-versions bench bench-device evidence docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -30,6 +30,10 @@ bench: $(VENV)/bench.stamp
 # What depends on the device, for a machine that is lent for minutes.
 bench-device: $(VENV)/bench.stamp
 	$(RUN) benchmarks memory draws peers overhead
+
+# What is on file is not run again: delete a file of benchmarks/evidence/results, or run the module with --again.
+evidence: $(VENV)/evidence.stamp
+	$(RUN) -m benchmarks.evidence
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html

@@ -27,7 +27,7 @@ try:
     from rich.table import Table
     from sklearn.datasets import load_digits
 except ModuleNotFoundError as error:
-    raise SystemExit(f"The demo needs {error.name}; install all that it needs: pip install 'reparax[demo]'") from error
+    raise SystemExit(f"The demo needs {error.name}. Install it with: pip install 'reparax[demo]'") from error
 
 PyTree = Any
 Track = Callable[[Sequence[int]], Iterable[int]]
@@ -38,7 +38,7 @@ CONFIGURATIONS: Mapping[str, rpx.Parametrization] = {"plain": rpx.Chain()} | {re
 MODEL = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(128), nn.relu, nn.Dense(10)])
 OPTIMIZER = rpx.optimizer(optax.adam(3e-3))
 BATCH = 64
-CHUNK = 50  # steps between two movements of the progress bar
+CHUNK = 50  # steps between updates of the progress bar
 
 STDS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 TABLE_STD = 0.2
@@ -50,7 +50,7 @@ STYLES = (("#000000", "o-"), ("#56B4E9", "s--"), ("#D55E00", "^-"), ("#009E73", 
 
 
 class Digits(NamedTuple):
-    """Images, in rows of 64 numbers between 0 and 1, and the digits that they show."""
+    """Images as rows of 64 numbers between 0 and 1, and the digits that they show."""
 
     images: Array
     labels: Array
@@ -85,7 +85,7 @@ class EvenlySpaced(rpx.Perturbation):
 
 
 def load(n: int = 300) -> tuple[Digits, Digits]:
-    """The digits in a fixed random order, divided into ``n`` training images and the others."""
+    """The digits in a fixed random order, split into ``n`` training images and the rest."""
     bunch: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(bunch.target))
     images = jnp.asarray(bunch.data[order] / 16, jnp.float32)
@@ -123,7 +123,7 @@ def start(p: rpx.Parametrization, params: PyTree) -> State:
 
 @jax.jit
 def advance(p: rpx.Parametrization, data: Digits, states: State, keys: Array) -> State:
-    """A training step for each column of ``keys``, in each state with its own row."""
+    """One training step for each column of ``keys``; each state uses its own row."""
 
     def one(state: State, keys: Array) -> State:
         return jax.lax.scan(lambda state, key: (step(p, data, state, key), None), state, keys)[0]
@@ -139,10 +139,10 @@ def train(p: rpx.Parametrization, params: PyTree, data: Digits, keys: Array, tra
       params: The initial parameters, with a leading axis for the seeds.
       data: The training images.
       keys: A row for each seed and a column for each step.
-      track: What to wrap the loop over chunks of steps in, such as a progress bar.
+      track: Wraps the loop over chunks of steps, for example in a progress bar.
 
     Returns:
-      The trained parameters as the plain model reads them, in the form of ``params``.
+      The trained parameters as plain weights, with the structure of ``params``.
     """
     states = start(p, params)
     for first in track(range(0, keys.shape[1], CHUNK)):
@@ -166,14 +166,14 @@ def perturbed_accuracy(params: PyTree, std: float | Array, key: Array, data: Dig
 
 
 def quantized_accuracy(params: PyTree, data: Digits) -> Array:
-    """Accuracy with quantized kernels; the biases stay as they are."""
+    """Accuracy with quantized kernels; biases are not quantized."""
     logits: Any = MODEL.apply(EvenlySpaced(BITS).apply(params), data.images)
     return accuracy(logits, data.labels)
 
 
 @jax.jit
 def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
-    """The scores of models stacked along a leading axis, each with a key of its own for the noise."""
+    """The scores of models stacked along a leading axis, each with its own key for the noise."""
 
     def one(params: PyTree, key: Array) -> Scores:
         perturbed = jax.lax.map(lambda std: perturbed_accuracy(params, std, key, data), jnp.array(STDS))
@@ -183,7 +183,7 @@ def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
 
 
 def columns(scores: Mapping[str, Scores]) -> dict[str, dict[str, Array]]:
-    """What the table shows: for each heading and each configuration, an accuracy for each seed."""
+    """The columns of the table: for each heading and configuration, an accuracy for each seed."""
     clean, noisy = STDS.index(0.0), STDS.index(TABLE_STD)
     return {
         "clean": {name: score.perturbed[:, clean] for name, score in scores.items()},
@@ -210,7 +210,7 @@ def apart(a: Array, b: Array) -> bool:
 
 
 def verdict(heading: str, column: Mapping[str, Array]) -> str:
-    """What one column of the table shows, if it shows anything."""
+    """A sentence on whether a column of the table differs from plain training."""
     plain = column["plain"]
     others = [f"{name} ({cell(values)})" for name, values in column.items() if apart(values, plain)]
     difference = f"difference from plain ({cell(plain)}) beyond the spread over seeds"
@@ -254,16 +254,16 @@ def plot(scores: Mapping[str, Scores]) -> Figure:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked before any time is spent on training."""
+    """The command-line options, checked before training starts."""
     parser = argparse.ArgumentParser(prog="python -m reparax.demo", description="Weight noise on handwritten digits.")
     parser.add_argument("--steps", type=int, default=1000, help="training steps of each model (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=8, help="models of each configuration (default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("demo.png"), help="PNG to write (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     if chosen.steps < 1:
-        parser.error(f"--steps is at least 1, not {chosen.steps}.")
+        parser.error(f"--steps must be at least 1, got {chosen.steps}.")
     if chosen.seeds < 2:
-        parser.error(f"--seeds is at least 2, for a standard deviation, not {chosen.seeds}.")
+        parser.error(f"--seeds must be at least 2, for a standard deviation, got {chosen.seeds}.")
     if not chosen.plot.parent.is_dir():
         parser.error(f"--plot: there is no directory {str(chosen.plot.parent)!r}.")
     return chosen
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = columns(scores)
     console.print(table(shown), *(verdict(heading, column) for heading, column in shown.items()), sep="\n")
     console.print(f"{chosen.seeds} seeds, {chosen.steps} steps each, {seconds:.0f} seconds of training.")
-    console.print("One small data set and nothing tuned: this is no ranking of the methods.")
+    console.print("One small data set, and nothing is tuned: do not read this as a ranking of the methods.")
     plot(scores).savefig(chosen.plot, format="png", dpi=150)
     console.print(f"Plot: {chosen.plot}")
 

@@ -223,5 +223,5 @@ def test_too_few_names_are_refused() -> None:
 
 
 def test_an_array_by_itself_has_no_names() -> None:
-    with raises(ValueError, "the axis 'mlp' is a name, but an array by itself has no names. Give the number."):
+    with raises(ValueError, "the axis 'mlp' is a name, but a plain array has no axis names. Give the number."):
         rpx.Sphere("mlp").project(jnp.ones((2, 2)))

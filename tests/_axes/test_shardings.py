@@ -278,7 +278,7 @@ def test_specs_alone_tell_no_shapes():
     refused(
         {"w": BOTH},
         None,
-        " got specs alone, which tell no shapes. Pass like=params, the parameters or their shapes and dtypes.",
+        " got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes.",
     )
 
 
@@ -286,8 +286,8 @@ def test_every_array_needs_a_spec():
     refused(
         {"w": BOTH},
         shapes(w=(8, 16), b=(16,)),
-        ": the parameters hold 'b', the specs do not. Give one PartitionSpec for each array; PartitionSpec() keeps it "
-        "whole on every device.",
+        ": the parameters hold 'b', the specs do not. Give one PartitionSpec for each array; PartitionSpec() "
+        "replicates it on every device.",
     )
 
 
@@ -295,8 +295,8 @@ def test_every_spec_needs_an_array():
     refused(
         {"w": BOTH, "v": BOTH},
         shapes(w=(8, 16)),
-        ": the specs hold 'v', the parameters do not. Give one PartitionSpec for each array; PartitionSpec() keeps it "
-        "whole on every device.",
+        ": the specs hold 'v', the parameters do not. Give one PartitionSpec for each array; PartitionSpec() "
+        "replicates it on every device.",
     )
 
 
@@ -304,8 +304,8 @@ def test_an_array_that_lies_on_no_mesh_says_no_spec():
     refused(
         shapes(w=(8, 16)),
         None,
-        " at 'w': expected a PartitionSpec or an array that lies on a mesh, got float32[8, 16] on none. Give the "
-        "specs, and the parameters as `like`.",
+        " at 'w': expected a PartitionSpec or an array placed on a mesh, got float32[8, 16] without a mesh. "
+        "Give the specs, and the parameters as `like`.",
     )
 
 
@@ -330,8 +330,8 @@ def test_an_axis_of_the_mesh_cuts_one_axis_of_an_array():
     refused(
         {"w": P("model", ("model", "data"))},
         shapes(w=(8, 16)),
-        f" at 'w': {SPEC}('model', ('model', 'data')) names 'model' twice. An axis of the mesh cuts one axis of an "
-        "array.",
+        f" at 'w': {SPEC}('model', ('model', 'data')) names 'model' twice. A mesh axis can shard only one axis of "
+        f"an array.",
     )
 
 
@@ -339,8 +339,8 @@ def test_parts_of_an_axis_are_of_one_size():
     refused(
         {"w": P(("data", "model"))},
         shapes(w=(12, 16)),
-        f" at 'w': {SPEC}(('data', 'model'),) cuts axis 0 of float32[12, 16] into 8 parts, which are not of one size. "
-        "Leave that axis whole.",
+        f" at 'w': {SPEC}(('data', 'model'),) shards axis 0 of float32[12, 16] into 8 parts, which would not be "
+        f"equal. Do not shard that axis.",
     )
 
 
@@ -355,8 +355,8 @@ def test_parts_of_an_axis_are_of_one_size():
 def test_the_state_needs_a_sharding_for_each_raw_array(raw, shardings, path):
     state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW)
     message = (
-        f"state_shardings: the raw tree holds {path!r}, for which there is no sharding. Pass the raw tree, and what "
-        "`p.shardings` gives for it."
+        f"state_shardings: there is no sharding for {path!r} of the raw tree. Pass the raw tree, and the result of "
+        "`p.shardings` for it."
     )
     with raises(ValueError, message):
         rpx.state_shardings(state, raw, shardings)

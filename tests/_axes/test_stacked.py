@@ -239,18 +239,19 @@ def test_columns_before_rows():
     [
         (
             rpx.LowRank(2),
-            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Say which axes are rows and columns "
-            "(rows=0, columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Give the axes of rows and columns "
+            "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it "
+            "out with `where`.",
         ),
         (
             rpx.Orthogonal(rows=0, columns=1),
-            "Orthogonal(rows=0, columns=1).init at 'w': expected rows and columns that share the axes of shape "
-            "(6, 2, 3) among them, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
+            "Orthogonal(rows=0, columns=1).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or "
+            "in columns, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
         ),
         (
             rpx.LowRank(2, rows=(0, 0)),
-            "LowRank(2, rows=(0, 0)).init at 'w': expected rows and columns that share the axes of shape (6, 2, 3) "
-            "among them, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
+            "LowRank(2, rows=(0, 0)).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or in "
+            "columns, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
         ),
         (
             rpx.Symmetric(rows=0),
@@ -259,9 +260,9 @@ def test_columns_before_rows():
         ),
         (
             rpx.LowRank(2, rows=(), columns=(0, 1, 2)),
-            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected rows and columns that share the axes of "
-            "shape (6, 2, 3) among them, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do not "
-            "count.",
+            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected each axis of shape (6, 2, 3) to be "
+            "in rows or in columns, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do "
+            "not count.",
         ),
         (
             rpx.WeightNorm(stacked="layers"),
@@ -271,7 +272,7 @@ def test_columns_before_rows():
         (
             rpx.WeightNorm(stacked=5, where="w"),
             "WeightNorm(where='w', stacked=5).init at 'w': stacked=(5,) is out of bounds for an array of shape "
-            "(6, 2, 3). Leave it out with `where`, or give it a stage of its own.",
+            "(6, 2, 3). Leave it out with `where`, or use a separate stage for it.",
         ),
     ],
     ids=repr,
@@ -296,7 +297,7 @@ def test_axes_that_do_not_fit_are_refused(stage, text):
             rpx.LowRank(3),
             rpx.LowRank(3, stacked=0),
             (6, 4),
-            "expected values of equally many stacked arrays, got (3,), (6,)",
+            "expected values with equal numbers of stacked arrays, got (3,), (6,)",
         ),
     ],
     ids=repr,
@@ -312,15 +313,15 @@ def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
 
 @pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
 def test_stacked_axes_count_once_from_the_front(axes):
-    text = f"WeightNorm got stacked={axes!r}, but counts each of these axes once, from the front. Write it so."
+    text = f"WeightNorm got stacked={axes!r}, but takes different axes, counted from the front (at least 0)."
     with raises(ValueError, text):
         rpx.WeightNorm(stacked=axes)
 
 
 def test_global_pruning_takes_no_stacked_axes():
     text = (
-        "GlobalPrune got stacked=0, but ranks the weights of all arrays together. Leave `stacked` out, or prune each "
-        "array by itself with MagnitudePrune."
+        "GlobalPrune got stacked=0, but ranks the weights of all arrays together. Leave `stacked` out, or "
+        "prune each array alone with MagnitudePrune."
     )
     with raises(ValueError, text):
         rpx.GlobalPrune(0.5, stacked=0)

@@ -103,8 +103,8 @@ def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over()
     old, new = rpx.WeightNorm(where=lambda path, w: w.ndim >= 2), rpx.WeightNorm()
     raw = old.init(params)
     text = (
-        "WeightNorm().apply does not select 'query/bias', where the raw tree holds '@weight_norm': another chain made "
-        "it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+        "WeightNorm().apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
+        "chain or an older version of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
     )
     with raises(ValueError, text):
         new.apply(raw)
@@ -137,17 +137,17 @@ OTHER = (
     [
         pytest.param(
             lambda node: node.update(bias=jnp.ones(2)),
-            f"WeightNorm().apply at 'w': 'bias' stands beside '@weight_norm': {OTHER}",
+            f"WeightNorm().apply at 'w': found 'bias' beside '@weight_norm': {OTHER}",
             id="beside the marker",
         ),
         pytest.param(
             lambda node: node["@weight_norm"].update(z=jnp.ones(1)),
-            f"WeightNorm().apply at 'w': the value 'z' is none of ('g', 'v'): {OTHER}",
+            f"WeightNorm().apply at 'w': expected values named ('g', 'v'), got 'z': {OTHER}",
             id="beside the values",
         ),
         pytest.param(
             lambda node: node.update({"@weight_norm": jnp.ones((3, 2))}),
-            f"WeightNorm().apply at 'w': '@weight_norm' holds no values but float32[3, 2]: {OTHER}",
+            f"WeightNorm().apply at 'w': expected a dict of values under '@weight_norm', got float32[3, 2]: {OTHER}",
             id="no values",
         ),
     ],
@@ -176,7 +176,10 @@ def test_an_array_under_a_marker_is_refused(key):
         rpx.labels(bad)
     with raises(ValueError, text):
         p.apply(bad, key)
-    with raises(ValueError, f"WeightNorm().apply at 'w': '@weight_norm' holds no values but float32[3, 2]: {OTHER}"):
+    with raises(
+        ValueError,
+        f"WeightNorm().apply at 'w': expected a dict of values under '@weight_norm', got float32[3, 2]: {OTHER}",
+    ):
         p.fold(bad)
 
 
@@ -317,8 +320,8 @@ def test_a_node_that_no_stage_could_have_made_is_named():
     raw = p.init({"v": jnp.ones((3, 2)), "w": jnp.ones((3, 2))})
     raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
     text = (
-        "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain made it, or one whose "
-        "default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+        "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain or an older version "
+        "of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
     )
     with raises(ValueError, text):
         p.apply(raw)
@@ -391,7 +394,7 @@ def test_a_tie_between_two_noises_shares_the_first_and_not_the_second(key):
     ("patterns", "error", "text"),
     [
         ((), TypeError, "all_but takes at least one regular expression for whole paths, but got none."),
-        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Write text."),
+        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Pass strings."),
         (
             ("(",),
             ValueError,

@@ -153,9 +153,9 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_check_names_it() -> Non
     p = CHAINS["tie"]
     lost = _without_empty_nodes(p.init(_params()))
     assert _message(ValueError, lambda: p.check(lost, like=_params())) == (
-        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).check found a raw tree that is not what `init` makes of "
-        "`like`:\n"
-        "  out/kernel: missing, expected @tie\n"
+        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).check found a raw tree that differs from "
+        "`init(like)`:\n  "
+        "out/kernel: missing, expected @tie\n"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
 
@@ -164,9 +164,9 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_apply_names_it() -> Non
     p = CHAINS["tie"]
     lost = _without_empty_nodes(p.init(_params()))
     assert _message(ValueError, lambda: p.apply(lost)) == (
-        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).apply found nothing at 'out/kernel', where `init` leaves an "
-        "empty node, which flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` "
-        "gives."
+        "Tie({'out/kernel': ('emb/table', jnp.transpose)}).apply found nothing at 'out/kernel', where `init` "
+        "leaves an empty node. Flattened formats lose empty nodes: restore into the structure of "
+        "`jax.eval_shape(p.init, params)`."
     )
 
 
@@ -307,31 +307,30 @@ def test_the_configuration_tells_maps_apart_whose_raw_trees_are_alike() -> None:
 STAGE = '{"reparax": 1, "stages": [%s]}'
 
 UNREADABLE = {
-    "empty": ("", "from_json needs the text that `p.to_json()` of format 1 wrote, but got ''."),
+    "empty": ("", "from_json needs a text from `p.to_json()` in format 1, but got ''."),
     "no_json": (
         "WeightNorm()",
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got 'WeightNorm()'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got 'WeightNorm()'.",
     ),
-    "list": ("[1, 2]", "from_json needs the text that `p.to_json()` of format 1 wrote, but got '[1, 2]'."),
-    "null": ("null", "from_json needs the text that `p.to_json()` of format 1 wrote, but got 'null'."),
-    "other_json": ('{"a": 1}', "from_json needs the text that `p.to_json()` of format 1 wrote, but got '{\"a\": 1}'."),
+    "list": ("[1, 2]", "from_json needs a text from `p.to_json()` in format 1, but got '[1, 2]'."),
+    "null": ("null", "from_json needs a text from `p.to_json()` in format 1, but got 'null'."),
+    "other_json": ('{"a": 1}', "from_json needs a text from `p.to_json()` in format 1, but got '{\"a\": 1}'."),
     "long": (
         json.dumps(list(range(100))),
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got "
-        "'[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 1'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, "
+        "11, 12, 13, 14, 15, 16, 1'.",
     ),
     "later_format": (
         '{"reparax": 2, "stages": []}',
-        'from_json needs the text that `p.to_json()` of format 1 wrote, but got \'{"reparax": 2, "stages": []}\'.',
+        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 2, "stages": []}\'.',
     ),
     "no_stages": (
         '{"reparax": 1}',
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got '{\"reparax\": 1}'.",
+        "from_json needs a text from `p.to_json()` in format 1, but got '{\"reparax\": 1}'.",
     ),
     "no_class": (
         STAGE % '{"std": 1.0}',
-        "from_json needs the text that `p.to_json()` of format 1 wrote, but got "
-        '\'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
+        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
     ),
     "unknown_class": (
         STAGE % '{"class": "reparax.Nope"}',
@@ -383,26 +382,27 @@ def half(x: Array) -> Array:
 def test_a_predicate_has_no_form_in_json() -> None:
     text = _message(ValueError, (rpx.WeightNorm(where=everything) >> rpx.VarNoise(0.1)).to_json)
     assert text == (
-        "WeightNorm(where=everything).to_json cannot write where=everything: only numbers, text, stages and functions "
-        "of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in "
-        "code."
+        "WeightNorm(where=everything).to_json cannot write where=everything: only numbers, strings, stages and "
+        "functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep "
+        "this stage in code."
     )
 
 
 def test_a_transform_of_ones_own_has_no_form_in_json() -> None:
     text = _message(ValueError, rpx.Tie({"a": ("b", half)}).to_json)
     assert text == (
-        "Tie({'a': ('b', half)}).to_json cannot write ties=half: only numbers, text, stages and functions of jax have "
-        "a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+        "Tie({'a': ('b', half)}).to_json cannot write ties=half: only numbers, strings, stages and functions "
+        "of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage "
+        "in code."
     )
 
 
 def test_a_traced_hyperparameter_has_no_form_in_json() -> None:
     text = _message(ValueError, lambda: jax.jit(lambda std: rpx.VarNoise(std).to_json())(0.1))
     assert text == (
-        "VarNoise(<traced float32>).to_json cannot write std=<traced float32>: only numbers, text, stages and "
-        "functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this "
-        "stage in code."
+        "VarNoise(<traced float32>).to_json cannot write std=<traced float32>: only numbers, strings, stages "
+        "and functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or "
+        "keep this stage in code."
     )
 
 
@@ -498,7 +498,7 @@ def test_check_names_what_is_wrong(change: Callable[[Any], object], lines: str) 
     change(raw)
     before = jax.tree.map(lambda x: x, raw)
     assert _message(ValueError, lambda: CHECKED.check(raw, like=LIKE)) == (
-        "(WeightNorm() >> Freeze(where='emb/.*')).check found a raw tree that is not what `init` makes of `like`:\n"
+        "(WeightNorm() >> Freeze(where='emb/.*')).check found a raw tree that differs from `init(like)`:\n"
         f"{lines}"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
@@ -571,7 +571,7 @@ def test_check_tells_the_raw_tree_of_another_chain(
     p: rpx.Parametrization, make: Callable[[], Any], who: str, lines: str
 ) -> None:
     assert _message(ValueError, lambda: p.check(make(), like=W)) == (
-        f"{who}.check found a raw tree that is not what `init` makes of `like`:\n"
+        f"{who}.check found a raw tree that differs from `init(like)`:\n"
         f"{lines}"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )
@@ -610,7 +610,7 @@ def test_check_takes_model_parts_without_parameters() -> None:
 def test_check_speaks_of_a_missing_empty_part_as_what_it_is() -> None:
     text = _message(ValueError, lambda: rpx.WeightNorm().check(rpx.WeightNorm().init(W), like={**W, "dropout": {}}))
     assert text == (
-        "WeightNorm().check found a raw tree that is not what `init` makes of `like`:\n"
-        "  dropout: missing, expected an empty node\n"
+        "WeightNorm().check found a raw tree that differs from `init(like)`:\n  "
+        "dropout: missing, expected an empty node\n"
         "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )

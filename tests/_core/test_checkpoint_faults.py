@@ -131,7 +131,7 @@ def test_a_raw_tree_and_its_chain_come_back_as_they_were(name, stored):
 def refusal(p, lines):
     who = f"({p!r})" if isinstance(p, rpx.Chain) and len(p.stages) > 1 else repr(p)
     return (
-        f"{who}.check found a raw tree that is not what `init` makes of `like`:\n"
+        f"{who}.check found a raw tree that differs from `init(like)`:\n"
         + "".join(f"  {line}\n" for line in lines)
         + "Load it with the chain that made it, or start again with `raw = p.init(params)`."
     )

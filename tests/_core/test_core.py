@@ -172,7 +172,7 @@ def test_a_random_stage_on_whole_trees_must_say_what_its_mean_is():
     class Noisy(Swap):
         stochastic = True
 
-    text = "Noisy() draws random numbers, but does not say what its mean is. Define `deterministic`."
+    text = "Noisy() draws random numbers, but does not define its mean. Define `deterministic`."
     with pytest.raises(TypeError) as error:
         (Noisy() >> rpx.WeightNorm()).fold({})
     assert str(error.value) == text
@@ -268,10 +268,10 @@ def test_a_stage_cannot_be_changed():
     p = rpx.VarNoise(0.1)
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         p.std = 0.2
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' is set where it is built. Build another one."
+    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' is set when it is built. Build a new one."
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         del p.std
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' stays. Build another one."
+    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' cannot be deleted. Build a new one."
     assert p == rpx.VarNoise(0.1)
 
 
@@ -322,7 +322,7 @@ def test_a_stage_without_formulas_says_so():
     with pytest.raises(TypeError) as error:
         rpx.Mean(Marked())
     assert str(error.value).startswith(
-        "Mean takes a stage that draws random numbers and says their mean, but got Marked()"
+        "Mean takes a stage that draws random numbers and defines their mean, but got Marked()"
     )
 
 
@@ -349,8 +349,8 @@ def test_update_says_so_where_a_fixed_value_has_no_place():
     with pytest.raises(ValueError, match=r"^update changed 'w/@counter/@fixed/") as error:
         p.update(p.init({"w": jnp.ones(3)}))
     assert str(error.value).endswith(
-        "but found no place for it in the raw tree: an earlier stage makes that value anew. "
-        "Put that stage behind, or let it pass the value through as it is."
+        "but cannot write it to the raw tree: an earlier stage computes that value. "
+        "Put that stage later in the chain, or let it return the value unchanged."
     )
 
 

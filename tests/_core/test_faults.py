@@ -121,7 +121,7 @@ NO_ARRAYS: dict[str, Any] = {"none": None, "number": 1.5, "int": 3, "flag": True
 def test_a_selected_leaf_that_is_no_array_is_not_found(who: str, p: rpx.Parametrization, leaf: Any) -> None:
     message = (
         f"{who}.init selects nothing: no path matches 'x' as a whole. The nearest of 1 paths are 'w'. "
-        "Correct the expression; `.*` stands for any text."
+        "Correct the expression; `.*` matches any text."
     )
     _assert_raises(Fault(p.init, lambda: ({"x": leaf, "w": KERNEL},), ValueError, message))
 
@@ -131,36 +131,36 @@ OF_MANY_DIMENSIONS = {
         rpx.WeightNorm(where=".*").init,
         lambda: ({"x": jnp.float32(1)},),
         ValueError,
-        "WeightNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "WeightNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_norm_axis": Fault(
         rpx.WeightNorm(axis=2).init,
         lambda: ({"x": KERNEL},),
         ValueError,
-        "WeightNorm(axis=2).init at 'x': axis=2 is out of bounds for an array of shape (3, 2). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "WeightNorm(axis=2).init at 'x': axis=2 is out of bounds for an array of shape (3, 2). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_norm_axes": Fault(
         rpx.WeightNorm(axis=(0, -3)).init,
         lambda: ({"x": KERNEL},),
         ValueError,
         "WeightNorm(axis=(0, -3)).init at 'x': axis=(0, -3) is out of bounds for an array of shape (3, 2). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "Leave it out with `where`, or use a separate stage for it.",
     ),
     "spectral_norm": Fault(
         rpx.SpectralNorm(where=".*").init,
         lambda: ({"x": jnp.float32(1)},),
         ValueError,
-        "SpectralNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). "
-        "Leave it out with `where`, or give it a stage of its own.",
+        "SpectralNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). Leave it out "
+        "with `where`, or use a separate stage for it.",
     ),
     "weight_dropout": Fault(
         lambda w: rpx.WeightDropout(0.5, broadcast=(1, 2)).apply(w, _key()),
         lambda: ({"x": KERNEL},),
         ValueError,
-        "WeightDropout(0.5, broadcast=(1, 2)).apply at 'x': broadcast=(1, 2) is out of bounds for an array of shape "
-        "(3, 2). Leave it out with `where`, or give it a stage of its own.",
+        "WeightDropout(0.5, broadcast=(1, 2)).apply at 'x': broadcast=(1, 2) is out of bounds for an array of "
+        "shape (3, 2). Leave it out with `where`, or use a separate stage for it.",
     ),
     "low_rank_scalar": Fault(
         rpx.LowRank(1, where=".*").init,
@@ -387,7 +387,7 @@ WRONG_TREES = {
         (rpx.WeightNorm() >> rpx.LowRank(1)).apply,
         lambda: ((rpx.LowRank(1) >> rpx.WeightNorm()).init(_params()),),
         ValueError,
-        "WeightNorm().apply does not know what stands under '@weight_norm' at 'dense/kernel': another chain made this "
+        "WeightNorm().apply does not know the values under '@weight_norm' at 'dense/kernel': another chain made this "
         "raw tree. "
         f"{OTHER_CHAIN}",
     ),
@@ -409,14 +409,14 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: _node(v=1.0),
         ValueError,
-        f"WeightNorm().apply at 'k': the value 'v' is no array but float: another chain made this raw tree. "
+        f"WeightNorm().apply at 'k': expected an array as 'v', got float: another chain made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "none_in_a_marker": Fault(
         rpx.WeightNorm().apply,
         lambda: _node(v=None),
         ValueError,
-        f"WeightNorm().apply at 'k': the value 'v' is no array but NoneType: another chain made this raw tree. "
+        f"WeightNorm().apply at 'k': expected an array as 'v', got NoneType: another chain made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "missing_value": Fault(
@@ -441,14 +441,16 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: ({"k": {"@weight_norm": jnp.asarray(KERNEL)}},),
         ValueError,
-        f"WeightNorm().apply at 'k': '@weight_norm' holds no values but float32[3, 2]: another chain made this raw "
+        f"WeightNorm().apply at 'k': expected a dict of values under '@weight_norm', got float32[3, 2]: another "
+        f"chain made this raw "
         f"tree. {OTHER_CHAIN}",
     ),
     "array_for_the_fixed_values": Fault(
         rpx.SpectralNorm().apply,
         lambda: ({"k": {"@spectral_norm": {"w": KERNEL, "@fixed": jnp.ones(3)}}},),
         ValueError,
-        f"SpectralNorm().apply at 'k': '@fixed' holds no values but float32[3]: another chain made this raw tree. "
+        f"SpectralNorm().apply at 'k': expected a dict of values under '@fixed', got float32[3]: another chain "
+        f"made this raw tree. "
         f"{OTHER_CHAIN}",
     ),
     "unknown_marker": Fault(
@@ -492,52 +494,50 @@ SELECTIONS = {
         rpx.WeightNorm(where="dense/kernl").init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where='dense/kernl').init selects nothing: no path matches 'dense/kernl' as a whole. "
-        "The nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "WeightNorm(where='dense/kernl').init selects nothing: no path matches 'dense/kernl' as a whole. The "
+        "nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct the expression; `.*` matches any "
+        "text.",
     ),
     "part_of_a_path": Fault(
         rpx.WeightNorm(where="kernel").init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole. "
-        "The nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole. The nearest of "
+        "3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct the expression; `.*` matches any text.",
     ),
     "start_of_a_path": Fault(
         rpx.VarNoise(0.1, where="dense").apply,
         lambda: (_params(), _key()),
         ValueError,
-        "VarNoise(0.1, where='dense').apply selects nothing: no path matches 'dense' as a whole. "
-        "The nearest of 3 paths are 'dense/bias', 'dense/kernel', 'step'. "
-        "Correct the expression; `.*` stands for any text.",
+        "VarNoise(0.1, where='dense').apply selects nothing: no path matches 'dense' as a whole. The nearest "
+        "of 3 paths are 'dense/bias', 'dense/kernel', 'step'. Correct the expression; `.*` matches any text.",
     ),
     "predicate": Fault(
         rpx.WeightNorm(where=nothing).init,
         lambda: (_params(),),
         ValueError,
         "WeightNorm(where=nothing).init selects nothing: the predicate is false for all 3 paths ('dense/bias', "
-        "'dense/kernel', 'step'). Print the paths it is called with.",
+        "'dense/kernel', 'step'). Print the paths that it gets.",
     ),
     "selected": Fault(
         rpx.WeightNorm(where=rpx.selected({"dense": {"kernl": True}})).init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where=selected({'dense/kernl': True})).init selects nothing: the predicate is false for all 3 "
-        "paths ('dense/bias', 'dense/kernel', 'step'). Print the paths it is called with.",
+        "WeightNorm(where=selected({'dense/kernl': True})).init selects nothing: the predicate is false for "
+        "all 3 paths ('dense/bias', 'dense/kernel', 'step'). Print the paths that it gets.",
     ),
     "default": Fault(
         rpx.WeightNorm().init,
         lambda: ({"bias": jnp.ones(2)},),
         ValueError,
-        "WeightNorm().init selects nothing: its default takes none of the 1 arrays ('bias'). Name some with `where`.",
+        "WeightNorm().init selects nothing: its default takes none of the 1 arrays ('bias'). Select some with `where`.",
     ),
     "default_of_many": Fault(
         rpx.LowRank(1).init,
         lambda: ({name: jnp.ones(2) for name in "abcde"},),
         ValueError,
-        "LowRank(1).init selects nothing: its default takes none of the 5 arrays ('a', 'b', 'c', ...). "
-        "Name some with `where`.",
+        "LowRank(1).init selects nothing: its default takes none of the 5 arrays ('a', 'b', 'c', ...). Select "
+        "some with `where`.",
     ),
     "no_arrays": Fault(
         rpx.VarNoise(0.1).init,
@@ -696,7 +696,7 @@ CONSTRUCTORS = {
             functools.partial(tuple, [value]),
             ValueError,
             f"WeightDropout got rate={value}, but a rate is at least 0 and less than 1. "
-            "It is the share of weights that are dropped, not kept.",
+            "It is the share of weights to drop, not to keep.",
         )
         for value in [1.5, -0.1, 1.0, float("nan")]
     },
@@ -741,7 +741,7 @@ CONSTRUCTORS = {
         rpx.SpectralNorm,
         lambda: (0.5,),
         TypeError,
-        "SpectralNorm takes a whole number as n_steps, but got 0.5.",
+        "SpectralNorm takes an integer as n_steps, but got 0.5.",
     ),
     "dtype_unknown": Fault(
         rpx.Cast,
@@ -766,7 +766,7 @@ CONSTRUCTORS = {
             rpx.LowRank,
             functools.partial(tuple, [rank]),
             TypeError,
-            f"LowRank takes a whole number as rank, but got {rank!r}.",
+            f"LowRank takes an integer as rank, but got {rank!r}.",
         )
         for rank in [1.0, "2", None, True]
     },
@@ -953,34 +953,32 @@ def test_legacy_keys_draw_what_typed_keys_draw(key: Callable[[], Any]) -> None:
 
 # Paths. -----------------------------------------------------------------------------------------------------------
 
-TWO_LEAVES = (
-    "so they cannot be told apart. Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
-)
+TWO_LEAVES = "Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
 
 PATHS = {
     "slash": Fault(
         rpx.WeightNorm().init,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}},),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "slash_in_apply": Fault(
         NOISE.apply,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}}, _key()),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "slash_in_labels": Fault(
         rpx.labels,
         lambda: ({"a/b": KERNEL, "a": {"b": KERNEL}},),
         ValueError,
-        f"Two leaves of the tree have the path 'a/b', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'a/b'. {TWO_LEAVES}",
     ),
     "number_beside_its_text": Fault(
         rpx.Freeze().init,
         lambda: ({"layers": OrderedDict([(0, KERNEL), ("0", KERNEL)])},),
         ValueError,
-        f"Two leaves of the tree have the path 'layers/0', {TWO_LEAVES}",
+        f"Two leaves of the tree have the path 'layers/0'. {TWO_LEAVES}",
     ),
     "key_that_looks_like_a_marker": Fault(
         rpx.WeightNorm().init,
@@ -1018,19 +1016,19 @@ TIES = {
         rpx.Tie,
         lambda: ({"a": "b", "b": "a"},),
         ValueError,
-        "Tie got a loop: a -> b -> a. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: a -> b -> a. Leave one of them untied, as the owner.",
     ),
     "loop_behind_a_tie": Fault(
         rpx.Tie,
         lambda: ({"a": "b", "b": "c", "c": ("b", jnp.transpose)},),
         ValueError,
-        "Tie got a loop: b -> c -> b. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: b -> c -> b. Leave one of them untied, as the owner.",
     ),
     "itself": Fault(
         rpx.Tie,
         lambda: ({"a": "a"},),
         ValueError,
-        "Tie got a loop: a -> a. Leave one of them untied; it owns the parameter.",
+        "Tie got a loop: a -> a. Leave one of them untied, as the owner.",
     ),
     "no_ties": Fault(rpx.Tie, lambda: ({},), ValueError, "Tie got no ties. Name at least one target and its source."),
     "two_sources": Fault(
@@ -1116,50 +1114,50 @@ TIES = {
         TIE.init,
         lambda: _pair(b=KERNEL.T),
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' is float32[2, 3], but its source 'a' gives float32[3, 2]. "
-        "Add the transform that takes the one to the other.",
+        "Tie({'b': 'a'}).init: 'b' is float32[2, 3], but its source 'a' gives float32[3, 2]. Add a transform "
+        "from the source to the target.",
     ),
     "other_shape_after_transform": Fault(
         rpx.Tie({"b": ("a", jnp.transpose)}).init,
         _pair,
         ValueError,
         "Tie({'b': ('a', jnp.transpose)}).init: 'b' is float32[3, 2], but its source 'a' gives float32[2, 3]. "
-        "Add the transform that takes the one to the other.",
+        "Add a transform from the source to the target.",
     ),
     "other_dtype": Fault(
         TIE.init,
         lambda: _pair(b=jnp.asarray(KERNEL, jnp.bfloat16)),
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' is bfloat16[3, 2], but its source 'a' gives float32[3, 2]. "
-        "Add the transform that takes the one to the other.",
+        "Tie({'b': 'a'}).init: 'b' is bfloat16[3, 2], but its source 'a' gives float32[3, 2]. Add a transform "
+        "from the source to the target.",
     ),
     "other_values": Fault(
         TIE.init,
         lambda: _pair(b=KERNEL + 1),
         ValueError,
         "Tie({'b': 'a'}).init: 'b' does not equal what its source 'a' gives, so tying would change the model. "
-        "Set the target to that first, drop the tie, or say `unequal='overwrite'`.",
+        "Set the target to that first, drop the tie, or pass `unequal='overwrite'`.",
     ),
     "one_reparametrized_alone": Fault(
         (TIE >> rpx.LowRank(1, where="b")).init,
         _pair,
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' and 'a' hold different values, 'b/u' has no counterpart 'a/u'. "
-        "Put the tie last in the chain, to share the effective arrays.",
+        "Tie({'b': 'a'}).init: 'b' and 'a' hold different raw values, 'b/u' has no counterpart 'a/u'. To share "
+        "effective arrays, put the tie last in the chain.",
     ),
     "tied_by_a_later_one": Fault(
         (rpx.Tie({"[bc]": "a"}) >> rpx.Tie({"c": "a"})).init,
         lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
         ValueError,
-        "Tie({'[bc]': 'a'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
-        "target once, and as a source the array that owns it.",
+        "Tie({'[bc]': 'a'}).init names 'c', which a later Tie of the chain has tied already. Use each path as "
+        "a target once, and the owner of a tied array as the source.",
     ),
     "source_tied_by_a_later_one": Fault(
         (rpx.Tie({"b": "c"}) >> rpx.Tie({"c": "a"})).init,
         lambda: ({"a": KERNEL, "b": KERNEL, "c": KERNEL},),
         ValueError,
-        "Tie({'b': 'c'}).init names 'c', which a later Tie of the chain has tied already. Name each place as a "
-        "target once, and as a source the array that owns it.",
+        "Tie({'b': 'c'}).init names 'c', which a later Tie of the chain has tied already. Use each path as a "
+        "target once, and the owner of a tied array as the source.",
     ),
     "half_restored": Fault(
         rpx.Tie({"b": "a", "c": "a"}).apply,
@@ -1286,7 +1284,7 @@ class Named(Keeps):
         return values[self.name]
 
 
-MODEL_HAS_IT = "Cast or reshape in apply_leaf, or let the stage say `changes_type = True`."
+MODEL_HAS_IT = "Cast or reshape in apply_leaf, or set `changes_type = True` in the class."
 
 
 def _one() -> tuple[Any]:
@@ -1298,42 +1296,47 @@ THIRD_PARTIES = {
         Shortens().apply,
         _one,
         ValueError,
-        "Shortens().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives float32[1, 2]. "
+        "Shortens().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "perturbation_of_another_dtype": Fault(
         Halves().apply,
         lambda: (*_one(), _key()),
         ValueError,
-        "Halves().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives bfloat16[3, 2]. "
+        "Halves().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "perturbation_that_gives_nothing": Fault(
         ReturnsNothing().apply,
         _one,
         ValueError,
-        "ReturnsNothing().apply at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives NoneType. "
+        "ReturnsNothing().apply at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "NoneType. "
         f"{MODEL_HAS_IT}",
     ),
     "shape": Fault(
         GivesShorter().init,
         _one,
         ValueError,
-        "GivesShorter().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives float32[1, 2]. "
+        "GivesShorter().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "float32[1, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "dtype": Fault(
         GivesHalves().init,
         _one,
         ValueError,
-        "GivesHalves().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives bfloat16[3, 2]. "
+        "GivesHalves().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns "
+        "bfloat16[3, 2]. "
         f"{MODEL_HAS_IT}",
     ),
     "tuple": Fault(
         GivesATuple().init,
         _one,
         ValueError,
-        "GivesATuple().init at 'k': apply_leaf must give float32[3, 2], as the model has it, but gives tuple. "
+        "GivesATuple().init at 'k': apply_leaf must return float32[3, 2], like the model's array, but returns tuple. "
         f"{MODEL_HAS_IT}",
     ),
     "value_that_init_does_not_give": Fault(
@@ -1346,14 +1349,14 @@ THIRD_PARTIES = {
         ForgetsAFixedValue().init,
         _one,
         ValueError,
-        "ForgetsAFixedValue().init at 'k': init_leaf must give at least one value, each fixed one ('mask',) and names "
-        "without '@', '.' and '/', but gives ('w',). Rename or add values in init_leaf.",
+        "ForgetsAFixedValue().init at 'k': init_leaf must return at least one value, each fixed one ('mask',) "
+        "and names without '@', '.' and '/', but returns ('w',). Rename or add values in init_leaf.",
     ),
     "missing_main_value": Fault(
         MisnamesItsMain().init,
         _one,
         ValueError,
-        "MisnamesItsMain().init at 'k': init_leaf must give each main value ('weight',), but gives ('w',). "
+        "MisnamesItsMain().init at 'k': init_leaf must return each main value ('weight',), but returns ('w',). "
         "Rename or add values in init_leaf.",
     ),
     "no_init": Fault(
@@ -1366,27 +1369,28 @@ THIRD_PARTIES = {
         InitGivesAnArray().init,
         _one,
         ValueError,
-        "InitGivesAnArray().init at 'k': init_leaf must give a dict of named arrays, but gives float32[3, 2].",
+        "InitGivesAnArray().init at 'k': init_leaf must return a dict of named arrays, but returns float32[3, 2].",
     ),
     "number_for_a_value": Fault(
         InitGivesANumber().init,
         _one,
         ValueError,
-        "InitGivesANumber().init at 'k': init_leaf must give a dict of named arrays, but gives float for 'scale'.",
+        "InitGivesANumber().init at 'k': init_leaf must return a dict of named arrays, but returns float for 'scale'.",
     ),
     "dict_for_a_value": Fault(
         InitNests().init,
         _one,
         ValueError,
-        "InitNests().init at 'k': init_leaf must give a dict of named arrays, but gives dict for 'w'.",
+        "InitNests().init at 'k': init_leaf must return a dict of named arrays, but returns dict for 'w'.",
     ),
     **{
         f"name_{name}": Fault(
             Named(name).init,
             _one,
             ValueError,
-            f"Named({name!r}).init at 'k': init_leaf must give at least one value, each fixed one () and names without "
-            f"'@', '.' and '/', but gives ({name!r},). Rename or add values in init_leaf.",
+            f"Named({name!r}).init at 'k': init_leaf must return at least one value, each fixed one () and names "
+            f"without "
+            f"'@', '.' and '/', but returns ({name!r},). Rename or add values in init_leaf.",
         )
         for name in ["a/b", "a.b", "@a", "@fixed", ""]
     },
@@ -1394,8 +1398,8 @@ THIRD_PARTIES = {
         InitGivesNothing().init,
         _one,
         ValueError,
-        "InitGivesNothing().init at 'k': init_leaf must give at least one value, each fixed one () and names without "
-        "'@', '.' and '/', but gives (). Rename or add values in init_leaf.",
+        "InitGivesNothing().init at 'k': init_leaf must return at least one value, each fixed one () and names "
+        "without '@', '.' and '/', but returns (). Rename or add values in init_leaf.",
     ),
     **{
         f"kind_{kind}": Fault(

@@ -324,8 +324,8 @@ def test_other_callables_of_jax_have_no_form_in_json(function):
     name = function.__name__
     with raises(
         ValueError,
-        f"Anything(value={name}, computed=7).to_json cannot write value={name}: only numbers, text, stages and "
-        f"functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep "
+        f"Anything(value={name}, computed=7).to_json cannot write value={name}: only numbers, strings, stages and "
+        f"functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep "
         f"this stage in code.",
     ):
         Anything(function).to_json()
@@ -361,13 +361,12 @@ WRONG = {
     "brackets": ("[" * 100000, f"from_json got a text that is nested too deep: '{'[' * 60}'."),
     "no stage": (
         text_of({"class": "reparax.Selected", "paths": ["a"]}),
-        "from_json found selected({'a': True}) in the place of a stage, but it is none. "
-        "Write it as an argument of one.",
+        "from_json expected a stage, but found selected({'a': True}). Write it as an argument of a stage.",
     ),
     "paths": (
         text_of({"class": "reparax.Mask", "where": {"class": "reparax.Selected", "paths": 3}}),
-        "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got 3. "
-        "Make it by `rpx.selected`.",
+        "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got "
+        "3. Make it with `rpx.selected`.",
     ),
     "an abstract class": (
         text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),
@@ -455,7 +454,7 @@ def define(name, module, base=rpx.Reparametrization, **members):
 def no_kind(name, kind, why):
     return raises(
         ValueError,
-        f"{name} would stand in raw trees as '@{kind}', but '{kind}' {why}. Write another one into the class, "
+        f"{name} would have the marker '@{kind}' in raw trees, but '{kind}' {why}. Set another kind in the class, "
         f'`kind = "..."`.',
     )
 
@@ -479,7 +478,7 @@ def test_two_names_of_one_kind_are_told_apart():
 
 @pytest.mark.parametrize(("name", "kind"), [("Fixed", "fixed"), ("_", ""), ("__", ""), ("a.b", "a.b")])
 def test_a_name_that_is_no_kind_is_refused(name, kind):
-    with no_kind(f"kinds_c.{name}", kind, "is no name of a stage"):
+    with no_kind(f"kinds_c.{name}", kind, "is not a valid kind"):
         define(name, "kinds_c")
     assert define(name, "kinds_c", kind=f"kinds_c_{name.replace('.', '_')}")
 
@@ -601,8 +600,8 @@ def test_a_third_partys_own_equality_stays():
     assert hash(cls(1)) == 3
 
 
-OWN = "defines __init__, but a stage is a dataclass, which has one of its own. Declare"
-INSTEAD = "in the class instead, with the type that it has, and check values in `__post_init__`."
+OWN = "defines __init__, but a stage is a dataclass, which generates it. Declare"
+INSTEAD = "in the class instead, with its own type, and check values in `__post_init__`."
 
 
 def test_an_init_of_ones_own_is_refused():

@@ -122,64 +122,64 @@ def test_ends_of_names_that_mean_several_modules():
     q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
     with raises(
         ValueError,
-        "to_peft: PEFT takes the name of a module that it saves for the end of names, but 'lin' ends 'xlin' too. "
+        "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
         "Freeze 'lin'.",
     ):
         rpx.to_peft(q.init(params), q)
 
 
-MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 READING = {
     "another model": (
         lambda: rpx.from_peft(
             lora(dense=(2, 7, 6), other=(2, 3, 3)) | {f"{PREFIX}out.bias": normal(4)}, CONFIG, model()
         ),
-        "from_peft: the adapter is not one of this model:\n"
-        "  other.lora_A.weight: the model has no other.weight\n"
-        "  other.lora_B.weight: the model has no other.weight\n"
-        "  out.bias: the model has no out.bias\n"
-        "  dense/kernel: expected lora_A.weight of shape (2, 8), got (2, 7)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "other.lora_A.weight: the model has no other.weight\n  "
+        "other.lora_B.weight: the model has no other.weight\n  "
+        "out.bias: the model has no out.bias\n  "
+        "dense/kernel: expected lora_A.weight of shape (2, 8), got (2, 7)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "another rank": (
         lambda: rpx.from_peft(lora(dense=(3, 8, 6)), CONFIG, model()),
-        "from_peft: the adapter is not one of this model:\n"
-        "  dense/kernel: expected lora_A.weight of shape (2, 8), got (3, 8); expected lora_B.weight of shape (6, 2), "
-        "got (6, 3)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "dense/kernel: expected lora_A.weight of shape (2, 8), got (3, 8); expected lora_B.weight of shape (6, "
+        "2), got (6, 3)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "a half": (
         lambda: rpx.from_peft({f"{PREFIX}dense.lora_A.weight": normal(2, 8)}, CONFIG, model()),
-        "from_peft: the adapter is not one of this model:\n"
-        "  dense/kernel: lora_B.weight is missing, expected shape (6, 2)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "dense/kernel: lora_B.weight is missing, expected shape (6, 2)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "lengths that nobody uses": (
         lambda: rpx.from_peft(
             lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_magnitude_vector": normal(6)}, CONFIG, model()
         ),
-        "from_peft: the adapter is not one of this model:\n"
-        "  dense/kernel: lora_magnitude_vector has no place\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "dense/kernel: lora_magnitude_vector is unexpected\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "a bias of another size": (
         lambda: rpx.from_peft(
             lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.base_layer.bias": normal(5)}, CONFIG | {"bias": "all"}, model()
         ),
-        "from_peft: the adapter is not one of this model:\n"
-        "  dense/bias: expected dense.bias of shape (6,), got (5,)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "dense/bias: expected dense.bias of shape (6,), got (5,)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "nothing": (
         lambda: rpx.from_peft({}, CONFIG, model()),
-        "from_peft: the adapter is not one of this model:\n"
-        "  it holds no tensor of an adapter\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "it contains no tensor of an adapter\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "no configuration": (
         lambda: rpx.from_peft({}, {"r": 2}, model()),
-        "from_peft takes the contents of adapter_config.json as config, but got none with a 'peft_type'. Read it by "
-        "`json.load`.",
+        "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. "
+        "Read the file with `json.load`.",
     ),
     "another method": (
         lambda: rpx.from_peft({}, {"peft_type": "VERA"}, model()),
@@ -199,8 +199,8 @@ READING = {
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
         ),
-        "from_peft: the adapter is not one of this model:\n"
-        "  conv/kernel: Kronecker makes matrices, but the array has shape (3, 3, 3, 4)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "conv/kernel: Kronecker takes matrices, but the array has shape (3, 3, 3, 4)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "a product of another shape": (
@@ -209,8 +209,8 @@ READING = {
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             model(),
         ),
-        "from_peft: the adapter is not one of this model:\n"
-        "  dense/kernel: expected a Kronecker product of shape (8, 6), got (10, 6)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "dense/kernel: expected a Kronecker product of shape (8, 6), got (10, 6)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
 }
@@ -228,14 +228,14 @@ def written(p, raw=None):
 
 
 def refused(lines):
-    return f"to_peft: PEFT has no such adapter:\n  {lines}\nMerge it by `p.fold(raw)`."
+    return f"to_peft: PEFT has no such adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
 
 
 DENSE, OUT = "dense/kernel", "out/kernel"
 WRITING = {
     "a stage that PEFT has not": (
         lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.WeightNorm(where=DENSE)),
-        refused("dense/kernel: PEFT has nothing like WeightNorm(where='dense/kernel')"),
+        refused("dense/kernel: PEFT has no equivalent of WeightNorm(where='dense/kernel')"),
     ),
     "two methods": (
         lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.Gain(0, where=DENSE)),
@@ -247,34 +247,34 @@ WRITING = {
     ),
     "a gain without its bias": (
         lambda: written(rpx.Freeze() >> rpx.Gain(-1, where=DENSE)),
-        refused("dense/kernel: PEFT multiplies 'dense/bias' by the numbers of its outputs too. Give it a tied Gain"),
+        refused("dense/kernel: PEFT also multiplies 'dense/bias' by the factors of its outputs. Give it a tied Gain"),
     ),
     "a bias that is not tied": (
         lambda: written(rpx.Freeze() >> rpx.Gain(-1, where="dense/.*")),
-        refused("dense/bias: PEFT multiplies a bias by the numbers of its outputs. Tie them"),
+        refused("dense/bias: PEFT multiplies a bias by the factors of its outputs. Tie the two gains"),
     ),
     "one gain": (
         lambda: written(rpx.Freeze() >> rpx.Gain(where=OUT)),
-        refused("out/kernel: PEFT has numbers on inputs or on outputs, and nothing like Gain(where='out/kernel')"),
+        refused("out/kernel: PEFT has factors on inputs or on outputs, but no equivalent of Gain(where='out/kernel')"),
     ),
     "lengths for some": (
         lambda: written(rpx.Freeze() >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True, where=OUT)),
-        "to_peft: PEFT has one use_dora for all modules, but got False at 'dense', True at 'out'. Merge it by "
-        "`p.fold(raw)`.",
+        "to_peft: PEFT has one use_dora for all modules, but got False at 'dense', True at 'out'. Merge it "
+        "with `p.fold(raw)`.",
     ),
     "other stages inside": (
         lambda: written(rpx.Freeze() >> rpx.LowRank(1, where=OUT) >> rpx.Delta(where=OUT)),
-        refused("out/kernel: PEFT has nothing like Delta(where='out/kernel')"),
+        refused("out/kernel: PEFT has no equivalent of Delta(where='out/kernel')"),
     ),
     "a difference of one product": (
         lambda: written(rpx.Freeze() >> rpx.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
-        refused("out/kernel: PEFT has nothing like Hadamard(where='out/kernel') with other stages on its 'x'"),
+        refused("out/kernel: PEFT has no equivalent of Hadamard(where='out/kernel') with other stages on its 'x'"),
     ),
     "another map": (
         lambda: written(rpx.Freeze() >> rpx.Orthogonal("expm", stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),
         refused(
-            "out/kernel: PEFT has rotations by Cayley's map, and nothing like Orthogonal(map='expm', where='out/kernel'"
-            ", stacked=0)"
+            "out/kernel: PEFT has rotations by the Cayley map, but no equivalent of Orthogonal(map='expm', "
+            "where='out/kernel', stacked=0)"
         ),
     ),
 }
@@ -292,7 +292,7 @@ def test_an_alpha_that_is_traced_is_refused():
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
         return len(rpx.to_peft(p.init(model()), p))
 
-    text = refused("out/kernel: its number is traced, and only known ones can be written down")
+    text = refused("out/kernel: its number is traced, but only known numbers can be written")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         jax.jit(write)(2.0)
 
@@ -302,8 +302,8 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains all biases or those of adapted modules, with LoRA, but here train 'other/bias'. Freeze "
-        "the others.",
+        "to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train 'other/bias'. "
+        "Freeze the others.",
     ):
         rpx.to_peft(p.init(params), p)
 

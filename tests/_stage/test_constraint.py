@@ -55,7 +55,7 @@ def test_init_projects_or_refuses_what_lies_outside():
     with raises(
         ValueError,
         "Centered(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-        "`stage.project(w)`, or let `outside='project'` do it.",
+        "`stage.project(w)`, or pass outside='project'.",
     ):
         Centered(outside="refuse").init(params)
     Centered(outside="refuse").init(projected)
@@ -103,9 +103,9 @@ class Ramp(rpx.Constraint):
 
 
 FLAT = (
-    "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside of the image or at its edge, "
-    "where the map is flat. Start from numbers inside, leave the array out with `where`, or say outside='project' to "
-    "start there even so."
+    "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside of the image or at its "
+    "edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
+    "outside='project' to start there anyway."
 )
 
 

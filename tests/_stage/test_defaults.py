@@ -291,8 +291,9 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 @pytest.mark.parametrize("name", ["linen attention", "nnx attention"])
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
     error = (
-        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are rows and columns "
-        "(rows=0, columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`."
+        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Give the axes of rows and "
+        f"columns (rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
+        f"with `where`."
     )
     with raises(ValueError, error):
         stage.init(models[name], jax.random.key(0))

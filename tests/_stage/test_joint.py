@@ -154,14 +154,14 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": "v"}).init(ONE),
             ValueError,
-            "Wrong((('w', 'v'),)).init found no array for 'w': no path matches 'v' as a whole. The nearest of 1 paths "
-            "are 'w'. Correct the expression; `.*` stands for any text.",
+            "Wrong((('w', 'v'),)).init found no array for 'w': no path matches 'v' as a whole. The nearest of "
+            "1 paths are 'w'. Correct the expression; `.*` matches any text.",
         ),
         (
             lambda: (Wrong({"w": ".*/u"}) >> rpx.SpectralNorm()).init({"w": jnp.ones((2, 2))}),
             ValueError,
-            "Wrong((('w', '.*/u'),)).init found no array for 'w': no path matches '.*/u' as a whole. The nearest of 1 "
-            "paths are 'w'. Correct the expression; `.*` stands for any text.",
+            "Wrong((('w', '.*/u'),)).init found no array for 'w': no path matches '.*/u' as a whole. The "
+            "nearest of 1 paths are 'w'. Correct the expression; `.*` matches any text.",
         ),
         (
             lambda: JointNorm(LAYERS).init(model()),
@@ -172,38 +172,40 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": ".*/w"}).init(TWO),
             ValueError,
-            "Wrong((('w', '.*/w'),)).init found 'b/w' for 'w', but has 'w' at 'a/w' already. Capture in parentheses "
-            "what tells layers apart, and put the stage behind those that split an array.",
+            "Wrong((('w', '.*/w'),)).init found 'b/w' for 'w', but has 'w' at 'a/w' already. Capture in "
+            "parentheses what differs between layers, and put the stage after those that split an array.",
         ),
         (
             lambda: Wrong({"w": "w", "v": "w"}).init(ONE),
             ValueError,
             "Wrong((('w', 'w'), ('v', 'w'))).init found 'w' for 'v', but has it for 'w' already. Capture in "
-            "parentheses what tells layers apart, and put the stage behind those that split an array.",
+            "parentheses what differs between layers, and put the stage after those that split an array.",
         ),
         (
             lambda: Wrong({"w": "w"}).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must give float32[2], as the model has it, but gives "
-            "float32[1]. Cast or reshape in apply_leaves, or let the stage say `changes_type = True`.",
+            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must return float32[2], like the model's array, "
+            "but returns float32[1]. Cast or reshape in apply_leaves, or set `changes_type = True` in the "
+            "class.",
         ),
         (
             lambda: Wrong({"w": "w"}, effective=1).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must give a dict with an array for each of "
-            "['w'], but gives [].",
+            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must return a dict with an array for "
+            "each of ['w'], but returns [].",
         ),
         (
             lambda: Wrong({"v": "w"}).init(ONE),
             ValueError,
-            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', but neither `arrays` nor init_leaves gives that. "
-            "Correct the name.",
+            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', but it is neither in `arrays` nor from "
+            "init_leaves. Correct the name.",
         ),
         (
             lambda: Wrong({"w": "w"}, values=1).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must give at least one value, each fixed one () "
-            "and names without '@', '.' and '/', but gives (). Rename or add values in init_leaves.",
+            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, each "
+            "fixed one () and names without '@', '.' and '/', but returns (). Rename or add values in "
+            "init_leaves.",
         ),
         (
             lambda: Wrong({"w": "w"}).apply(ONE),
@@ -214,9 +216,9 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: (JointNorm(LAYERS) >> rpx.LowRank(1)).init(layers()),
             ValueError,
-            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'one/kernel' for 'w', but has 'w' at "
-            "'one/kernel' already. Capture in parentheses what tells layers apart, and put the stage behind those that "
-            "split an array.",
+            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'one/kernel' for 'w', but has "
+            "'w' at 'one/kernel' already. Capture in parentheses what differs between layers, and put the "
+            "stage after those that split an array.",
         ),
     ],
 )

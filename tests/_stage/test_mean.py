@@ -87,8 +87,8 @@ def test_a_mean_of_another_shape_is_refused():
             return w[:1]
 
     text = (
-        "Short(0.25, where='w').fold at 'w': mean_leaf must give float32[2, 2], as the model has it, but gives "
-        "float32[1, 2]. Cast or reshape in mean_leaf, or let the stage say `changes_type = True`."
+        "Short(0.25, where='w').fold at 'w': mean_leaf must return float32[2, 2], like the model's array, but "
+        "returns float32[1, 2]. Cast or reshape in mean_leaf, or set `changes_type = True` in the class."
     )
     with raises(ValueError, text):
         Short(0.25, where="w").fold(params())
@@ -96,7 +96,7 @@ def test_a_mean_of_another_shape_is_refused():
 
 @pytest.mark.parametrize("other", [rpx.Cast("bfloat16"), rpx.WeightNorm(), rpx.Chain(), 0.1], ids=repr)
 def test_what_draws_nothing_is_refused(other):
-    text = f"Mean takes a stage that draws random numbers and says their mean, but got {other!r}. Leave it out."
+    text = f"Mean takes a stage that draws random numbers and defines their mean, but got {other!r}. Leave it out."
     with raises(TypeError, text):
         rpx.Mean(other)
 

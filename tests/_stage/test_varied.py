@@ -121,7 +121,7 @@ def test_a_where_and_numbers_select_together():
 def test_a_function_gets_types_alone_and_is_told_so():
     p = rpx.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
     with pytest.raises(
-        TypeError, match=r"^MaxNorm got a function as max that fails for 'w': .* It gets the path, and the"
+        TypeError, match=r"^MaxNorm got a function as max that fails for 'w': .* It takes the path, and the"
     ):
         p.init({"w": normal(2, 2)})
 
@@ -143,21 +143,21 @@ ERRORS = {
     "nothing matches": (
         lambda: rpx.VarNoise({"decodr/.*": 0.1}).apply(model(), KEY),
         ValueError,
-        "VarNoise({'decodr/.*': 0.1}).apply got std for 'decodr/.*', but no path matches 'decodr/.*' as a whole. The "
-        "nearest of 4 paths are 'decoder/bias', 'decoder/kernel', 'encoder/bias'. Correct the expression; `.*` stands "
-        "for any text.",
+        "VarNoise({'decodr/.*': 0.1}).apply got std for 'decodr/.*', but no path matches 'decodr/.*' as a "
+        "whole. The nearest of 4 paths are 'decoder/bias', 'decoder/kernel', 'encoder/bias'. Correct the "
+        "expression; `.*` matches any text.",
     ),
     "two match": (
         lambda: rpx.VarNoise({"decoder/.*": 0.1, ".*kernel": 0.2}).apply(model(), KEY),
         ValueError,
-        "VarNoise({'decoder/.*': 0.1, '.*kernel': 0.2}).apply got std for 'decoder/kernel' by 'decoder/.*' and by "
-        "'.*kernel'. Narrow one of the expressions.",
+        "VarNoise({'decoder/.*': 0.1, '.*kernel': 0.2}).apply got std for 'decoder/kernel' from 'decoder/.*' "
+        "and from '.*kernel'. Narrow one of the expressions.",
     ),
     "a bad number": (
         lambda: rpx.WeightDropout({"a": 1.5}),
         ValueError,
-        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights that "
-        "are dropped, not kept.",
+        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights "
+        "to drop, not to keep.",
     ),
     "a bad expression": (
         lambda: rpx.VarNoise({"(": 0.1}),
@@ -172,8 +172,8 @@ ERRORS = {
     "a bad result": (
         lambda: rpx.WeightDropout(two).apply({"w": normal(2, 2)}, KEY),
         ValueError,
-        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 "
-        "and less than 1. It is the share of weights that are dropped, not kept.",
+        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 and less "
+        "than 1. It is the share of weights to drop, not to keep.",
     ),
     "a schedule": (
         lambda: rpx.VarNoise(optax.constant_schedule(0.1)),
@@ -198,8 +198,8 @@ def test_a_stage_with_several_numbers_does_not_speak_of_one_array(ask):
     p, w = rpx.Sphere(radius={"w": 2.0}), jnp.ones((2, 4))
     with raises(
         ValueError,
-        "Sphere(radius={'w': 2.0}) has numbers for several arrays, so it does not say of one array alone what its "
-        "image is. Ask a stage with one number, or `stage.for_array(path, w)`.",
+        "Sphere(radius={'w': 2.0}) has different numbers for different arrays, so it has no single image. Use "
+        "a stage with one number, or `stage.for_array(path, w)`.",
     ):
         ask(p, w)
     assert p.for_array("w", w).contains(w)

@@ -402,7 +402,10 @@ LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
 CONVOLVED = rpx.SpectralNorm(window=(4, 4))
 CUBE = {"w": jnp.ones((3, 3, 2))}
-ADVICE = "Correct the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no parameter."
+ADVICE = (
+    "Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the state "
+    "dict and from `like`."
+)
 PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
 
 
@@ -411,7 +414,7 @@ def without(name):
 
 
 def mismatch(lines, p="WeightNorm()"):
-    return f"from_torch: the state dict is not that of {p}:\n" + "".join(f"  {x}\n" for x in lines) + ADVICE
+    return f"from_torch: the state dict does not fit {p}:\n" + "".join(f"  {x}\n" for x in lines) + ADVICE
 
 
 DIFFERENCES = {
@@ -488,72 +491,72 @@ REFUSED = {
     "no twin to read": (
         lambda: rpx.from_torch(STATE, LOW, MODEL_LIKE),
         ValueError,
-        f"from_torch: 'dense/kernel': torch has nothing like LowRank(1). {PLAIN}",
+        f"from_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "no twin to write": (
         lambda: rpx.to_torch(LOW.init(MODEL_LIKE), LOW),
         ValueError,
-        f"to_torch: 'dense/kernel': torch has nothing like LowRank(1). {PLAIN}",
+        f"to_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "lengths along two axes": (
         lambda: rpx.to_torch(rpx.WeightNorm((0, 1)).init(MODEL_LIKE), rpx.WeightNorm((0, 1))),
         ValueError,
-        "to_torch: 'dense/kernel': torch has lengths along one axis, and nothing like WeightNorm(axis=(0, 1)). "
+        "to_torch: 'dense/kernel': torch has norms along one axis, but no equivalent of WeightNorm(axis=(0, 1)). "
         f"{PLAIN}",
     ),
     "orthogonal kernels of convolutions": (
         lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)).init(CONV), rpx.Orthogonal(stacked=(0, 1))),
         ValueError,
-        "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and those of torch are in the last two "
-        f"axes, which are others here and there. {PLAIN}",
+        "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and of torch are in the last two "
+        "axes, but these axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices that are stacked along another axis": (
         lambda: rpx.to_torch(rpx.Orthogonal(stacked=1).init(CUBE), rpx.Orthogonal(stacked=1)),
         ValueError,
-        "to_torch: 'w': the matrices of Orthogonal(stacked=1) and those of torch are in the last two axes, which are "
-        f"others here and there. {PLAIN}",
+        "to_torch: 'w': the matrices of Orthogonal(stacked=1) and of torch are in the last two axes, but these "
+        "axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
         lambda: rpx.to_torch(rpx.Orthogonal(rows=0).init(CUBE), rpx.Orthogonal(rows=0)),
         ValueError,
-        "to_torch: 'w': the matrices of Orthogonal(rows=0) and those of torch are in the last two axes, which are "
-        f"others here and there. {PLAIN}",
+        "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
+        "differ between the two. {PLAIN}",
     ),
     "lengths of stacked arrays": (
         lambda: rpx.to_torch(rpx.WeightNorm(stacked=0).init(CUBE), rpx.WeightNorm(stacked=0)),
         ValueError,
-        f"to_torch: 'w': torch has no stacked arrays, and nothing like WeightNorm(stacked=0). {PLAIN}",
+        f"to_torch: 'w': torch has no stacked arrays, and no equivalent of WeightNorm(stacked=0). {PLAIN}",
     ),
     "singular values of stacked arrays": (
         lambda: rpx.from_torch({}, rpx.SpectralNorm(stacked=0), CUBE),
         ValueError,
-        f"from_torch: 'w': torch has no stacked arrays, and nothing like SpectralNorm(stacked=0). {PLAIN}",
+        f"from_torch: 'w': torch has no stacked arrays, and no equivalent of SpectralNorm(stacked=0). {PLAIN}",
     ),
     "norms of convolutions": (
         lambda: rpx.to_torch(CONVOLVED.init({"w": jnp.ones((3, 3, 1, 2))}), CONVOLVED),
         ValueError,
-        f"to_torch: 'w': torch has no norms of convolutions, and nothing like SpectralNorm(window=(4, 4)). {PLAIN}",
+        f"to_torch: 'w': torch has no norms of convolutions, and no equivalent of SpectralNorm(window=(4, 4)). {PLAIN}",
     ),
     "a stage on coordinates": (
         lambda: rpx.to_torch((rpx.Freeze() >> rpx.Orthogonal()).init(DENSE), rpx.Freeze() >> rpx.Orthogonal()),
         ValueError,
-        f"to_torch: 'dense/kernel': torch has nothing like Orthogonal() of what another stage makes. {PLAIN}",
+        f"to_torch: 'dense/kernel': torch has no equivalent of Orthogonal() on a value of another stage. {PLAIN}",
     ),
     "lost signs": (
         lambda: rpx.from_torch(
             {f"{PATH}original": 0.5 * W, f"{PATH}0.base": np.eye(3, dtype=np.float32)}, REFLECTIONS, {"kernel": W.T}
         ),
         ValueError,
-        "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as zeros, "
-        "which weight decay leaves. Set them to -1 or 1.",
+        "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as "
+        "zeros, as after weight decay. Set them to -1 or 1.",
     ),
     "a mask of weights for weights": (
         lambda: rpx.from_torch(
             {"dense.weight_orig": W, "dense.weight_mask": np.full((3, 2), 0.5, np.float32)}, rpx.Mask(), DENSE
         ),
         ValueError,
-        "from_torch: 'dense/kernel': expected a mask of zeros and ones, got other numbers, by which torch multiplies "
-        "the weight. Multiply it in torch by `prune.remove`, and start anew with `init`.",
+        "from_torch: 'dense/kernel': expected a mask of zeros and ones, got other numbers, by which torch "
+        "multiplies the weight. Apply it in torch with `prune.remove`, and start again with `init`.",
     ),
     "a mask of single weights": (
         lambda: rpx.from_torch(
@@ -562,12 +565,12 @@ REFUSED = {
             DENSE,
         ),
         ValueError,
-        "from_torch: 'dense/kernel': expected a mask of whole slices, got one of single weights. Take `axis=None`.",
+        "from_torch: 'dense/kernel': expected a mask of whole slices, got one of single weights. Use `axis=None`.",
     ),
     "another tied value": (
         lambda: rpx.from_torch({"embed.weight": W, "out.weight": W + 1}, TIE, TIED),
         ValueError,
-        "from_torch: 'out.weight' is not what 'out/kernel' is tied to. Drop the tie, or leave the name out.",
+        "from_torch: 'out.weight' differs from what 'out/kernel' is tied to. Drop the tie, or leave the name out.",
     ),
     "a tree that is not raw": (
         lambda: rpx.to_torch(MODEL_LIKE, NORM),
@@ -578,13 +581,13 @@ REFUSED = {
     "a rule for nothing": (
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dens/.*": "x"}),
         ValueError,
-        "to_torch: `names` names nothing: no path matches 'dens/.*' as a whole. The nearest of 2 paths are "
-        "'dense/bias', 'dense/kernel'. Correct the expression; `.*` stands for any text.",
+        "to_torch: `names` matches nothing: no path matches 'dens/.*' as a whole. The nearest of 2 paths are "
+        "'dense/bias', 'dense/kernel'. Correct the expression; `.*` matches any text.",
     ),
     "one name for two": (
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/.*": "x"}),
         ValueError,
-        "to_torch: 'dense/bias' and 'dense/kernel' are both called 'x'. Tell them apart by `names`.",
+        "to_torch: 'dense/bias' and 'dense/kernel' are both called 'x'. Give different `names`.",
     ),
     "a name of no group": (
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/bias": r"\1"}),

@@ -415,14 +415,15 @@ ERRORS = {
     "ambiguous axes": (
         lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}),
         ValueError,
-        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Say which axes are rows and columns (rows=0, "
-        "columns=(1, 2)) or which hold matrices of their own (stacked=0), or leave it out with `where`.",
+        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Give the axes of rows and columns "
+        "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
+        "with `where`.",
     ),
     "pissa of nothing": (
         lambda: rpx.LoRA(2, 0.0, start="pissa"),
         ValueError,
-        "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into the factors that alpha multiplies. "
-        "Start with another alpha, or with start='kaiming'.",
+        "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into factors that alpha "
+        "multiplies. Use another alpha, or start='kaiming'.",
     ),
     "scaling": (
         lambda: rpx.LoRA(2, scaling="r"),
@@ -464,8 +465,8 @@ ERRORS = {
     "gain": (
         lambda: rpx.Gain(axis=2).init({"w": normal(3, 2)}),
         ValueError,
-        "Gain(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with `where`, or "
-        "give it a stage of its own.",
+        "Gain(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with "
+        "`where`, or use a separate stage for it.",
     ),
 }
 

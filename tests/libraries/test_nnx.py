@@ -212,8 +212,9 @@ def test_a_shared_module_is_refused_as_a_tree_and_taken_once_as_a_state() -> Non
 
     with raises(
         ValueError,
-        "The tree holds one nnx variable at 'decoder/kernel' and at 'encoder/kernel', which would part. Split the "
-        "module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once.",
+        "The tree holds one nnx variable at 'decoder/kernel' and at 'encoder/kernel'; the copies would "
+        "diverge. Split the module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` "
+        "has it once.",
     ):
         mlp.P.init(Shared(nnx.Rngs(0)))
     graph, params, rest = nnx.split(Shared(nnx.Rngs(0)), nnx.Param, ...)

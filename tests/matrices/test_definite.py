@@ -196,9 +196,9 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
         params = {"w": jnp.asarray(np.stack([np.eye(3), w]), jnp.float32)}
         with raises(
             ValueError,
-            "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of 9 "
-            "outside of the image or at its edge, where the map is flat. Start from numbers inside, leave the array "
-            "out with `where`, or say outside='project' to start there even so.",
+            "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of "
+            "9 outside of the image or at its edge, where the map is flat. Start from numbers inside, leave "
+            "the array out with `where`, or pass outside='project' to start there anyway.",
         ):
             rpx.PositiveSemidefinite(stacked=0).init(params)
         p = rpx.PositiveSemidefinite(outside="project", stacked=0)
@@ -329,8 +329,8 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
         (
             lambda: rpx.PositiveDefinite(outside="refuse").init({"w": jnp.ones((2, 2))}),
             ValueError,
-            "PositiveDefinite(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
-            "from `stage.project(w)`, or let `outside='project'` do it.",
+            "PositiveDefinite(outside='refuse').init at 'w': expected a point of the image, got one outside. "
+            "Start from `stage.project(w)`, or pass outside='project'.",
         ),
         (
             lambda: rpx.PositiveSemidefinite(4).init({"w": jnp.ones((3, 3))}),
@@ -353,12 +353,12 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
         (
             lambda: rpx.PositiveSemidefinite(1.5),
             TypeError,
-            "PositiveSemidefinite takes a whole number as rank, but got 1.5.",
+            "PositiveSemidefinite takes an integer as rank, but got 1.5.",
         ),
         (
             lambda: rpx.Hurwitz(-1.0),
             ValueError,
-            "Hurwitz got rate=-1.0, but a decay rate is finite and not negative.",
+            "Hurwitz got rate=-1.0, but takes a finite decay rate that is not negative.",
         ),
         (
             lambda: rpx.Hurwitz().init({"w": jnp.ones((3, 2))}),
@@ -369,7 +369,7 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
             lambda: rpx.Hurwitz(outside="refuse").init({"w": jnp.eye(2)}),
             ValueError,
             "Hurwitz(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "`stage.project(w)`, or pass outside='project'.",
         ),
     ],
     ids=lambda x: x[:60] if isinstance(x, str) else "",

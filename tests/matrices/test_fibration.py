@@ -72,8 +72,9 @@ def test_functions_of_jax_have_a_form_in_json():
 def test_an_embedding_that_is_no_right_inverse_is_refused_where_shapes_say_so():
     with raises(
         ValueError,
-        "Fibration(jnp.diagonal, jnp.transpose).init at 'w': apply_leaf must give float32[3, 2], as the model has it, "
-        "but gives float32[2]. Cast or reshape in apply_leaf, or let the stage say `changes_type = True`.",
+        "Fibration(jnp.diagonal, jnp.transpose).init at 'w': apply_leaf must return float32[3, 2], like the "
+        "model's array, but returns float32[2]. Cast or reshape in apply_leaf, or set `changes_type = True` in "
+        "the class.",
     ):
         rpx.Fibration(jnp.diagonal, jnp.transpose).init({"w": jnp.ones((3, 2))})
 

@@ -230,8 +230,8 @@ def test_rebase_says_so_where_another_stage_makes_the_values_that_lead_from_the_
     raw = p.init({"w": jnp.eye(3, 2)})
     with raises(
         ValueError,
-        "rebase changed 'w/@orthogonal/x', but found no place for it in the raw tree: an earlier stage makes that "
-        "value anew. Put that stage behind, or let it pass the value through as it is.",
+        "rebase changed 'w/@orthogonal/x', but cannot write it to the raw tree: an earlier stage computes that "
+        "value. Put that stage later in the chain, or let it return the value unchanged.",
     ):
         p.rebase(raw)
 
@@ -351,8 +351,8 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
         ),
         (
             lambda: rpx.Orthogonal("householder").init({"w": jnp.ones((3, 2), jnp.complex64)}),
-            "Orthogonal(map='householder').init at 'w': expected a real array, as not every unitary matrix is a "
-            "product of reflections, got complex64. Choose map='cayley' or 'expm'.",
+            "Orthogonal(map='householder').init at 'w': expected a real array, because reflections do not "
+            "reach every unitary matrix, got complex64. Choose map='cayley' or 'expm'.",
         ),
         (
             lambda: rpx.SpecialOrthogonal().init({"w": jnp.ones((3, 2))}),
@@ -365,8 +365,8 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
         ),
         (
             lambda: rpx.Stiefel().init({"w": jnp.ones((2, 3))}),
-            "Stiefel().init at 'w': expected matrices of at least as many rows as columns, got shape (2, 3). Leave it "
-            "out with `where`, or take `Orthogonal`.",
+            "Stiefel().init at 'w': expected matrices of at least as many rows as columns, got shape (2, 3). "
+            "Leave it out with `where`, or use `Orthogonal`.",
         ),
         (
             lambda: rpx.Grassmann().init({"w": jnp.ones((3, 3))}),

@@ -221,14 +221,14 @@ def test_a_zero_kronecker_product_trains():
             "out with `where`.",
         ),
         (lambda: rpx.BlockDiagonal(0), ValueError, "BlockDiagonal got blocks=0, but takes at least 1."),
-        (lambda: rpx.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes a whole number as blocks, but got 2.0."),
-        (lambda: rpx.Kronecker(2), TypeError, "Kronecker takes two whole numbers as shape, but got 2."),
+        (lambda: rpx.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes an integer as blocks, but got 2.0."),
+        (lambda: rpx.Kronecker(2), TypeError, "Kronecker takes two integers as shape, but got 2."),
         (lambda: rpx.Kronecker((2, 0)), ValueError, "Kronecker got shape=0, but takes at least 1."),
         (
             lambda: rpx.Skew(outside="refuse").init({"w": jnp.eye(2)}),
             ValueError,
             "Skew(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "`stage.project(w)`, or pass outside='project'.",
         ),
     ],
     ids=lambda x: x[:60] if isinstance(x, str) else "",

@@ -243,8 +243,8 @@ def test_samples_of_low_rank_have_that_rank(key):
         ),
         (
             lambda: rpx.Invertible(outside="refuse").init({"w": jnp.ones((2, 2))}),
-            "Invertible(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "Invertible(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or pass outside='project'.",
         ),
         (
             lambda: rpx.Invertible().init({"w": jnp.full((2, 2), jnp.inf)}),
@@ -257,7 +257,7 @@ def test_samples_of_low_rank_have_that_rank(key):
         ),
         (
             lambda: rpx.FixedRank(2, least=-1.0),
-            "FixedRank got least=-1.0, but a bound is finite and not negative.",
+            "FixedRank got least=-1.0, but takes a finite bound that is not negative.",
         ),
     ],
     ids=lambda x: x[:60] if isinstance(x, str) else "",

@@ -280,7 +280,7 @@ def test_a_random_formula_of_another_type_is_refused():
         def apply_leaf(self, values, key):
             return super().apply_leaf(values, key)[None]
 
-    with pytest.raises(ValueError, match=r"^Wide\(\)\.apply at 'w': apply_leaf must give"):
+    with pytest.raises(ValueError, match=r"^Wide\(\)\.apply at 'w': apply_leaf must return"):
         Wide().apply(Wide().init({"w": normal(2)}), KEYS[0])
 
 
@@ -305,7 +305,8 @@ ERRORS = {
     "keep": (
         lambda: rpx.HardConcrete(1.0),
         ValueError,
-        "HardConcrete got keep=1.0, but takes a probability above 0.32 and below 1, as `update` closes gates of less.",
+        "HardConcrete got keep=1.0, but takes a probability above 0.32 and below 1: `update` closes gates with "
+        "a smaller one.",
     ),
     "no key": (
         lambda: rpx.Gaussian().apply(rpx.Gaussian().init({"w": normal(2)})),

@@ -214,8 +214,8 @@ ERRORS = {
     "axis": (
         lambda: rpx.VarNoise(0.1, axis=0),
         ValueError,
-        "VarNoise got axis=0 without relative, but only noise in units of the weights has an axis. Give "
-        "relative='max', 'std' or 'norm', or leave axis out.",
+        "VarNoise got axis=0 without relative, but `axis` applies only to relative noise. Give relative='max', "
+        "'std' or 'norm', or leave axis out.",
     ),
     "rank": (
         lambda: rpx.VarNoise(0.1, rank=0),
@@ -227,14 +227,14 @@ ERRORS = {
             rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1), {"w": normal(2, 2)}, jax.random.split(KEY, 2), jnp.ones(2)
         ),
         ValueError,
-        "(VarNoise(0.1) >> WeightDropout(0.1)).noise_gradient takes a chain with one VarNoise, of one std that is not "
-        "zero and not relative, and no other random stage. Write such a chain.",
+        "(VarNoise(0.1) >> WeightDropout(0.1)).noise_gradient takes a chain with one VarNoise, with one "
+        "nonzero std and without `relative`, and no other random stage. Pass such a chain.",
     ),
     "counts": (
         lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(3)),
         ValueError,
-        "noise_gradient takes a number for each key, but got fitness of shape (3,) for keys of shape (2,). Pass one of "
-        "each for each member.",
+        "noise_gradient takes a number for each key, but got fitness of shape (3,) for keys of shape (2,). "
+        "Pass one key and one number for each member.",
     ),
     "std": (
         lambda: rpx.VarNoise(float("nan")),

@@ -139,17 +139,18 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
         (
             lambda: rpx.SpectralNorm(strides=2),
             ValueError,
-            "SpectralNorm got strides=2 without the window that a convolution reads. Give `window`, such as (32, 32).",
+            "SpectralNorm got strides=2 without `window`, the shape of the input images. Give it, such as "
+            "window=(32, 32).",
         ),
         (
             lambda: rpx.SpectralNorm(window=(0, 3)),
             TypeError,
-            "SpectralNorm takes the lengths of an image as window, such as (32, 32), but got (0, 3).",
+            "SpectralNorm takes the shape of an image as window, such as (32, 32), but got (0, 3).",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3), strides=(0, 1)),
             TypeError,
-            "SpectralNorm takes a whole number of at least 1 as strides, or one for each axis, but got (0, 1).",
+            "SpectralNorm takes an integer of at least 1 as strides, or one for each axis, but got (0, 1).",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3), padding="same"),
@@ -173,13 +174,13 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
             lambda: rpx.SpectralNorm(axis=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
             ValueError,
             "SpectralNorm(axis=1, window=(3, 3)).init at 'w': expected the first or the last axis of a convolution's "
-            "kernel, got axis=1. Give one.",
+            "kernel, got axis=1. Use one.",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3)).init({"w": jnp.ones((0, 3, 1, 1))}),
             ValueError,
-            "SpectralNorm(window=(3, 3)).init at 'w': expected a kernel with numbers in it, got shape (0, 3, 1, 1). "
-            "Leave it out with `where`.",
+            "SpectralNorm(window=(3, 3)).init at 'w': expected a kernel that is not empty, got shape (0, 3, 1, "
+            "1). Leave it out with `where`.",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3), groups=2).init({"w": jnp.ones((3, 3, 1, 3))}),
@@ -190,8 +191,8 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
         (
             lambda: rpx.SpectralNorm(window=(3, 3), padding="VALID").init({"w": jnp.ones((5, 5, 1, 3))}),
             ValueError,
-            "SpectralNorm(window=(3, 3), padding='VALID').init at 'w': expected a window in which the kernel finds a "
-            "place, got window=(3, 3) for shape (5, 5, 1, 3). Enlarge it.",
+            "SpectralNorm(window=(3, 3), padding='VALID').init at 'w': expected a window at least as large as "
+            "the kernel, got window=(3, 3) for shape (5, 5, 1, 3). Enlarge it.",
         ),
     ],
 )

@@ -260,8 +260,8 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
         (
             lambda: rpx.Sphere(2).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "Sphere(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out with "
-            "`where`, or give it a stage of its own.",
+            "Sphere(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out "
+            "with `where`, or use a separate stage for it.",
         ),
         (
             lambda: rpx.PoincareBall(where="z").init({"z": jnp.ones((3, 2), complex)}),
@@ -271,8 +271,8 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
         (
             lambda: rpx.WeightStandardization().init({"w": jnp.ones((1, 2))}),
             ValueError,
-            "WeightStandardization().init at 'w': expected several inputs for each index of axis -1, got one in shape "
-            "(1, 2). Leave it out with `where`, or give it a stage of its own.",
+            "WeightStandardization().init at 'w': expected several inputs for each index of axis -1, got one "
+            "in shape (1, 2). Leave it out with `where`, or use a separate stage for it.",
         ),
     ],
 )

@@ -195,9 +195,9 @@ def test_elementwise_compares_and_travels_by_its_functions():
     assert rpx.from_json(p.to_json()) == p
     with raises(
         ValueError,
-        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only numbers, "
-        "text, stages and functions of jax have a form in JSON. Write a regular expression or `rpx.selected` for "
-        "`where`, or keep this stage in code.",
+        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only "
+        "numbers, strings, stages and functions of jax have a form in JSON. Use a regular expression or "
+        "`rpx.selected` as `where`, or keep this stage in code.",
     ):
         own.to_json()
 
@@ -223,8 +223,8 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     with raises(
         ValueError,
         f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside of the "
-        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or "
-        f"say outside='project' to start there even so.",
+        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
+        f"`where`, or pass outside='project' to start there anyway.",
     ):
         p.init({"layer": {"w": w}})
     by_word = dataclasses.replace(p, outside="project")
@@ -267,8 +267,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Positive(outside="refuse").init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
-            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or pass outside='project'.",
         ),
         (
             lambda: rpx.Bounded(1, 1),
@@ -288,8 +288,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Simplex(1).init({"w": jnp.ones(3)}),
             ValueError,
-            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out with "
-            "`where`, or give it a stage of its own.",
+            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out "
+            "with `where`, or use a separate stage for it.",
         ),
         (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
         (
@@ -300,8 +300,8 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
-            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that it turns "
-            "into NaN. Correct the array.",
+            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that "
+            "it maps to NaN. Correct the array.",
         ),
     ],
 )

@@ -250,7 +250,7 @@ def test_bfloat16_adapters_keep_their_bytes(tmp_path):
 
 # Errors. -----------------------------------------------------------------------------------------------------------
 
-MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 
 def test_an_adapter_of_another_model_is_one_error_that_names_everything(tmp_path):
@@ -260,10 +260,10 @@ def test_an_adapter_of_another_model_is_one_error_that_names_everything(tmp_path
     del params["conv"]
     with raises(
         ValueError,
-        "from_peft: the adapter is not one of this model:\n"
-        "  conv.lora_A.weight: the model has no conv.weight\n"
-        "  conv.lora_B.weight: the model has no conv.weight\n"
-        "  head/kernel: expected lora_A.weight of shape (4, 7), got (4, 12)\n"
+        "from_peft: the adapter does not fit this model:\n  "
+        "conv.lora_A.weight: the model has no conv.weight\n  "
+        "conv.lora_B.weight: the model has no conv.weight\n  "
+        "head/kernel: expected lora_A.weight of shape (4, 7), got (4, 12)\n"
         "Correct `like`, `names` or `layouts`.",
     ):
         rpx.from_peft(tensors, config, params, names=NAMES)
@@ -301,22 +301,24 @@ def test_what_peft_has_not_is_refused_by_path():
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n"
-        f"  layers_0/kernel: PEFT has nothing like WeightNorm(where='{where}')\n"
-        f"  layers_1/kernel: PEFT has nothing like WeightNorm(where='{where}')\n"
-        "Merge it by `p.fold(raw)`.",
+        f"  layers_0/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
+        f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
+        "Merge it with `p.fold(raw)`.",
     ):
         rpx.to_peft(p.init(params), p, names=NAMES)
     mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(0, where=where)
     with raises(
         ValueError,
-        "to_peft: PEFT has no such adapter:\n  expected adapters of one method, got IA3, LORA\n"
-        "Merge it by `p.fold(raw)`.",
+        "to_peft: PEFT has no such adapter:\n  "
+        "expected adapters of one method, got IA3, LORA\n"
+        "Merge it with `p.fold(raw)`.",
     ):
         rpx.to_peft(mixed.init(params), mixed, names=NAMES)
     untied = rpx.Freeze() >> rpx.Gain(-1, where="head/kernel")
     with raises(
         ValueError,
-        "to_peft: PEFT has no such adapter:\n  head/kernel: PEFT multiplies 'head/bias' by the numbers of its outputs "
-        "too. Give it a tied Gain\nMerge it by `p.fold(raw)`.",
+        "to_peft: PEFT has no such adapter:\n  "
+        "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
+        "Merge it with `p.fold(raw)`.",
     ):
         rpx.to_peft(untied.init(params), untied, names=NAMES)

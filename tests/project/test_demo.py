@@ -116,8 +116,8 @@ def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps is at least 1, not 0."),
-        (["--seeds", "1"], "--seeds is at least 2, for a standard deviation, not 1."),
+        (["--steps", "0"], "--steps must be at least 1, got 0."),
+        (["--seeds", "1"], "--seeds must be at least 2, for a standard deviation, got 1."),
         (["--plot", "nowhere/demo.png"], "--plot: there is no directory 'nowhere'."),
     ],
 )

@@ -252,15 +252,14 @@ ERRORS = {
     "odd": (
         lambda: rpx.Stored("nf4").init({"w": normal(7, 6)}),
         ValueError,
-        "Stored('nf4').init at 'w': expected an even number of entries along axis 0, as two numbers of nf4 share a "
-        "byte, got shape (7, 6). Store it as int8, or leave it out with `where`.",
+        "Stored('nf4').init at 'w': expected an even number of entries along axis 0, because two nf4 numbers "
+        "share a byte, got shape (7, 6). Store it as int8, or leave it out with `where`.",
     ),
     "which axis": (
         lambda: rpx.Stored("int8", block=4).init({"w": normal(8, 4, 2)}),
         ValueError,
-        "Stored('int8', block=4).init at 'w': expected a matrix, got shape (8, 4, 2), of which blocks may lie along "
-        "any axis. Name the axes each index of which has scales of its own (axis), all but the one to cut, or leave "
-        "it out with `where`.",
+        "Stored('int8', block=4).init at 'w': expected a matrix, got shape (8, 4, 2), whose blocks could lie "
+        "along any axis. Name all axes but the one to cut with `axis`, or leave it out with `where`.",
     ),
     "no axis": (
         lambda: rpx.Stored("int8", axis=2, block=4).init({"w": normal(8, 4, 2)}),
@@ -281,26 +280,26 @@ ERRORS = {
     "double without blocks": (
         lambda: rpx.Stored("nf4", double_quant=True),
         ValueError,
-        "Stored got double_quant=True without a block, but only the scales of blocks are many. Give a block, or leave "
-        "double_quant out.",
+        "Stored got double_quant=True without a block, but it rounds the scales of blocks. Give a block, or "
+        "leave double_quant out.",
     ),
     "double of eight bits": (
         lambda: rpx.Stored("int8", block=4, double_quant=True),
         ValueError,
-        "Stored got double_quant=True with int8, whose numbers are as fine as the scales would become. Use it with "
-        "int4 or nf4.",
+        "Stored got double_quant=True with int8, whose numbers have no fewer bits than the rounded scales. Use "
+        "it with int4 or nf4.",
     ),
     "learned": (
         lambda: rpx.Quantize("nf4", scale="learned"),
         ValueError,
-        "Quantize got scale='learned' with nf4, but learns a step for int8 and int4, each as it is. Use "
-        "scale='absmax'.",
+        "Quantize got scale='learned' with nf4, but learns steps only for int8 and int4, without double_quant. "
+        "Use scale='absmax'.",
     ),
     "learned twice": (
         lambda: rpx.Quantize("int4", block=4, scale="learned", double_quant=True),
         ValueError,
-        "Quantize got scale='learned' with int4 and double_quant=True, but learns a step for int8 and int4, each as it "
-        "is. Use scale='absmax'.",
+        "Quantize got scale='learned' with int4 and double_quant=True, but learns steps only for int8 and "
+        "int4, without double_quant. Use scale='absmax'.",
     ),
     "complex": (
         lambda: rpx.Stored("int8", where="w").init({"w": normal(2, 2, dtype=np.complex64)}),

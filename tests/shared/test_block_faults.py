@@ -36,13 +36,16 @@ def text(block):
 
 
 TYPES = {
-    "no parts": (lambda: Concat(()), "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got ()."),
+    "no parts": (lambda: Concat(()), "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got ()."),
     "a text": (
         lambda: Concat("a: 3"),
-        "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got 'a: 3'.",
+        "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got 'a: 3'.",
     ),
-    "a number": (lambda: Concat((3,)), "Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got (3,)."),
-    "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes a whole number as axis, but got '0'."),
+    "a number": (
+        lambda: Concat((3,)),
+        "Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got (3,).",
+    ),
+    "an axis": (lambda: Concat(("a: 3",), axis="0"), "Concat takes an integer as axis, but got '0'."),
     "layout": (lambda: Pack(3), "A layout is a name or a dict of paths and blocks, but got 3."),
     "layout of numbers": (
         lambda: Pack({"w": 3}),
@@ -51,28 +54,28 @@ TYPES = {
     "empty layout": (lambda: Split({}), "A layout is a name or a dict of paths and blocks, but got {}."),
     "sizes": (
         lambda: Pack("flax.lstm", sizes=3),
-        "Pack takes a dict of names and whole numbers as sizes, but got 3.",
+        "Pack takes a dict of names and integers as sizes, but got 3.",
     ),
-    "a size": (lambda: Pack("flax.lstm", sizes={"h": 2.5}), "Pack takes a whole number as h, but got 2.5."),
-    "at": (lambda: Pack("flax.lstm", 3), "Pack takes a path or a regular expression as at, but got 3."),
-    "hidden size": (lambda: CudnnLSTM(3, 2.5), "CudnnLSTM takes a whole number as hidden_size, but got 2.5."),
+    "a size": (lambda: Pack("flax.lstm", sizes={"h": 2.5}), "Pack takes an integer as h, but got 2.5."),
+    "at": (lambda: Pack("flax.lstm", 3), "Pack takes a path or a regular expression as `at`, but got 3."),
+    "hidden size": (lambda: CudnnLSTM(3, 2.5), "CudnnLSTM takes an integer as hidden_size, but got 2.5."),
 }
 VALUES = {
     "a name twice": (
         lambda: Concat(("a: 3", "a: 4")),
-        "Concat got 'a' twice. Give each value and each array a name of its own.",
+        "Concat got 'a' twice. Give each value and each array its own name.",
     ),
     "a name in two arrays": (
         lambda: Pack({"w": "a: 3", "v": "a: 3"}),
-        "Pack got 'a' twice. Give each value and each array a name of its own.",
+        "Pack got 'a' twice. Give each value and each array its own name.",
     ),
     "one raw name of two": (
         lambda: Split({"w/x": "a: 3", "w.x": "b: 3"}),
-        "Split got 'w_x' twice. Give each value and each array a name of its own.",
+        "Split got 'w_x' twice. Give each value and each array its own name.",
     ),
     "an axis from behind": (
         lambda: Concat(("a: 3", "b: 4"), axis=-1),
-        "Concat got axis=-1, but counts axes from the front. Write it so.",
+        "Concat got axis=-1, but takes an axis counted from the front, at least 0.",
     ),
     "no colon": (
         lambda: Concat(("a 3",)),
@@ -80,11 +83,11 @@ VALUES = {
     ),
     "other axes": (
         lambda: Concat(("a: 3 4 -> 4 2",)),
-        "A block got 'a: 3 4 -> 4 2', whose two shapes have other axes. Write the same axes in both.",
+        "A block got 'a: 3 4 -> 4 2', whose two shapes have different axes. Write the same axes in both.",
     ),
     "two unknown sizes": (
         lambda: packed(Concat(("a: n 8", "b: m 8"))),
-        text(Concat(("a: n 8", "b: m 8"))) + "its shape does not say how large each of m, n is. Give some in `sizes`.",
+        text(Concat(("a: n 8", "b: m 8"))) + "its shape does not determine m, n. Give some of them in `sizes`.",
     ),
     "too large": (
         lambda: packed(Concat(("a: 3 8", "b: 3 8"))),
@@ -109,7 +112,7 @@ VALUES = {
     ),
     "heads unknown": (
         lambda: Pack("returnn.attention").init(ATTENTION),
-        "Pack('returnn.attention').init: 'qkv/weight': its shape does not say how large heads is. Give it in `sizes`.",
+        "Pack('returnn.attention').init: 'qkv/weight': its shape does not determine heads. Give it in `sizes`.",
     ),
     "heads that do not divide": (
         lambda: Pack("returnn.attention", sizes={"heads": 3}).init(ATTENTION),
@@ -118,7 +121,7 @@ VALUES = {
     ),
     "two dtypes": (
         lambda: Split({"w": TWO}).init({"a": W[:3], "b": W[:2].astype(np.float16)}),
-        f"{SPLIT}.init: 'w': one block has one dtype, but 'a' is float32, 'b' is float16. Cast them to one first.",
+        f"{SPLIT}.init: 'w': a block needs one dtype, but 'a' is float32, 'b' is float16. Cast them to one first.",
     ),
     "another shape": (
         lambda: Split({"w": TWO}).init({"a": W[:2], "b": W[:2]}),
@@ -134,7 +137,7 @@ VALUES = {
     ),
     "unknown layout": (
         lambda: Pack("flax.lstmm"),
-        f"Got 'flax.lstmm' as a layout, but the known ones are {NAMES}. Or write a dict.",
+        f"Got 'flax.lstmm' as a layout, but the known ones are {NAMES}. Or pass a dict.",
     ),
     "half a cell": (
         lambda: Pack("equinox.lstm", "a").init({"a": {"weight_ih": W}}),
@@ -152,18 +155,18 @@ VALUES = {
     ),
     "layouts of other values": (
         lambda: Split("torch.lstm", model="flax.lstm"),
-        "Split got two layouts of which only one holds 'hidden_bias_f'. Choose two that hold the same values, or "
-        "change the parameters of the model by `convert` first.",
+        "Split got two layouts, but only one of them holds 'hidden_bias_f'. Choose two that hold the same "
+        "values, or change the model's parameters with `convert` first.",
     ),
     "half a block": (
         lambda: Split({"w": Concat(("a: 3 8", "bias: 8 -> 1 8"))}).init({"a": W[:3]}),
-        "Split({'w': Concat(('a: 3 8', 'bias: 8 -> 1 8'))}).init: 'w' is made of 'bias' too, which is missing. "
-        "Leave it out of the block, or add it.",
+        "Split({'w': Concat(('a: 3 8', 'bias: 8 -> 1 8'))}).init: 'w' needs 'bias', which is missing. Leave it "
+        "out of the block, or add it.",
     ),
     "several values": (
         lambda: (Split({"w": TWO}) >> rpx.LowRank(1)).init({"a": W[:3], "b": W[:2]}),
-        f"{SPLIT}.init: 'a' holds several values, so it is no part of a block. Put the stage that replaces it "
-        f"nearer to the raw tree.",
+        f"{SPLIT}.init: 'a' holds several values, so it cannot be part of a block. Put the stage that replaces it "
+        f"earlier in the chain.",
     ),
     "a plain tree": (
         lambda: Split({"w": TWO}).apply({"a": W[:3], "b": W[:2]}),
@@ -192,22 +195,23 @@ VALUES = {
     ),
     "an empty node that was lost": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": {"w": W}}}),
-        f"{SPLIT}.apply: found nothing at 'b', where `init` leaves an empty node, which flattened formats lose. "
-        f"Restore into the structure that `jax.eval_shape(p.init, params)` gives.",
+        f"{SPLIT}.apply: found nothing at 'b', where `init` leaves an empty node. Flattened formats lose empty "
+        f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`.",
     ),
     "convert of more than a cell": (
         lambda: convert({**LSTM, "x": W}, "equinox.lstm", "flax.lstm"),
-        "convert from 'equinox.lstm' to 'flax.lstm': 'x' is no array of that layout. Pass the parameters of one cell.",
+        "convert from 'equinox.lstm' to 'flax.lstm': 'x' is not an array of that layout. Pass the parameters "
+        "of one cell.",
     ),
     "convert to another cell": (
         lambda: convert(GRU, "haiku.gru", "flax.gru"),
-        "convert from 'haiku.gru' to 'flax.gru': there is no place for 'input_a', so the other cell cannot compute the "
-        "same.",
+        "convert from 'haiku.gru' to 'flax.gru': the other layout has no 'input_a', so its cell cannot compute the "
+        "same function.",
     ),
     "convert to haiku without biases": (
         lambda: convert(LSTM, "equinox.lstm", "haiku.lstm"),
-        "convert from 'equinox.lstm' to 'haiku.lstm': one cell adds a number to 'bias_f', which the other lacks. Give "
-        "that one a bias of zeros.",
+        "convert from 'equinox.lstm' to 'haiku.lstm': one cell adds a number to 'bias_f', which the other does "
+        "not have. Add that bias, with zeros.",
     ),
     "vector": (
         lambda: CudnnLSTM(3, 2, where="w").init({"w": W}),
@@ -239,7 +243,7 @@ def test_a_second_bias_of_gru_that_is_not_known_to_be_zero_is_refused_where_ther
     cell = cell | {f"i{gate}": {**cell[f"i{gate}"], "bias": jnp.ones(2)} for gate in "rzn"}
     zero, one = ({**cell, "hn": {**cell["hn"], "bias": bias}} for bias in (jnp.zeros(2), jnp.ones(2)))
     assert sorted(convert(zero, "flax.gru", "nnx.gru")) == ["dense_h", "dense_i"]
-    refused = "there is no place for 'hidden_bias_n', so the other cell cannot compute the same."
+    refused = "the other layout has no 'hidden_bias_n', so its cell cannot compute the same function."
     with raises(ValueError, f"convert from 'flax.gru' to 'nnx.gru': {refused}"):
         convert(one, "flax.gru", "nnx.gru")
     with pytest.raises(ValueError, match=refused):

@@ -244,7 +244,7 @@ FAULTS = {
     "a loop": (
         {r"(\d)/q": r"\1/k", r"(\d)/k": r"\1/q"},
         r"Tie({'(\\d)/q': '\\1/k', '(\\d)/k': '\\1/q'}).init got a loop: 0/q -> 0/k -> 0/q. Leave one of them "
-        r"untied; it owns the parameter.",
+        r"untied, as the owner.",
     ),
     "two sources": (
         {"./q": "1/k", "0/.": "1/q"},

@@ -252,12 +252,12 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.MagnitudePrune(1.0),
             ValueError,
-            "MagnitudePrune got sparsity=1.0, but a share of weights is at least 0 and less than 1.",
+            "MagnitudePrune got sparsity=1.0, but takes a share of weights from 0 to less than 1.",
         ),
         (
             lambda: rpx.RandomPrune((0.5, -1)),
             ValueError,
-            "RandomPrune got sparsity=-1, but cannot prune fewer weights than none.",
+            "RandomPrune got sparsity=-1, but takes a number of weights that is at least 0.",
         ),
         (
             lambda: rpx.GlobalPrune("half"),
@@ -272,26 +272,27 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.MagnitudePrune(7).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune(7).init at 'w': expected to prune at most 6, as many as there are, got sparsity 7. Give a "
-            "share, which fits arrays of every size, or narrow the stage with `where`.",
+            "MagnitudePrune(7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
+            "sparsity 7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
             lambda: rpx.MagnitudePrune((2, 1), axis=-1).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, as many as there are, got "
-            "sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the stage with `where`.",
+            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, the number of weights "
+            "or slices, got sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the "
+            "stage with `where`.",
         ),
         (
             lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
             ValueError,
-            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape (). Leave "
-            "it out with `where`, or give it a stage of its own.",
+            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
+            "(). Leave it out with `where`, or use a separate stage for it.",
         ),
         (
             lambda: rpx.GlobalPrune(13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
             ValueError,
-            "GlobalPrune(13): expected to prune at most 12, as many as there are, got sparsity 13. Give a share, which "
-            "fits arrays of every size, or narrow the stage with `where`.",
+            "GlobalPrune(13): expected to prune at most 12, the number of weights or slices, got sparsity 13. "
+            "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
             lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "c": jnp.array([[1.0, jnp.nan]])}),
@@ -313,8 +314,8 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.NofM(2, 4, outside="refuse").init({"w": jnp.ones((4, 4))}),
             ValueError,
-            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or let `outside='project'` do it.",
+            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
+            "from `stage.project(w)`, or pass outside='project'.",
         ),
     ],
 )

@@ -212,7 +212,7 @@ def test_errors():
     who = "RigL(0.5, drop=0.5).update"
     with raises(
         ValueError,
-        f"{who} takes gradients by the effective tree, but got those by a raw tree: they hold '@rigl' at 'w'. Pass "
+        f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold '@rigl' at 'w'. Pass "
         f"`jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters.",
     ):
         p.update(raw, grads=raw)
@@ -231,16 +231,16 @@ def test_errors():
     behind = rpx.WeightNorm() >> p
     with raises(
         ValueError,
-        "update changed 'w/@rigl/w', but found no place for it in the raw tree: an earlier stage makes that value "
-        "anew. Put that stage behind, or let it pass the value through as it is.",
+        "update changed 'w/@rigl/w', but cannot write it to the raw tree: an earlier stage computes that "
+        "value. Put that stage later in the chain, or let it return the value unchanged.",
     ):
         behind.update(behind.init({"w": normal(4, 4)}), grads={"w": normal(4, 4)})
-    with raises(ValueError, "RigL got drop=1.5, but drops a share of the weights, at least 0 and at most 1."):
+    with raises(ValueError, "RigL got drop=1.5, but takes a share of the weights from 0 to 1."):
         rpx.RigL(0.5, 1.5)
     with raises(
         ValueError,
-        "RigL(5).init at 'w': expected to prune at most 4, as many as there are, got sparsity 5. Give a share, which "
-        "fits arrays of every size, or narrow the stage with `where`.",
+        "RigL(5).init at 'w': expected to prune at most 4, the number of weights or slices, got sparsity 5. "
+        "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
         rpx.RigL(5).init({"w": jnp.ones((2, 2))})
 

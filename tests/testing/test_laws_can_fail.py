@@ -339,10 +339,10 @@ class OtherContainer(Identity):
 
 
 MEAN = (
-    "mean: the mean of 1024 draws is not what `deterministic` gives at 'a': it is off by #, with a standard error of "
-    "#; say the mean in `mean_leaf`, or define `deterministic`."
+    "mean: the mean of 1024 draws differs from `deterministic` at 'a': it is off by #, with a standard error "
+    "of #; define `mean_leaf` or `deterministic`."
 )
-SLOPE = "gradients: the slope is #, but # by the gradient; where that is meant, say `straight_through = True`."
+SLOPE = "gradients: the slope is #, but # by the gradient; if that is intended, set `straight_through = True`."
 
 
 def params():
@@ -409,7 +409,7 @@ BROKEN = {  # in the texts, # is a number
     "changing update": (
         ChangingUpdate(),
         update,
-        "update: the same raw tree and key give another one each time.",
+        "update: the same raw tree and key give different results.",
     ),
     "moving update": (MovingUpdate(), update, "update: it changes the free value 'a'."),
     "losing update": (
@@ -423,7 +423,7 @@ BROKEN = {  # in the texts, # is a number
         rebase,
         "rebase: it makes 'a/@cast_rebase/@fixed/count' bfloat16[2], but it was float32[2].",
     ),
-    "forgetful": (Forgetful(0.5), checkpoints, "checkpoints: to_json and from_json give another one back."),
+    "forgetful": (Forgetful(0.5), checkpoints, "checkpoints: to_json and from_json return a different one."),
     "other container": (
         OtherContainer(),
         plain_trees,

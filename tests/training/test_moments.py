@@ -101,13 +101,13 @@ def test_trees_of_other_chains_are_refused():
     raw = rpx.RigL(0.5).init({"w": jnp.ones((2, 2))})
     with raises(
         ValueError,
-        "reset_moments takes the raw trees before and after an update of one chain, but got two whose masks stand in "
-        "other places or have other shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
+        "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
+        "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
     ):
         rpx.reset_moments((), raw, rpx.RigL(0.5).init({"w": jnp.ones((2, 4))}))
     with raises(
         ValueError,
-        "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not their free part "
-        "alone.",
+        "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only "
+        "their free part.",
     ):
         rpx.reset_moments((), rpx.partition(raw)[0], rpx.partition(raw)[0])

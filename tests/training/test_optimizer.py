@@ -403,7 +403,7 @@ def test_a_train_state_of_flax_holds_it() -> None:
 def test_what_is_no_transformation_is_refused(value: Any, name: str) -> None:
     with raises(
         TypeError,
-        f"optimizer takes a transformation of optax, but got a value of type '{name}'. "
+        f"optimizer takes an optax transformation, but got a value of type '{name}'. "
         f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`.",
     ):
         rpx.optimizer(value)

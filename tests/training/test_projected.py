@@ -52,8 +52,8 @@ def test_it_asks_for_parameters_and_refuses_what_it_cannot_take_at_once():
     tx = rpx.projected(rpx.Orthogonal())
     with raises(
         ValueError,
-        "Orthogonal().projected needs the parameters that it puts back, but got none. Pass them: `tx.update(grads, "
-        "state, params)`.",
+        "Orthogonal().projected needs the parameters that it projects, but got none. Pass them: "
+        "`tx.update(grads, state, params)`.",
     ):
         tx.update({"w": jnp.ones((2, 2))}, ())
     with pytest.raises(ValueError, match="selects nothing"):

@@ -166,9 +166,9 @@ def test_the_state_of_our_optimizer(like):
     state = trained(tx, raw)
     if like == "none":
         text = (
-            "transfer found no raw tree of Freeze(where='b/kernel') >> WeightNorm(where='a/kernel') in some part of "
-            "the state. Pass the raw tree that the state belongs to as `like`; a state of `rpx.optimizer` has nothing "
-            "for fixed values, which `like` tells the shapes of."
+            "transfer found no raw tree of Freeze(where='b/kernel') >> WeightNorm(where='a/kernel') in some "
+            "part of the state. Pass the raw tree that the state belongs to as `like`: a state of "
+            "`rpx.optimizer` has no entries for fixed values, so their shapes come from `like`."
         )
         with raises(ValueError, text):
             rpx.transfer(state, old, new)
@@ -244,8 +244,9 @@ def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
     state = trained(tx, raw)
     assert_equal(rpx.transfer(state, OLD, OLD, like=raw), state)
     text = (
-        "transfer cannot start a moment for 'b/kernel/@weight_norm/g': the state has none for some values that train, "
-        "or of other shapes than theirs, so it tells not what this one is to have. Make the state anew by `tx.init`."
+        "transfer cannot start a moment for 'b/kernel/@weight_norm/g': the state has none for some values that "
+        "train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
+        "`tx.init`."
     )
     with raises(ValueError, text):
         rpx.transfer(state, OLD, NEW, like=raw)

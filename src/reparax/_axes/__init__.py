@@ -1,5 +1,5 @@
-"""The axes of arrays: a raw axis follows the axis of its parameter that it grows with.
+"""The axes of arrays: each raw axis follows the axis of its parameter that it grows with.
 
-That one fact gives raw values the names and the shardings of their parameters. A stage is asked for it by tracing
-alone, or says it itself. Here too: axes by number and by name, and those along which independent arrays are stacked.
+From this, raw values get the axis names and shardings of their parameters. It is found by tracing, unless a stage
+states it. Also here: axes by number and by name, and axes along which independent arrays are stacked.
 """

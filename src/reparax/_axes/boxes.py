@@ -1,11 +1,11 @@
-"""Boxes of flax in raw trees: each raw value in a box of its own, with the names of the axes that this value has.
+"""Flax boxes in raw trees: each raw value gets a box of its own, with the names of its axes.
 
 Parameters may come in boxes that name their axes: linen's ``Partitioned``, or an nnx variable with ``out_sharding``.
-Stages see paths and arrays, and leave the box of a parameter around what they put in its place. In the raw tree that
-users see, a box stands around each value instead, so that flax finds a spec for each; a name goes with the axis that
-follows the named one. So does an nnx variable without names: nnx updates whole variables, of one array each. Where a
-place holds no array, such as a tied one, the variable stands inside of the marker too, around ``()``: of a dict in a
-variable, nnx would make a state of its own when it updates.
+Stages see paths and arrays, and leave the box of a parameter around the marker dict that replaces it. The raw tree that
+users see has a box around each value instead, so that flax finds a spec for each. A name moves to the raw axis that
+follows the named axis. nnx variables without names are treated in the same way, because nnx updates whole variables, of
+one array each. For a place without an array, such as a tied one, the variable is inside the marker too, around ``()``:
+nnx would turn a dict in a variable into a state when it updates.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, i
 
 
 class PartNames(tuple[Any, ...]):
-    """The names of the axes of a raw value, which know those of the parameter."""
+    """The axis names of a raw value, together with those of its parameter."""
 
     whole: Any
 
@@ -32,7 +32,7 @@ class PartNames(tuple[Any, ...]):
 
 
 def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
-    """``raw``, made of ``params``, with the box around each marker dict put around each value in it."""
+    """``raw``, made from ``params``, with the box of each marker dict moved to each value in it."""
     paths, nodes, treedef = named(raw, _holds_values)
     if not any(map(_holds_values, nodes)):
         return raw
@@ -57,18 +57,18 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
 
 
 def gather_boxes(raw: PyTree) -> PyTree:
-    """``raw`` with one box around each marker dict again, the parameter's own, as stages leave and expect it."""
+    """``raw`` with the parameter's own box around each marker dict again, as stages expect it."""
     nodes, treedef = jax.tree.flatten(raw, is_leaf=_is_marked)
     return treedef.unflatten([_around_all(node) if _is_marked(node) else node for node in nodes])
 
 
 def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
-    """The values of ``tree``, which :func:`gather_boxes` made of ``raw``, in the boxes of ``raw``."""
+    """The values of ``tree``, which came from ``gather_boxes(raw)``, in the boxes of ``raw``."""
     return jax.tree.structure(raw).unflatten(jax.tree.leaves(tree))
 
 
 def _around_all(node: Mapping[str, Any]) -> Any:
-    """The marker dict in the parameter's box; in none where someone made the boxes of its values anew."""
+    """The marker dict in the parameter's box; without a box if somebody has rebuilt the boxes of its values."""
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
     values = treedef.unflatten([_content(part) if _is_part(part) else part for part in parts])
     for box in filter(_is_part, parts):
@@ -96,7 +96,7 @@ def _holds_values(x: Any) -> bool:
 
 
 def _content(part: Any) -> Any:
-    """What the box holds, the empty node where it holds no array."""
+    """The content of a box; the empty node if it holds no array."""
     return {} if _is_hollow(part) else _held(part)
 
 
@@ -110,19 +110,19 @@ def _held(box: Any) -> Any:
 
 
 def _names(box: Any) -> Any:
-    """What a box says of each axis, a name or the axes of a mesh; None where it says nothing."""
+    """What a box states for each axis, a name or mesh axes; None if it states nothing."""
     names = stated(box)
     return names if isinstance(names, tuple | PartitionSpec) else None
 
 
 def _padded(box: Any) -> tuple[Any, ...]:
-    """A name for each axis. Trailing ones may be left out; under ``jax.vmap`` there are more, nobody knows of what."""
+    """A name for each axis. Trailing names may be missing; under ``jax.vmap`` there may be extra names."""
     names, axes = tuple(_names(box)), _held(box).ndim
     return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
-    """The same box with another value and other names."""
+    """The same box with a new value and new names."""
     if has_ancestor(box, "Variable"):
         return box.replace(value, **{keyword(box): names})
     return box.replace(value=value, names=names)

@@ -1,4 +1,4 @@
-"""Names of axes, where a library keeps them beside an array."""
+"""Axis names that a library stores with an array."""
 
 from typing import Any
 
@@ -11,28 +11,28 @@ AxisNames = tuple[str | None, ...]
 
 
 def stated(box: Any) -> Any:
-    """What a box of flax, linen's or nnx's, says of the axes of its array, in its own form; None if nothing."""
+    """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
     if not has_ancestor(box, "Variable"):
         return getattr(box, "names", None)
     return box.get_metadata().get(keyword(box))
 
 
 def keyword(variable: Any) -> str:
-    """What flax calls the names of the axes of an nnx variable; older versions had another word."""
+    """The metadata key of the axis names of an nnx variable, which differs between flax versions."""
     return "sharding_names" if "sharding_names" in variable.get_metadata() else "out_sharding"
 
 
 def axis_names(box: Any) -> AxisNames | None:
-    """The names that a box gives to the axes of its array; None where it gives none.
+    """The axis names in a box; None if there are none.
 
-    An axis without a name, or that lies across several axes of a mesh, is None.
+    The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
     """
     names = getattr(stated(box), "spec", stated(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
 def names_of_leaves(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[AxisNames | None]:
-    """For each leaf, the axis names of the box that holds it, where its axes are those of the box's array."""
+    """For each leaf, the axis names of its box, if the leaf has the axes of the box's array."""
 
     def stops(x: object) -> bool:
         return is_box(x) or (is_leaf is not None and is_leaf(x))
@@ -45,7 +45,7 @@ def names_of_leaves(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[AxisNam
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:
-    """Refuses names that are not one for each axis, as under ``jax.vmap``, where an axis is gone."""
+    """Requires one name for each axis; under ``jax.vmap`` an axis is missing."""
     if len(names) != w.ndim:
         raise ValueError(
             f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."

@@ -1,4 +1,4 @@
-"""Axes as users write them: a number or a name, or several."""
+"""Axes as you write them: a number or a name, or several."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Axes = Axis | tuple[Axis, ...]
 
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
-    """``axes``, a tuple of one as its member and a list as a tuple, so that equal axes are equal fields."""
+    """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
     several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not all(map(_is_axis, several)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
@@ -21,31 +21,31 @@ def check_axes(axes: Any, who: str, name: str) -> Axes:
 
 
 def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
-    """As :func:`check_axes`, where None says something too."""
+    """Like :func:`check_axes`, but None is allowed."""
     return None if axes is None else check_axes(axes, who, name)
 
 
 def check_axis(axis: Any, who: str, name: str) -> Axis:
-    """``axis``, which must be one."""
+    """``axis``, which must be a single axis."""
     if not _is_axis(axis):
         raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axis!r}.")
     return axis if isinstance(axis, str) else int(axis)
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
-    """``axes`` as :func:`check_axes`, of which numbers must count from the front: raw values may have fewer axes."""
+    """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
     found = check_axes(axes, who, name)
     numbers = [axis for axis in _each(found) if isinstance(axis, int)]
     if any(axis < 0 for axis in numbers) or len(set(_each(found))) < len(_each(found)):
-        raise ValueError(f"{who} got {name}={axes!r}, but counts each of these axes once, from the front. Write it so.")
+        raise ValueError(f"{who} got {name}={axes!r}, but takes different axes, counted from the front (at least 0).")
     return found
 
 
 def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
-    """The numbers of ``axes`` in an array of these axis names, of which those that it does not have are left out.
+    """The numbers of ``axes`` in an array with these axis names; names that it does not have are left out.
 
     Raises:
-      ValueError: Where an axis is given by name and the array has no names at all, or several of that name.
+      ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
     """
 
     def numbers(axis: Axis) -> list[int]:
@@ -67,15 +67,15 @@ def _each(axes: Axes) -> tuple[Axis, ...]:
 
 
 def has_names(axes: Axes | None) -> bool:
-    """Whether an axis is given by name."""
+    """Whether any axis is given by name."""
     return axes is not None and any(isinstance(axis, str) for axis in _each(axes))
 
 
 def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
-    """``axes`` with its number for each name, counted from the back: a mapped axis is usually the first.
+    """``axes`` with names replaced by numbers, counted from the back, because a vmapped axis is usually the first.
 
     Raises:
-      ValueError: Where not exactly one axis has a name.
+      ValueError: If not exactly one axis has the name.
     """
 
     def number(axis: Axis) -> int:
@@ -94,11 +94,11 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
-    """Axes that a formula on one array can count, in the order in which they are given."""
+    """The axes as numbers, in their order; names are refused."""
     several = _each(axes)
     for axis in several:
         if isinstance(axis, str):
-            raise ValueError(f"the axis {axis!r} is a name, but an array by itself has no names. Give the number.")
+            raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
     return tuple(int(axis) for axis in several)
 
 
@@ -108,7 +108,7 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
-        f"Leave it out with `where`, or give it a stage of its own."
+        f"Leave it out with `where`, or use a separate stage for it."
     )
 
 
@@ -123,17 +123,17 @@ def position(axis: Axis, w: Array) -> int:
 
 
 def others(features: Axes | None, w: Array) -> tuple[int, ...]:
-    """The axes of ``w`` but its feature axes; all of them where it has none."""
+    """The axes of ``w`` that are not feature axes; all of them if ``features`` is None."""
     kept = () if features is None else count_from_front(features, w)
     return tuple(axis for axis in range(w.ndim) if axis not in kept)
 
 
 def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front; all of them for None."""
+    """``axes`` counted from the front; None means all axes."""
     return tuple(range(w.ndim)) if axes is None else count_from_front(axes, w)
 
 
 def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
-    """``axes``, which count the axes of ``w`` but those of ``stacked``, counted from the front of ``w``."""
+    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w`` counted from the front."""
     own = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
     return tuple(sorted(own[axis] for axis in list_axes(axes)))

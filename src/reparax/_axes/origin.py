@@ -1,11 +1,11 @@
-"""Which axis of its parameter an axis of a raw array follows.
+"""Finds which parameter axis each axis of a raw array follows.
 
-Each stage says which axes of an array the axes of its raw values follow, and a chain puts these answers together. A
-stage that does not know is probed, on shapes alone: ``init`` is traced again and again, each time with one more length
-doubled, and an axis follows the one with which it grows, whatever is computed. The largest lengths are doubled first,
-so that no two of them change their order and the smaller of two stays the smaller. Equal lengths of different arrays
-are doubled together, as ties and joint formulas rely on them; so are those that a stage does not take apart, such as
-the two of a square matrix. An axis of a square one then follows that in its own place.
+Each stage states which axes of an array the axes of its raw values follow, and a chain composes these answers. If a
+stage does not state it, it is probed on shapes: ``init`` is traced several times, each time with one more axis length
+doubled, and a raw axis follows the axis with which it grows. The largest lengths are doubled first, so that the order
+of lengths never changes. Equal lengths of different arrays are doubled together, because ties and joint formulas rely
+on them. So are equal lengths that a stage needs, such as those of a square matrix; then an axis follows the axis at its
+own position.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,22 +20,22 @@ from reparax._tree.raw import parameter
 Init = Callable[[PyTree], PyTree]
 Places = tuple[int | None, ...]
 Origins = dict[Names, tuple[Names, Places]]
-"""For each array that was made, the array that it is made of, and for each axis which of that one's it follows."""
+"""For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
 Follow = Callable[[PyTree], tuple[PyTree, Origins]]
-Length = tuple[int, int]  # a number of entries, and how many axes before this one in the same array have as many
+Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
 Shapes = dict[Names, tuple[int, ...]]
 
 
 def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]) -> dict[Names, tuple[Any, ...]]:
-    """For each raw array of ``params``, what its axes have from the axes of its parameter that they follow.
+    """For each raw array of ``params``, the entries of the parameter axes that its axes follow.
 
     Args:
-      follow: What gives the raw tree of shapes, and where its arrays come from.
+      follow: Returns the shapes of the raw tree, and the origins of its arrays.
       params: The parameters, or their shapes and dtypes.
-      entries: For the path of a parameter, something for each of its axes.
+      entries: For the path of a parameter, one entry for each of its axes.
 
     Returns:
-      For the names that lead to each raw array, an entry for each axis; None where an axis follows none.
+      For the path of each raw array, an entry for each axis; None if an axis follows none.
     """
 
     def of(source: Names, places: Places) -> tuple[Any, ...]:
@@ -46,12 +46,12 @@ def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
 
 
 def keep_origins(tree: PyTree) -> Origins:
-    """The origins of arrays that stay as they are."""
+    """The origins of arrays that do not change."""
     return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes(tree).items()}
 
 
 def compose_origins(origins: Origins, earlier: Origins) -> Origins:
-    """Where arrays come from whose sources come from somewhere themselves."""
+    """The origins of arrays through two steps: their sources have the origins ``earlier``."""
 
     def of(source: Names, places: Places) -> tuple[Names, Places]:
         if source not in earlier:
@@ -63,7 +63,7 @@ def compose_origins(origins: Origins, earlier: Origins) -> Origins:
 
 
 def probe(init: Init, tree: PyTree) -> Origins:
-    """Where the arrays come from that ``init`` makes of ``tree``, as found by doubling lengths."""
+    """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
     traces = list(_traces(init, tree))
     before, after = ([trace[i] for trace in traces] for i in range(2))
     own = {path: _growths(before, path) for path in before[0]}
@@ -82,12 +82,12 @@ def _growths(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
 
 
 def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """How an axis grows from trace to trace; its length where it does not, as where a stage is told that."""
+    """How an axis grows between traces; its length if it does not grow, such as a rank given to a stage."""
     return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
 def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> Places:
-    """For each axis of a raw array, the axis of its parameter that it follows; none is followed twice."""
+    """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
     places: list[int | None] = []
     for axis, growth in enumerate(axes):
         found = [place for place, other in enumerate(own) if other == growth != (1,)]
@@ -98,7 +98,7 @@ def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]])
 
 
 def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
-    """The shapes of parameters and of raw arrays: as they are, and after each length that can be doubled."""
+    """The shapes of parameters and raw arrays: the original ones, and those after each doubling that works."""
     leaves, treedef = jax.tree.flatten(params)
 
     def trace(doubled: Collection[Length]) -> tuple[Shapes, Shapes]:
@@ -113,7 +113,7 @@ def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
         for together in ([*waiting, length], [length]) if waiting else ([length],):
             try:
                 traced = trace([*doubled, *together])
-            except Exception:  # whoever wrote the stage says in their own way that it cannot take such a shape
+            except Exception:  # a stage may refuse such a shape with any exception
                 continue
             if _ranks(traced) == _ranks(first):
                 yield traced

@@ -1,4 +1,4 @@
-"""Where the arrays of a raw tree, and of an optimizer's state, lie on a mesh."""
+"""Shardings of raw trees and of optimizer states."""
 
 import math
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def shardings_of_raw(who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree) -> PyTree:
-    """The shardings of ``init(like)``: each axis is cut as the axis of its parameter is that it follows.
+    """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
-    ``follow`` tells which, and ``init`` puts boxes around the shardings.
+    ``follow`` finds that axis, and ``init`` puts boxes around the shardings.
     """
     params = specs if like is None else like
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
@@ -29,18 +29,18 @@ def shardings_of_raw(who: str, init: Init, follow: Follow, specs: PyTree, mesh: 
 
 
 def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
-    """The shardings of an optimizer's state, or of a whole training state: of each array, those of its raw array.
+    """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
 
-    An array of the state belongs to the raw array whose path its own path ends in, if it is of the same shape: moments,
-    averages and accumulated gradients. All others, such as counters, lie whole on every device.
+    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
+    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
       raw: The raw tree, or its shapes and dtypes.
-      shardings: What :meth:`Parametrization.shardings` gives for it.
+      shardings: The result of :meth:`Parametrization.shardings` for it.
 
     Raises:
-      ValueError: Naming a raw array without a sharding.
+      ValueError: If a raw array has no sharding; the error names it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -57,8 +57,8 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     known = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
     if lacking := sorted(shapes.keys() - known.keys()):
         raise ValueError(
-            f"state_shardings: the raw tree holds {path_text(lacking[0])!r}, for which there is no sharding. Pass the "
-            f"raw tree, and what `p.shardings` gives for it."
+            f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
+            f"and the result of `p.shardings` for it."
         )
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
 
@@ -72,17 +72,17 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``specs`` holds for each array, by its path."""
+    """The entry of ``specs`` for each array, by path."""
     found = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec(x) is not None}
     if found and not arrays:
         raise ValueError(
-            f"{who} got specs alone, which tell no shapes. Pass like=params, the parameters or their shapes and dtypes."
+            f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
         )
     for path in sorted(arrays.keys() ^ found.keys()):
         holder, other = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
             f"{who}: the {holder} hold {path!r}, the {other} do not. Give one PartitionSpec for each array; "
-            f"PartitionSpec() keeps it whole on every device."
+            f"PartitionSpec() replicates it on every device."
         )
     return found
 
@@ -94,11 +94,11 @@ def _spec(x: Any) -> PartitionSpec | None:
 
 
 def _cuts(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
-    """The entry of a spec for each axis of ``x``, once it is known to fit."""
+    """The entry of a spec for each axis of ``x``, after checking that it fits."""
     spec = _spec(given)
     if spec is None:
         raise ValueError(
-            f"{who}: expected a PartitionSpec or an array that lies on a mesh, got {describe(given)} on none. "
+            f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(given)} without a mesh. "
             f"Give the specs, and the parameters as `like`."
         )
     if len(spec) > x.ndim:
@@ -110,12 +110,12 @@ def _cuts(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
                 f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
             )
         if used.count(name) > 1:
-            raise ValueError(f"{who}: {spec} names {name!r} twice. An axis of the mesh cuts one axis of an array.")
+            raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _parts(entry, mesh):
             raise ValueError(
-                f"{who}: {spec} cuts axis {axis} of {describe(x)} into {_parts(entry, mesh)} parts, which are not of "
-                f"one size. Leave that axis whole."
+                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_parts(entry, mesh)} parts, which would not "
+                f"be equal. Do not shard that axis."
             )
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
@@ -129,5 +129,5 @@ def _parts(entry: Any, mesh: AnyMesh) -> int:
 
 
 def _fitting(cuts: tuple[Any, ...], shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """The spec of a raw array, which leaves those axes whole that cannot be cut evenly."""
+    """The spec of a raw array, without the axes that cannot be split evenly."""
     return PartitionSpec(*(None if n % _parts(cut, mesh) else cut for cut, n in zip(cuts, shape, strict=True)))

@@ -1,7 +1,7 @@
-"""Formulas over stacked arrays: each index of a stacked axis, such as a layer under a scan, is an array by itself.
+"""Formulas over stacked arrays: each index of a stacked axis, such as a scanned layer, is an independent array.
 
-A value that a formula makes has the stacked axes where the array has them, or as near to it as it has axes: with
-``stacked=0`` a length of shape ``(1, out)`` becomes one of ``(layers, 1, out)``.
+Raw values have the stacked axes at the same positions as the array, or as close as their number of axes allows: with
+``stacked=0``, a norm of shape ``(1, out)`` becomes one of ``(layers, 1, out)``.
 """
 
 import math
@@ -20,7 +20,7 @@ Places = tuple[int, ...]
 
 
 def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """``formula``, of arrays and dicts of arrays, for each index of the stacked axes by itself."""
+    """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
     if not stacked:
         return formula
     each = formula
@@ -32,14 +32,14 @@ def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., A
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
-            raise ValueError(f"expected values of equally many stacked arrays, got {sizes}: {OTHER_CHAIN}")
+            raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
         return jax.tree.map(partial(_to_place, stacked), each(*fronts))
 
     return mapped
 
 
 def stacked_sizes(w: Any, stacked: Places) -> tuple[int, ...]:
-    """How many arrays are stacked along each axis."""
+    """The number of arrays stacked along each axis."""
     return tuple(w.shape[place] for place in stacked)
 
 
@@ -48,20 +48,20 @@ def lacks_axes(w: Any, stacked: Places) -> str | None:
     if all(place < w.ndim for place in stacked):
         return None
     return (
-        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or give it a "
-        f"stage of its own."
+        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or use a "
+        f"separate stage for it."
     )
 
 
 def one_stacked(w: Any, stacked: Places) -> Any:
-    """The type of one of the stacked arrays; ``w`` itself where none are stacked."""
+    """The type of one of the stacked arrays; ``w`` itself if none are stacked."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
 
 
 def each_stacked(w: Any, stacked: Places) -> Iterator[Any]:
-    """Each of the stacked arrays; the type of one where numbers are not known, or where there is none."""
+    """Each of the stacked arrays; only the type of one if the numbers are not known, or if there are no arrays."""
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
@@ -77,7 +77,7 @@ def _to_place(stacked: Places, x: Array) -> Array:
 
 
 def _places(stacked: Places, ndim: int) -> Places:
-    """Where the stacked axes are in a value of ``ndim`` axes."""
+    """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
     found: list[int] = []

@@ -1,5 +1,5 @@
-"""The algebra: a parametrization is a pure function with a right inverse, and a value; ``>>`` composes them.
+"""The algebra of parametrizations: pure functions with a right inverse, which ``>>`` composes.
 
-``init`` runs the stages of a chain backwards, ``apply`` forwards. A stage is told by its fields alone: they are its
-repr, its JSON, its equality and its hash. Nothing here knows of arrays, markers apart.
+``init`` runs the stages of a chain from last to first, ``apply`` from first to last. A stage is fully described by its
+fields: its repr, JSON, equality and hash come from them. This package knows markers, but no formulas on arrays.
 """

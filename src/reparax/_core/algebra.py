@@ -1,4 +1,4 @@
-"""The algebra: what a parametrization is, and how two of them compose."""
+"""Parametrizations and their composition."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ from reparax._tree.raw import OTHER_CHAIN, flatten_slots, graft, kind_of, outer_
 class Parametrization(Static, ABC):
     """A pure map from a raw tree to an effective tree, with a right inverse.
 
-    ``init`` takes the model's parameters to the raw tree that an optimizer moves; ``apply`` takes the raw tree to
-    the effective tree that the model reads, with ``apply(init(params)) == params`` for every ``params`` on the
-    image; ``update`` advances the fixed values once a step. All three are pure, and work under ``jax.jit``,
-    ``jax.vmap`` and ``jax.eval_shape``.
+    ``init`` makes the raw tree, which an optimizer moves, from the model's parameters. ``apply`` makes the effective
+    tree, which the model reads, from the raw tree: ``apply(init(params)) == params`` for every ``params`` in the
+    image. ``update`` advances the fixed values once per step. All three are pure functions and work under
+    ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
-    Subclasses become frozen dataclasses on their own, without a decorator: hashable, comparable, picklable, static
-    to JAX, with a ``repr`` that builds them. Most stages are a :class:`Reparametrization` or a
-    :class:`Perturbation`; a stage that must see the whole tree derives from this class and writes ``init_tree`` and
-    ``apply_tree``, or the two public methods themselves, where it needs none of their checks.
+    Subclasses become frozen dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a
+    ``repr`` that builds them. Most stages derive from :class:`Reparametrization` or :class:`Perturbation`. If your
+    stage must see the whole tree, derive from this class and write ``init_tree`` and ``apply_tree``. You may write
+    ``init`` and ``apply`` themselves instead; then none of their checks run.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class UnitTree(rpx.Parametrization):  # all arrays together have length one
+      >>> class UnitTree(rpx.Parametrization):  # all arrays together have norm one
       ...     def init_tree(self, tree, keys):
       ...         return tree
       ...     def apply_tree(self, tree, keys):
@@ -50,26 +50,26 @@ class Parametrization(Static, ABC):
     """
 
     stochastic: ClassVar[bool] = False
-    """Whether ``apply`` draws random numbers, and so needs a key."""
+    """Whether ``apply`` draws random numbers, so that it needs a key."""
     changes_type: ClassVar[bool] = False
-    """Whether the stage exists to give effective arrays another shape or dtype than the model's."""
+    """Whether the stage may change the shape or dtype of the model's arrays."""
     straight_through: ClassVar[bool] = False
-    """Whether the stage has a gradient of its own, as a rounding has the identity's, and not that of its formula."""
+    """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
-    """Whether ``update`` gives values that train other numbers too, as where weights begin anew."""
+    """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
     draws_late: ClassVar[bool] = False
-    """Whether noise of earlier stages may wait on arrays that the stage does not act on; else it is drawn before."""
+    """Whether noise of earlier stages may stay undrawn on arrays that this stage does not act on."""
 
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
         *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
     )
-    """The names that users call; all others are for authors of stages."""
+    """The names that users call; all other names are for authors of stages."""
 
     def __dir__(self) -> list[str]:
-        """What you meet on a stage: what users call, its arguments, and what a third party's class adds to them."""
+        """The names that users call, the stage's arguments, and what third-party classes add."""
         ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
         known = {name for c, own in ours.items() if own for name in vars(c)}
         added = {name for c, own in ours.items() if not own for name in vars(c)} - known
@@ -79,12 +79,12 @@ class Parametrization(Static, ABC):
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
-        Arrays that no stage replaces are those of ``params`` itself, so donating the raw tree would delete them. Who
-        needs them afterwards starts from a copy, ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
+        ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.
-          key: For stages that draw their start; without one, ``jax.random.key(0)`` serves.
+          key: For stages with a random start. Default: ``jax.random.key(0)``.
         """
         if marks := outer_markers(params):
             path, mark = next(iter(marks.items()))
@@ -99,8 +99,8 @@ class Parametrization(Static, ABC):
         """The effective tree of ``raw``.
 
         Args:
-          raw: What ``init`` made, or an optimizer made of it.
-          key: A typed or legacy PRNG key; needed exactly where ``stochastic`` is true.
+          raw: The result of ``init``, or that after steps of an optimizer.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
         """
         effective = recompute(self._run, gather_boxes(raw), self._needed(key))
         if marks := outer_markers(effective):
@@ -108,7 +108,7 @@ class Parametrization(Static, ABC):
             if kind_of(mark) in [stage.kind for stage in _stages(self)]:
                 raise ValueError(
                     f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                    f"made it, or one whose default took biases too. Carry it over by `rpx.transfer(raw, old, new)`."
+                    f"or an older version of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
                 )
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
         return effective
@@ -116,13 +116,14 @@ class Parametrization(Static, ABC):
     def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
         """``raw`` with its fixed values advanced by one training step.
 
-        Free values are left alone, but by :class:`RigL` and :class:`SET`, under which new weights begin at zero.
+        Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
 
         Args:
-          raw: What ``init`` made, or an optimizer made of it.
-          key: For stages that draw, such as :class:`SET`. Without one they stay as they are.
-          grads: For stages that read gradients, such as :class:`RigL`: those of the loss by the effective tree,
-            ``jax.grad(loss)(p.fold(raw))``. Each stage sees those by its own weights. Without them it stays as it is.
+          raw: The result of ``init``, or that after steps of an optimizer.
+          key: For stages that draw random numbers, such as :class:`SET`. Without a key they do nothing.
+          grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
+            effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
+            Without ``grads`` these stages do nothing.
         """
         keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
         slopes = None if grads is None else gather_boxes(grads)
@@ -134,10 +135,10 @@ class Parametrization(Static, ABC):
         return spread_like(raw, tree)
 
     def rebase(self, raw: PyTree) -> PyTree:
-        """``raw`` with each stage's base at the current point, and the values that lead there from it at zero.
+        """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
-        The effective tree stays the same. Momentum that an optimizer holds for these values is that of the old base,
-        where the same numbers mean another direction: set it to zero, or rebase seldom.
+        The effective tree does not change. An optimizer's momentum for these values belongs to the old base: for the
+        new base, the same numbers mean another direction. Set it to zero, or rebase rarely.
         """
         tree = gather_boxes(raw)
         for i, stage in enumerate(_stages(self)):
@@ -147,10 +148,10 @@ class Parametrization(Static, ABC):
         return spread_like(raw, tree)
 
     def penalty(self, raw: PyTree) -> jax.Array:
-        """What the stages add to the loss: a scalar, in float32 at least.
+        """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
 
-        Each stage that says a penalty says it of the raw values that it sees, those of earlier stages without noise:
-        a divergence from a prior, an expected number of weights, a distance from the base. Without any it is 0.
+        A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each
+        stage computes its own from its raw values, without the noise of earlier stages. With no penalties it is 0.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -161,14 +162,14 @@ class Parametrization(Static, ABC):
         return self._sum(raw, lambda stage, tree: stage.penalty_tree(tree))
 
     def log_det(self, raw: PyTree) -> jax.Array:
-        r"""The logarithm of the volume that the chain makes of a volume of raw values, in float32 at least.
+        r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
 
-        It is :math:`\log |\det \partial w / \partial x|`, by which a density of effective weights becomes one of
-        raw values: ``log_prior(p.fold(raw)) + p.log_det(raw)`` is what Hamiltonian Monte Carlo moves ``raw`` by. Stages
-        must be bijections, each on the values that it sees; noise counts as its mean, frozen values do not count.
+        It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
+        Carlo on ``raw``, use ``log_prior(p.fold(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
+        values. Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: Naming a stage that is no bijection.
+          ValueError: If a stage is not a bijection; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -185,7 +186,7 @@ class Parametrization(Static, ABC):
         return self._sum(raw, lambda stage, tree: stage.log_det_tree(tree, is_free))
 
     def _sum(self, raw: PyTree, of: "Callable[[Parametrization, PyTree], jax.Array]") -> jax.Array:
-        """What the stages say of the trees that they see, added up."""
+        """The sum of ``of(stage, tree)`` over the stages, each with the tree that it sees."""
         tree, said = gather_boxes(raw), list[jax.Array]()
         for stage in _stages(self.deterministic):
             said.append(of(stage, tree))
@@ -204,17 +205,17 @@ class Parametrization(Static, ABC):
 
     @property
     def reads_grads(self) -> bool:
-        """Whether ``update_tree`` takes gradients, by the tree that the stage makes, where ``update`` is given any."""
+        """Whether ``update_tree`` takes the gradient with respect to the stage's output."""
         return False
 
-    # What a chain calls, and a stage writes: on a tree in which other stages have left their markers, which it hands
-    # on. A stage that writes a public method instead has none of that method's checks when it stands alone.
+    # Stages write these methods and chains call them. Their trees hold markers of other stages, which they pass on. If
+    # a stage writes a public method instead, calls on that stage alone skip the checks of that method.
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """The tree that this stage makes of one that later stages made; ``keys.of_stage(self.kind)`` is its key."""
+        """This stage's part of ``init``, on a tree from later stages; ``keys.of_stage(self.kind)`` is its key."""
         return self._public("init")(tree, keys.of_stage(self.kind))
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """The tree that later stages see, of one that earlier stages made."""
+        """This stage's part of ``apply``, on a tree from earlier stages; later stages see the result."""
         return self._public("apply")(tree, keys.of_stage(self.kind))
 
     def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
@@ -223,30 +224,30 @@ class Parametrization(Static, ABC):
         return self._public("update")(tree, keys.of_stage(self.kind))
 
     def rebase_tree(self, tree: PyTree) -> PyTree:
-        """The tree with this stage's base at the current point."""
+        """The tree with this stage's base moved to the current point."""
         return self._public("rebase")(tree)
 
     def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """The mean of ``apply_tree`` over all keys of this stage: what :class:`Mean` calls."""
+        """The mean of ``apply_tree`` over this stage's random numbers; :class:`Mean` calls it."""
         del tree, keys
-        raise TypeError(f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`.")
+        raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
 
     def penalty_tree(self, tree: PyTree) -> jax.Array:
-        """What this stage adds to the loss, of the tree that earlier stages made."""
+        """This stage's penalty, for a tree from earlier stages."""
         del tree
         return jnp.zeros((), jnp.float32)
 
     def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> jax.Array:
-        """The logarithm of this stage's own volume, of the tree that earlier stages made, at the places that train."""
+        """This stage's log-determinant, for a tree from earlier stages, over the values that train."""
         del tree, is_free
         raise ValueError(
-            f"{self!r}.log_det: the stage is no bijection, so volumes of raw and of effective values cannot be "
-            f"compared. Take a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+            f"{self!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+            f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
             f"Triangular."
         )
 
     def _public(self, method: str) -> Callable[..., PyTree]:
-        """A public method that the stage writes itself."""
+        """A public method that the stage's class defines."""
         if not overrides(self, method):
             raise TypeError(f"{type(self).__name__} defines neither {method}_tree nor {method}. Define one.")
         return getattr(self, method)
@@ -256,7 +257,7 @@ class Parametrization(Static, ABC):
         return settle(self.apply_tree(tree, keys), keys)
 
     def _needed(self, key: jax.Array | None) -> jax.Array | None:
-        """The key of ``apply``; None where nothing is drawn."""
+        """The key of ``apply``; None if nothing is random."""
         if not self.stochastic:
             return None
         if key is None:
@@ -267,11 +268,11 @@ class Parametrization(Static, ABC):
         return _checked_key(self, "apply", key)
 
     def _before(self, i: int, tree: PyTree) -> PyTree:
-        """What the stage number ``i`` sees of a raw tree, without noise."""
+        """The tree that stage number ``i`` sees, without noise."""
         return Chain(_stages(self)[:i]).deterministic.apply_tree(tree, Keys(None))
 
     def _grads_at(self, i: int, seen: PyTree, grads: PyTree) -> PyTree:
-        """The gradients by what the stage number ``i`` makes of ``seen``, of those by the effective tree, if any."""
+        """The gradient with respect to the output of stage number ``i``, from that of the effective tree; or None."""
         if grads is None:
             return None
         own, later = _stages(self)[i].deterministic, Chain(_stages(self)[i + 1 :]).deterministic
@@ -279,21 +280,19 @@ class Parametrization(Static, ABC):
         return pull_back(call(self, "update"), lambda tree: later.apply_tree(tree, Keys(None)), tree, grads)
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        """The shapes that ``init`` makes of ``tree``, and which axes of it theirs follow."""
+        """The shapes of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
         init = functools.partial(self.init_tree, keys=Keys(None))
         return abstract(init, tree), probe(init, tree)
 
     @property
     def deterministic(self) -> "Parametrization":
-        """The same chain without randomness, to evaluate, fold and export with; each random stage becomes its mean."""
+        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean."""
         if self.stochastic:
-            raise TypeError(
-                f"{self!r} draws random numbers, but does not say what its mean is. Define `deterministic`."
-            )
+            raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
     def owners(self, params: PyTree) -> dict[str, str]:
-        """Who owns what: for each array of ``params``, the path under which its value stands in the raw tree.
+        """For each array of ``params``, the path at which the raw tree holds its value.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -308,12 +307,12 @@ class Parametrization(Static, ABC):
         return owners
 
     def _sources(self, tree: PyTree) -> dict[str, str]:
-        """For each array that holds no value of its own, the path of the one that it takes it from."""
+        """For each array without a value of its own, the path of the array that it copies."""
         del tree
         return {}
 
     def fold(self, raw: PyTree) -> PyTree:
-        """Plain parameters for export: ``p.deterministic.apply(raw)``."""
+        """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``."""
         return self.deterministic.apply(raw)
 
     def __rshift__(self, later: object) -> "Parametrization":
@@ -325,32 +324,33 @@ class Parametrization(Static, ABC):
         return expression(self)
 
     def to_json(self) -> str:
-        """The configuration as JSON, to lie beside a checkpoint; :func:`from_json` reads it."""
-        of_one = isinstance(self, Chain) and len(self) == 1  # which is not the stage itself
+        """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
+        of_one = isinstance(self, Chain) and len(self) == 1  # it is not equal to the stage itself
         return dump_stages((self,) if of_one else _stages(self))
 
     def check(self, raw: PyTree, like: PyTree) -> None:
-        """Compares a raw tree, such as a restored checkpoint, with what ``init`` would make of ``like``.
+        """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
         Args:
           raw: The raw tree to check.
           like: The model's parameters, or their shapes and dtypes.
 
         Raises:
-          ValueError: Naming every path that is missing, unexpected, or of another shape, dtype or stage.
+          ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
+            dtype or stage.
         """
         require_no_differences(call(self, "check"), raw, like, self.init)
 
     def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
-        """The shardings of the raw tree: each axis is cut as the axis of its parameter is that it follows.
+        """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
-        An axis that follows none, or that its mesh axes do not divide, stays whole. Nothing is computed: a stage
-        is traced a few times for each type of array.
+        An axis is not sharded if it follows none, or if the mesh axes do not divide it. Nothing is computed: each
+        stage is traced a few times for each type of array.
 
         Args:
-          specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays that lie on a mesh.
+          specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
           mesh: The mesh.
-          like: The model's parameters, or their shapes and dtypes; not needed where ``specs`` are arrays.
+          like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -364,12 +364,12 @@ class Parametrization(Static, ABC):
 
 
 class Chain(Parametrization):
-    """Stages in a row, the first acts on the raw values first; what ``>>`` builds. ``Chain()`` is the identity.
+    """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
-    A chain holds the stages as you wrote them, one after the other: ``len(p)``, ``p[0]``, ``p[1:]`` and loops see them.
+    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work.
 
     Args:
-      stages: The stages. The stages of chains among them stand in their place.
+      stages: The stages. A chain among them is replaced by its stages.
 
     Example:
       >>> import reparax as rpx
@@ -400,7 +400,7 @@ class Chain(Parametrization):
         return len(self.stages)
 
     def __bool__(self) -> bool:
-        return True  # the identity is a parametrization too, though it has no stages
+        return True  # also for the identity, whose length is 0
 
     def __iter__(self) -> Iterator[Parametrization]:
         return iter(self.stages)
@@ -453,24 +453,24 @@ def _stages(part: object) -> tuple[Parametrization, ...]:
 
 
 def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """The chain of ``stages``; the stage itself where there is only one."""
+    """The chain of ``stages``; a single stage itself."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
 
 def overrides(stage: Parametrization, *methods: str) -> bool:
-    """Whether the class of a stage writes one of these methods itself."""
+    """Whether the class of a stage overrides one of these methods."""
     return any(getattr(type(stage), method) is not getattr(Parametrization, method) for method in methods)
 
 
 def call(p: Parametrization, method: str) -> str:
-    """How an error names the call it speaks of: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
+    """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
     text = " >> ".join(map(repr, _stages(p))) or repr(p)
     return f"({text}).{method}" if len(_stages(p)) > 1 else f"{text}.{method}"
 
 
 def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.Array | None:
-    """``key`` as a typed scalar key, None as None."""
+    """``key`` as a typed scalar key; None stays None."""
     tree = "params" if method == "init" else "raw"
     in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
     return None if key is None else check_key(key, call(p, method), in_batches)

@@ -1,4 +1,4 @@
-"""The configuration of a chain as JSON, to lie beside a checkpoint."""
+"""The configuration of a chain as JSON, to store beside a checkpoint."""
 
 import dataclasses
 import importlib
@@ -25,21 +25,21 @@ _classes: dict[str, type] = {}
 
 
 def register_class(cls: type) -> None:
-    """Lets a manifest name ``cls``: a stage, or a dataclass that stands in a field of stages."""
+    """Lets JSON name ``cls``: a stage, or a dataclass used in a field of a stage."""
     _classes[class_name(cls)] = cls
 
 
 def class_name(cls: type) -> str:
-    """The name of a class in a manifest, ``reparax.WeightNorm``; of a third party's, with its whole module.
+    """The name of a class in JSON: ``reparax.WeightNorm``; for a third-party class, its whole module and name.
 
-    An author who may move the class to another module later sets ``__module__`` in it to the public one.
+    If you may move your class to another module later, set ``__module__`` in it to the public module.
     """
     package = cls.__module__.partition(".")[0]
     return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
 
 
 def arguments(stage: Any) -> dict[str, Any]:
-    """The constructor arguments of ``stage`` that are not at their default, keyword-only ones last."""
+    """The constructor arguments of ``stage`` that differ from their defaults; keyword-only ones come last."""
     values = {field: getattr(stage, field.name) for field in _declared(stage)}
     return {field.name: value for field, value in values.items() if not _same(value, field.default)}
 
@@ -66,7 +66,7 @@ def _package(module: str) -> str:
 
 
 def _public(module: str, name: str) -> Any:
-    """The public function on arrays of that name in a module, or the scalar type; None where there is none."""
+    """The public array function or scalar type of that name in a module, or None."""
     found = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(found, type) and not isinstance(found, type(jnp.float32))
     hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
@@ -74,7 +74,7 @@ def _public(module: str, name: str) -> Any:
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
-    """The public name of a function of JAX on arrays, ``jax.numpy.transpose``; None for any other."""
+    """The public name of a JAX array function, such as ``jax.numpy.transpose``; None for any other function."""
     name = str(getattr(function, "__name__", ""))
     modules = [module for module in list(sys.modules) if _is_public(module)]
     for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package(module)), module)):
@@ -84,7 +84,7 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def code(value: Any) -> str:
-    """Code for a constructor argument; for an array and a nameless function, which have none, what they are."""
+    """Code for a constructor argument; a short description for arrays and nameless functions, which have no code."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
     if type(value) is float and not math.isfinite(value):
@@ -122,8 +122,8 @@ def _encode(stage: object, name: str, value: Any) -> Any:
     if callable(value) and (public := function_name(value)) is not None:
         return {"function": public}
     raise ValueError(
-        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, text, stages and functions of jax have a "
-        f"form in JSON. Write a regular expression or `rpx.selected` for `where`, or keep this stage in code."
+        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
+        f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."
     )
 
 
@@ -171,13 +171,13 @@ def find_function(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Name:
-    """What stands for a function of JAX in a pickle."""
+    """The name that a pickle stores in place of a JAX function."""
 
     name: str
 
 
 def name_functions(value: Any) -> Any:
-    """``value`` with names for all functions of JAX in it."""
+    """``value`` with each JAX function in it replaced by its name."""
 
     def named(item: Any) -> Any:
         name = function_name(item) if callable(item) else None
@@ -205,12 +205,12 @@ def _build(entry: Mapping[str, Any]) -> Any:
         return cls(**arguments)
     except ValueError:
         raise
-    except Exception as error:  # of any type, as the text may hold anything
+    except Exception as error:  # any type: the text may hold anything
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
 def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the names of arguments; None where they fit."""
+    """What is wrong with the argument names; None if they fit."""
     taken = [field.name for field in _declared(cls)]
     if unknown := [name for name in arguments if name not in taken]:
         return f"it takes {', '.join(taken)}, but not {unknown[0]}"
@@ -219,14 +219,14 @@ def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
 
 
 def load_stages(text: str) -> list[Any]:
-    """What the entries describe that :func:`dump_stages` wrote."""
+    """The stages that :func:`dump_stages` wrote as ``text``."""
     try:
         match _parsed(text):
             case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
                 return [_build(entry) for entry in entries]
             case _:
                 raise ValueError(
-                    f"from_json needs the text that `p.to_json()` of format {FORMAT} wrote, but got {str(text)[:60]!r}."
+                    f"from_json needs a text from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
                 )
     except RecursionError as error:
         raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error

@@ -1,15 +1,15 @@
-"""Chains from the configuration that lies beside a checkpoint."""
+"""Chains from the JSON stored beside a checkpoint."""
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.config import load_stages
 
 
 def from_json(text: str) -> Parametrization:
-    """The parametrization whose ``to_json`` wrote ``text``.
+    """The parametrization from which ``to_json`` wrote ``text``.
 
     Raises:
-      ValueError: If the text is not of that form, names a stage that is not defined, gives it arguments that it does
-        not take, or names a function other than the public ones of ``jax.numpy``, ``jax.nn``, ``jax.lax`` and
+      ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
+        to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
     Example:
@@ -20,7 +20,5 @@ def from_json(text: str) -> Parametrization:
     stages = load_stages(text)
     for stage in stages:
         if not isinstance(stage, Parametrization):
-            raise ValueError(
-                f"from_json found {stage!r} in the place of a stage, but it is none. Write it as an argument of one."
-            )
+            raise ValueError(f"from_json expected a stage, but found {stage!r}. Write it as an argument of a stage.")
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))

@@ -1,7 +1,7 @@
-"""Keys: one for each random stage, one for each array; the only file that splits them.
+"""Random keys: one for each random stage and each array. Only this file splits keys.
 
-A draw depends on the key, the array's path, the stage's kind and its number among the stages of that kind that act on
-the array, and on nothing else: not on how many arrays there are, nor on what the other stages do to these.
+A draw depends only on the key, the array's path, the stage's kind, and the stage's number among the stages of that
+kind on the array. It does not depend on how many arrays there are, or on what other stages do.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Keys:
-    """The keys of one call of a chain, which counts what has acted so far."""
+    """The keys of one call of a chain; counts which stages have acted on each array so far."""
 
     def __init__(self, key: jax.Array | None) -> None:
         self._key = key
@@ -28,24 +28,24 @@ class Keys:
         return self._key is not None
 
     def of_stage(self, kind: str) -> jax.Array | None:
-        """The key of a stage that takes a whole tree: by its kind and its number among those of that kind."""
+        """The key of a stage that takes a whole tree, from its kind and its number among stages of that kind."""
         self._stages[kind] += 1
         return None if self._key is None else _fold(self._key, [f"{kind}@{self._stages[kind]}"])[0]
 
     def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
-        """The number, on each array, of a stage of ``kind`` that acts on these now."""
+        """For each array at ``paths``, the number of the stage of ``kind`` that acts on it now."""
         self._arrays.update((kind, path) for path in paths)
         return [self._arrays[kind, path] for path in paths]
 
     def of_arrays(self, kind: str, number: int, paths: Sequence[str]) -> jax.Array | None:
-        """A batch of keys, one for each array on which the stage of ``kind`` has this number; None without a key."""
+        """A batch of keys, one for each array, for a stage of this kind and number; None without a key."""
         if self._key is None or not paths:
             return None
         return _fold(_fold(self._key, [f"{kind}@{number}"])[0], paths)
 
 
 def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
-    """``key`` as a typed scalar key, or an error that says what was passed instead, and how to map over several."""
+    """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
     typed = key
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
         size = jax.random.key_data(jax.random.key(0)).shape[-1]
@@ -72,7 +72,7 @@ def _shown(value: Any) -> str:
 
 
 def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """A batch of keys, one a text, a function of ``key`` and that text alone: 64 bits of its hash are folded in."""
+    """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
 
@@ -80,11 +80,11 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
-        # Under vmap, unsafe_rbg would let a key depend on its neighbours.
+        # Under vmap, a key of unsafe_rbg would depend on its neighbours.
         return jnp.stack([one(*pair) for pair in words])
     return jax.vmap(one)(*[_literal(column) for column in words.T])
 
 
 def _literal(words: np.ndarray) -> jax.Array:
-    """``words`` written into the program: a constant array would be one of its inputs, and be kept for gradients."""
+    """``words`` as literals in the program: a constant array would become an input, and gradients would keep it."""
     return jax.lax.concatenate([jax.lax.full((1,), int(word), jnp.uint32) for word in words], 0)

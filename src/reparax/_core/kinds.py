@@ -15,12 +15,12 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def words(name: str) -> str:
-    """A class name in the style of names: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
+    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
     return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
 
 
 def kind_of_class(cls: type) -> str:
-    """The kind that ``cls`` gives itself, or that of its name; a class that never stands in a raw tree needs none."""
+    """The ``kind`` that ``cls`` defines, or the one from its name; an abstract class may have a name that is taken."""
     if "kind" in cls.__dict__:
         return check_kind(cls, cls.__dict__["kind"])
     kind = derive_kind(cls)
@@ -28,7 +28,7 @@ def kind_of_class(cls: type) -> str:
 
 
 def derive_kind(cls: type) -> str:
-    """The class name in the style of names; with the package in front where a class of another one has that."""
+    """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = words(cls.__name__.strip("_"))
     other, package = _taken(cls, kind), cls.__module__.partition(".")[0]
     elsewhere = other is not None and other.__module__.partition(".")[0] != package
@@ -36,7 +36,7 @@ def derive_kind(cls: type) -> str:
 
 
 def check_kind(cls: type, kind: object) -> str:
-    """``kind``, where it can be told apart in a raw tree; the same class may be defined anew."""
+    """``kind``, if it is a valid name that no other class has; a class may be defined again, as in a notebook."""
     if not isinstance(kind, str) or not _is_name(kind):
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
@@ -49,14 +49,14 @@ def check_kind(cls: type, kind: object) -> str:
 
 
 def _told_apart(cls: type, kind: str) -> str:
-    """``kind``, which the name of ``cls`` gives, where no other class and nothing else has it."""
+    """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
     other = _taken(cls, kind)
     if other is None and _is_name(kind):
         return kind
-    why = "is no name of a stage" if other is None else f"is the kind of {class_name(other)}"
+    why = "is not a valid kind" if other is None else f"is the kind of {class_name(other)}"
     raise ValueError(
-        f"{class_name(cls)} would stand in raw trees as {marker(kind, 1)!r}, but {kind!r} {why}. Write "
-        f'another one into the class, `kind = "..."`.'
+        f"{class_name(cls)} would have the marker {marker(kind, 1)!r} in raw trees, but {kind!r} {why}. Set "
+        f'another kind in the class, `kind = "..."`.'
     )
 
 
@@ -65,12 +65,12 @@ def _is_name(kind: str) -> bool:
 
 
 def _taken(cls: type, kind: str) -> type | None:
-    """Another class of that kind, which is not an earlier definition of ``cls``."""
+    """Another class of that kind, unless it is an earlier definition of ``cls``."""
     other = registered_kind(kind)
     return None if other is None or _place(other) == _place(cls) else other
 
 
 def _place(cls: type) -> tuple[str, str]:
-    """Where ``cls`` is defined: its file, as a script may be imported as a module too, and its name there."""
+    """Where ``cls`` is defined: its file and its name there. A script may also be imported as a module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

@@ -1,4 +1,4 @@
-"""Known values as Python writes them, which have a repr, a hash and a form in JSON; arrays have none of these."""
+"""Known scalars as plain Python values, which have a repr, a hash and a form in JSON; arrays have none of these."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def everywhere(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change`` of ``value``, or of all that stands in it where it is a tuple, a list or a dict."""
+    """``change(value)``; for a tuple, list or dict, ``change`` of each item in it."""
     if type(value) is tuple or type(value) is list:
         return type(value)(everywhere(change, item) for item in value)
     if type(value) is dict:
@@ -28,14 +28,14 @@ def everywhere(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with numbers, flags and text of Python for all known scalars of numpy and JAX in it."""
+    """``value`` with each known scalar of numpy or JAX in it as a Python number, bool or string."""
     return everywhere(_plain, value)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
-    # The one NaN of this process equals itself in a tuple.
+    # Tuples with NaN are equal only if it is the same object, so all NaN become this one.
     return math.nan if type(value) is float and math.isnan(value) else value
 
 

@@ -1,8 +1,8 @@
-"""Noise that is not drawn yet: neighbours on one array draw once, and small arrays of one type draw in one loop.
+"""Noise that is not drawn yet: neighbouring noises on an array draw once, and small equal arrays draw in one loop.
 
-A stage of noise leaves a :class:`Pending` in an array's place. The next stage that acts on the array either joins its
-own noise to it, or has it drawn first; so what one array draws does not depend on the stages of other arrays. The
-draws of one loop are held at once until they meet their arrays, as the effective arrays are.
+A noise stage replaces an array by a :class:`Pending`. The next stage on that array either adds its own noise to it, or
+has the noise drawn first. So the draws of one array do not depend on the stages of other arrays. All draws of one loop
+are in memory at once, until each is applied to its array.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from reparax._core.keys import Keys
 from reparax._tree.paths import PyTree
 
 LOOPED = 2**14
-"""The most entries of an array that draws in a loop. Each array that draws alone costs a compiler on a CPU a tenth of a
-second once, and each that draws in a loop costs a second core, which loops leave idle, in every step."""
+"""The largest size of an array that draws in a loop. On a CPU, an array that draws alone adds a tenth of a second to
+compilation; an array that draws in a loop uses one core only, in every step."""
 
 
 class Noise(Protocol):
-    """What a stage of noise does to one array: a draw, which reads the array's type alone, and what follows from it."""
+    """The noise on one array: ``draw`` reads only the array's shape and dtype, ``perturb`` applies the draw."""
 
     kind: ClassVar[str]
 
@@ -35,7 +35,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """An array, the noise on it, and the path and number by which it is drawn."""
+    """An array, the noise to draw on it, and the path and stage number that the key depends on."""
 
     array: Array
     noise: Noise
@@ -54,14 +54,14 @@ class Pending:
 
 
 def without_noise(x: Any) -> Any:
-    """The array on which noise is pending, of the same type as what comes out; any other leaf itself."""
+    """The array under pending noise, which has the same shape and dtype as the result; any other leaf itself."""
     return x.array if isinstance(x, Pending) else x
 
 
 def join_noise(x: Any, noise: Noise) -> Pending | None:
-    """The pending ``x`` with more noise on it, None where that takes a draw of its own.
+    """The pending ``x`` with more noise on it; None if the new noise needs a draw of its own.
 
-    A class must say by itself how its noises add up: a subclass, whose formula may be another, does not inherit it.
+    A class must define ``merged`` itself: a subclass may have another formula, so it does not inherit the method.
     """
     if not isinstance(x, Pending) or type(x.noise) is not type(noise) or "merged" not in vars(type(noise)):
         return None
@@ -98,7 +98,7 @@ def draw_all(leaves: Sequence[Any], keys: Keys) -> list[Any]:
 
 
 def _draws(group: Sequence[Pending], keys: Array) -> list[Array]:
-    """The draws of arrays of one type, made in a loop where there are several."""
+    """The draws for arrays of one type, in a loop if there are several."""
     first = group[0]
     if len(group) == 1:
         return [first.noise.draw(first.array, keys[0])]
@@ -107,9 +107,9 @@ def _draws(group: Sequence[Pending], keys: Array) -> list[Array]:
 
 
 def _together(i: int, x: Pending) -> Any:
-    """What the arrays that draw together have in common: they are of one type, small, and of known sharding."""
+    """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
     sharding = jax.typeof(x.array).sharding
-    # What lies on a mesh in Auto mode may be sharded differently, which only the compiler learns.
+    # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
     alone = _is_large(x.array) or AxisType.Auto in sharding.mesh.axis_types
     return i if alone else (type(x.noise), x.noise.shared, x.number, x.shape, x.dtype, sharding)
 

@@ -1,4 +1,4 @@
-"""Gradients by what a stage in the middle of a chain makes, of those by the effective tree."""
+"""Gradients with respect to the output of a stage in the middle of a chain, from those of the effective tree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from reparax._tree.raw import outer_markers
 
 
 def pull_back(who: str, later: Callable[[PyTree], PyTree], tree: PyTree, grads: PyTree) -> PyTree:
-    """The gradients by the arrays of ``tree``, of those by the arrays of ``later(tree)``; zeros at other leaves."""
+    """The gradients of the arrays of ``tree``, from ``grads`` of the arrays of ``later(tree)``; zeros elsewhere."""
     leaves, treedef = jax.tree.flatten(tree)
     moving = inexact_places(leaves)
 
@@ -32,7 +32,7 @@ def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list
     if marks := outer_markers(grads):
         path, mark = next(iter(marks.items()))
         raise ValueError(
-            f"{who} takes gradients by the effective tree, but got those by a raw tree: they hold {mark!r} at "
+            f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
         )
     names, leaves, _ = named(grads)

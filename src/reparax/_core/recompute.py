@@ -1,4 +1,4 @@
-"""What ``apply`` makes on the way is made again in the backward pass; here is the mark by which this is known."""
+"""The backward pass recomputes the intermediate values of ``apply``; a policy of our own marks these checkpoints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from reparax._tree.paths import PyTree, is_traceable
 
 
 def mark(*_: Any, **__: Any) -> bool:
-    """A policy for ``jax.checkpoint`` that keeps nothing, and tells ours from the user's own."""
+    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours."""
     return False
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
-    """``fun(tree, key)``, of which the backward pass keeps nothing but ``tree``, ``key`` and the result.
+    """``fun(tree, key)``; the backward pass keeps only ``tree``, ``key`` and the result.
 
-    Leaves that are no arrays, and those that ``fun`` passes on, come out as they went in: JAX traces ``of_arrays``
-    exactly once, in this call, so that it can leave word of them.
+    Leaves that are not arrays, and leaves that ``fun`` passes on, come out as the same objects. JAX traces
+    ``of_arrays`` exactly once, in this call, so it can record which leaves these are.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -30,7 +30,7 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
         origins = {id(x): i for i, x in inputs.items()}
         try:
             outs, outdef = jax.tree.flatten(fun(treedef.unflatten(inputs.values()), key))
-        except Exception as error:  # raised below, where JAX does not add to its text
+        except Exception as error:  # raised below, where JAX does not change its text
             failed.append(error)
             return {}
         passed = {place: origins[id(out)] for place, out in enumerate(outs) if id(out) in origins}

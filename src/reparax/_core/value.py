@@ -1,4 +1,4 @@
-"""Stages as values: frozen dataclasses, which JAX takes for a part of the program."""
+"""Stages as values: frozen dataclasses that are static to JAX."""
 
 import dataclasses
 import functools
@@ -15,38 +15,38 @@ from reparax._core.known import holds_array, plain
 from reparax._tree.raw import register_kind
 
 Check = Callable[[Any, str, str], Any]
-"""``check(value, who, name)`` gives the value that the field holds, or raises an error that names both."""
+"""``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
 
 
 def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field whose value goes through a check where the stage is built."""
+    """A field whose value is checked when the stage is built."""
     return field(default=default, kw_only=kw_only, metadata={argument: check})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, argument))
 class Static:
-    """What makes such a value of each class that derives from a direct subclass, without a decorator."""
+    """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
 
     kind: ClassVar[str]
-    """The name in the markers of the raw tree, ``weight_norm``; made from the class name where it is not given. Give
-    it where raw trees are to outlive a renaming of the class, or where another class has the name."""
+    """The name in the markers of the raw tree, such as ``weight_norm``; by default it comes from the class name. Set it
+    if another class has that name, or to rename the class later and still read old raw trees."""
     main: ClassVar[tuple[str, ...] | None] = None
-    """The raw values that stages nearer to the raw tree see under the parameter's path; None for every free one."""
+    """The raw values that earlier stages see under the parameter's own path; None for all free values."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """The raw values that do not train."""
     base_values: ClassVar[tuple[str, ...]] = ()
-    """The fixed values that hold the model's own array, which stages that take bases see in its place."""
+    """The fixed values that hold the model's own array. A stage that takes bases, such as ``Freeze``, acts on them."""
     parts: ClassVar[bool] = False
-    """Whether the main values are parts of the array, each of which other stages see under a path of its own."""
+    """Whether the main values are parts of the array; other stages then see each part under a path of its own."""
     aligned: ClassVar[bool] = False
-    """Whether the axes of the main values are those of the array, so that names of axes hold for them too."""
+    """Whether the main values have the same axes as the array, so that axis names apply to them too."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Static in cls.__bases__:
             return
-        if "__dataclass_fields__" not in cls.__dict__:  # else it is this class again, made anew with slots
+        if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
             _refuse_init(cls)
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
@@ -54,7 +54,7 @@ class Static:
             own = {each.name: each.metadata[argument] for each in _fields(cls) if argument in each.metadata}
             cls._checks = {**cls._checks, **own}
             cls.__init__ = _with_plain_values(cls.__init__)
-            # Whoever decorates the class as a frozen dataclass as well finds room for it, and the methods stay these.
+            # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
             del cls.__setattr__, cls.__delattr__
             for name in ("__repr__", "__eq__", "__hash__", "__getstate__", "__setstate__"):
                 if vars(cls).get(name) is None:
@@ -77,7 +77,7 @@ class Static:
         return hash((type(self), self._compared()))
 
     def _compared(self) -> tuple[Any, ...]:
-        """The values by which two stages of a class are told apart."""
+        """The values that equality and hash compare."""
         values = {each.name: getattr(self, each.name) for each in _fields(self) if each.compare}
         for name, value in values.items():
             if holds_array(value):
@@ -87,7 +87,7 @@ class Static:
                 )
         return tuple(values.values())
 
-    # Pickle refuses functions of JAX that are not where they say they were defined, so these go by public name.
+    # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
     def __getstate__(self) -> dict[str, Any]:
         held = {each.name: getattr(self, each.name) for each in _fields(self) if hasattr(self, each.name)}
         return name_functions({**getattr(self, "__dict__", {}), **held})
@@ -97,10 +97,10 @@ class Static:
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set where it is built. Build another one.")
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} stays. Build another one.")
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
 def _fields(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
@@ -108,12 +108,12 @@ def _fields(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` that takes known scalars of numpy and JAX, and keeps numbers of Python, whoever made them."""
+    """``init`` that turns known scalars of numpy and JAX into Python numbers, in arguments and in fields."""
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *plain(args), **plain(kwargs))
-        for each in _fields(self):  # of defaults, and of what `__post_init__` computes
+        for each in _fields(self):  # defaults, and what `__post_init__` computes
             if hasattr(self, each.name):
                 object.__setattr__(self, each.name, plain(getattr(self, each.name)))
 
@@ -121,14 +121,14 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_init(cls: type) -> None:
-    """A stage is compared, copied and written down by its fields, so these are its arguments."""
+    """Refuses a class with an ``__init__``: a stage is compared, copied and serialized by its fields alone."""
     if "__init__" not in cls.__dict__:
         return
     arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
     declared = ", ".join(f"`{_declaration(each)}`" for each in arguments) or "what varies"
     raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which has one of its own. Declare {declared} in "
-        f"the class instead, with the type that it has, and check values in `__post_init__`."
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {declared} in "
+        f"the class instead, with its own type, and check values in `__post_init__`."
     )
 
 

@@ -1,1 +1,1 @@
-"""Formulas that several families share, safe where the naive one fails: rows of zeros, half precision, huge numbers."""
+"""Shared formulas, also safe where naive ones fail: rows of zeros, half precision, huge numbers."""

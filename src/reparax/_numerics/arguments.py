@@ -1,4 +1,4 @@
-"""Numbers that stages are built with. Of those that may change while training, traced ones stay as they are."""
+"""Checks of the arguments of stages. Traced scalars are allowed for numbers that may change during training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from reparax._tree.paths import is_array
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """A float where the value is known, else the traced scalar."""
+    """A float if the value is known, otherwise the traced scalar."""
     if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
         return float(value)
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
@@ -26,7 +26,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
-    """As :func:`check_number`, for a number that must be known when the stage is built."""
+    """Like :func:`check_number`, for a number that must be known when the stage is built."""
     checked = check_number(value, who, name)
     if isinstance(checked, Tracer):
         raise TypeError(
@@ -37,7 +37,7 @@ def check_known_number(value: Any, who: str, name: str) -> float:
 
 
 def check_positive_number(value: Any, who: str, name: str) -> Any:
-    """As :func:`check_number`, for a number that must be finite and greater than zero where it is known."""
+    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known."""
     checked = check_number(value, who, name)
     if isinstance(checked, float) and not 0 < checked < float("inf"):
         raise ValueError(f"{who} got {name}={checked}, but takes a finite number greater than 0.")
@@ -52,7 +52,7 @@ def check_flag(value: Any, who: str, name: str) -> bool:
 
 
 def check_weight(value: Any, who: str, name: str) -> Any:
-    """As :func:`check_number`, for a number that must be finite and not negative where it is known."""
+    """Like :func:`check_number`, for a number that must be finite and not negative if it is known."""
     checked = check_number(value, who, name)
     if isinstance(checked, float) and not 0 <= checked < float("inf"):
         raise ValueError(f"{who} got {name}={checked}, but takes a finite number that is not negative.")
@@ -67,12 +67,12 @@ def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
 
 
 def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
-    """A check that takes what ``check`` takes, or None, which says something too."""
+    """A check that accepts what ``check`` accepts, or None."""
     return lambda value, who, name: None if value is None else check(value, who, name)
 
 
 def one_of(*words: str) -> Callable[[Any, str, str], str]:
-    """A check that takes one of these words."""
+    """A check that accepts one of these words."""
     *most, last = map(repr, words)
 
     def check(value: Any, who: str, name: str) -> str:
@@ -84,19 +84,19 @@ def one_of(*words: str) -> Callable[[Any, str, str], str]:
 
 
 def is_whole(value: object) -> bool:
-    """Whether ``value`` can count."""
+    """Whether ``value`` is an integer, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_whole(value: Any, who: str, name: str) -> int:
-    """``value``, which must be able to count."""
+    """``value``, which must be an integer."""
     if not is_whole(value):
-        raise TypeError(f"{who} takes a whole number as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes an integer as {name}, but got {value!r}.")
     return int(value)
 
 
 def check_positive_whole(value: Any, who: str, name: str) -> int:
-    """As :func:`check_whole`, for a number of at least 1."""
+    """Like :func:`check_whole`, for a number of at least 1."""
     if check_whole(value, who, name) < 1:
         raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
     return int(value)

@@ -1,4 +1,4 @@
-"""Arithmetic of low-precision arrays: computed in float32, cast back at the end."""
+"""Arithmetic for low-precision arrays: computed in float32, and cast back at the end."""
 
 import functools
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def inexact_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def add_up(numbers: Sequence[Array]) -> Array:
-    """The sum of real numbers, in float32 at least."""
+    """The sum of real numbers, in float32 or wider."""
     double = any(x.dtype == jnp.float64 for x in numbers)
     dtype = jnp.float64 if double else jnp.float32
     return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
 
 def holds(wide: Any, narrow: Any) -> bool:
-    """Whether the floating dtype ``wide`` has every number of ``narrow``."""
+    """Whether the floating dtype ``wide`` represents every number of ``narrow``."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
 
@@ -45,5 +45,5 @@ def softplus_inverse(y: Array) -> Array:
 
 
 def scalar(value: ArrayLike, like: Array) -> Array:
-    """A hyperparameter, traced or not, in the dtype of the array that it meets."""
+    """A hyperparameter, traced or not, in the dtype of the array ``like``."""
     return jnp.asarray(value).astype(like.dtype)

@@ -1,4 +1,4 @@
-"""Linear algebra that several families share, on one matrix or on many, and what they say of other shapes."""
+"""Linear algebra on one matrix or a batch of matrices, and the errors for wrong shapes."""
 
 import functools
 
@@ -17,25 +17,25 @@ def adjoint(w: Array) -> Array:
 
 
 def identity(like: Array) -> Array:
-    """The identity matrix, in the batch and of the size of ``like``."""
+    """Identity matrices with the batch shape and size of ``like``."""
     return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
 def polar(w: Array) -> Array:
-    """The nearest matrix of orthonormal columns or rows."""
+    """The nearest matrix with orthonormal columns or rows."""
     left, _, right = jnp.linalg.svd(w, full_matrices=False)
     return product(left, right)
 
 
 def oriented(left: Array, right: Array) -> Array:
-    """``left`` with its last column turned round where the product with ``right`` has determinant -1."""
+    """``left``, with its last column negated if the product with ``right`` has determinant -1."""
     return left.at[..., -1].multiply(jnp.sign(jnp.linalg.det(product(left, right)))[..., None])
 
 
 def resolution(w: Array, largest: Array) -> Array:
-    """The singular value below which rounding may hide those of ``w``, of which ``largest`` is the largest.
+    """The threshold below which singular values of ``w`` may be rounding errors; ``largest`` is the largest of them.
 
-    It is numpy's threshold for the rank of a matrix; of a zero matrix, that for a matrix of norm 1.
+    It is numpy's threshold for the rank of a matrix; a zero matrix gets that of a matrix with norm 1.
     """
     unit = max(w.shape[-2:]) * float(jnp.finfo(w.dtype).eps)
     return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
@@ -47,14 +47,14 @@ def divided(w: Array, rows: int, columns: int) -> Array:
 
 
 def no_square(w: Array) -> str | None:
-    """What is wrong with a matrix that is not square, or None."""
+    """The error for a matrix that is not square, or None."""
     if w.shape[-1] == w.shape[-2] > 0:
         return None
     return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
 
 
 def no_rank(rank: int, w: Array) -> str | None:
-    """What is wrong with ``rank`` as that of the matrix ``w``, or None."""
+    """The error for a ``rank`` that the matrix ``w`` cannot have, or None."""
     if 1 <= rank <= min(w.shape):
         return None
     return (
@@ -64,7 +64,7 @@ def no_rank(rank: int, w: Array) -> str | None:
 
 
 def undivided(blocks: tuple[int, int], w: Array) -> str | None:
-    """What is wrong with the numbers of blocks that ``w`` is to fall into, or None."""
+    """The error if the numbers of blocks do not divide ``w``, or None."""
     if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
         return None
     return (

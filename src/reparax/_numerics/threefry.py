@@ -1,8 +1,8 @@
 """Threefry-2x32, the generator of JAX's default keys, written out in elementwise operations on a counter.
 
-JAX itself lowers it to a loop on CPUs and to a kernel on CUDA, whose words go through memory. Written out, XLA fuses
-the counter, the rounds and what reads the words into one pass, and each device counts its own part alone. The words
-are those of ``jax.random.bits`` for the same key.
+JAX lowers it to a loop on CPUs and to a kernel on CUDA, which write the words to memory. Written out, XLA fuses the
+counter, the rounds and the operations that read the words into one pass, and each device counts only its own part. The
+words are those of ``jax.random.bits`` for the same key.
 
 References:
   Salmon, Moraes, Dror and Shaw, *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011.
@@ -21,13 +21,13 @@ GROUPS = 5
 
 
 def handles(key: Array, shape: tuple[int, ...]) -> bool:
-    """Whether ``bits`` makes the words of ``jax.random.bits``: one for each count of 32 bits, JAX's default."""
+    """Whether ``bits`` gives the words of ``jax.random.bits``: for partitionable Threefry, and 32-bit counters."""
     counted: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
     return counted and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32
 
 
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
-    """Uniform words of ``width`` bits, 32 or 64."""
+    """Uniform random words of ``width`` bits, 32 or 64."""
     first, second = jax.random.key_data(key)
     high, low = cipher((first, second), (jnp.uint32(0), _counter(shape, sharding)))
     if width == 32:
@@ -36,7 +36,7 @@ def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding
 
 
 def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The two words that 20 rounds of Threefry make of a counter."""
+    """The two words that 20 rounds of Threefry compute from a counter."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(GROUPS):
@@ -49,7 +49,7 @@ def cipher(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Arra
 
 
 def _counter(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    """The index of each entry in row-major order, made axis by axis, so that it can be sharded along any of them."""
+    """The row-major index of each entry, computed axis by axis, so that it can be sharded along any axis."""
     counter = jnp.zeros(shape, jnp.uint32, device=sharding)
     for axis, stride in enumerate(math.prod(shape[axis + 1 :]) for axis in range(len(shape))):
         steps = jax.lax.broadcasted_iota(jnp.uint32, shape, axis, out_sharding=sharding)

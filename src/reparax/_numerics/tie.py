@@ -1,8 +1,8 @@
-"""A value that waits: how a program tells the compiler when to make something.
+"""Delays a computation: makes a value depend on another one, so that the compiler cannot compute it earlier.
 
-XLA makes values in an order of its own, finds that two of them are the same, and drops barriers on CPUs.
-What it cannot drop is data: on CPUs ``tie`` combines the bits of a value with a zero that is made of a bit of another
-one, and that no compiler knows to be a zero. Accelerators find a good order by themselves, so there it does nothing.
+XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
+dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
+cannot know that it is zero. Accelerators find a good order without help, so there ``tie`` does nothing.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from jax.interpreters import ad, batching, mlir
 
 
 def tie(x: Array, after: Array) -> Array:
-    """``x`` itself, which compilers for CPUs can make no sooner than ``after``, and not together with another ``x``."""
-    # Of what lies in parts on an explicit mesh, one entry has no sharding of its own; CPUs are no accelerators there.
+    """``x`` itself; compilers for CPUs can neither compute it before ``after``, nor merge it with another ``x``."""
+    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone.
     return x if _is_cut(x) or _is_cut(after) else _tie.bind(x, after)
 
 
@@ -25,12 +25,12 @@ def _is_cut(x: Array) -> bool:
 
 
 def whole(x: Array) -> Array:
-    """``x`` itself, which compilers for accelerators make as an array, and not again inside of each that reads it."""
+    """``x`` itself; compilers for accelerators store it as an array, instead of fusing it into each of its uses."""
     return _whole.bind(x)
 
 
 def has_bits(x: Any) -> bool:
-    """Whether a value can wait for ``x``."""
+    """Whether ``tie`` can make a value depend on ``x``."""
     return (
         all(isinstance(n, int) and n > 0 for n in x.shape)
         and x.dtype != jax.dtypes.float0
@@ -47,7 +47,7 @@ def _on_cpu(x: Array, after: Array) -> Array:
 
 
 def _zero(x: Array) -> Array:
-    """A uint32 zero, from the bits of one entry: their number is less than 64."""
+    """A uint32 zero from the bits of one entry: the count of set bits is below 64, so shifting it by 6 gives 0."""
     one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
     if jnp.iscomplexobj(one):
         one = lax.real(one)

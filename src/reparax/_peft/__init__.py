@@ -1,5 +1,5 @@
-"""Adapters as PEFT keeps them: its files read into a chain and a raw tree, and written from these.
+"""Adapters in the format of PEFT: reads its files into a chain and a raw tree, and writes them.
 
-Each method of PEFT is a chain of stages on one array. Its file has, both ways, the stages and raw values of the tensors
-of a module; all else is names, groups and errors.
+Each PEFT method is a chain of stages on one array. The file of a method converts the tensors of a module to stages and
+raw values, and back; the other files handle names, groups and errors.
 """

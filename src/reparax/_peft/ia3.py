@@ -19,7 +19,7 @@ from reparax.adapters import Gain
 
 
 class IA3Method(Method):
-    """Numbers on outputs, bias included, or on inputs."""
+    """Factors on outputs, including the bias, or on inputs."""
 
     name = "IA3"
     suffixes = ("ia3_l",)
@@ -36,13 +36,13 @@ class IA3Method(Method):
         g, gain = node.values["g"], node.stage
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
         if axis not in (self._axis(target, feedforward=True), target.out):
-            raise ValueError(f"PEFT has numbers on inputs or on outputs, and nothing like {gain!r}")
+            raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
         ones, inputs = target.ones, axis != target.out
         return Written({"ia3_l": g.reshape((1, -1, *ones) if ones or inputs else (-1, 1))}, flags={"inputs": inputs})
 
     @staticmethod
     def _axis(target: Target, *, feedforward: bool) -> int:
-        """The axis of outputs, or of inputs, which is torch's second one."""
+        """The axis of outputs, or that of inputs, which is torch's second axis."""
         if not feedforward:
             return target.out
         return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
@@ -50,12 +50,12 @@ class IA3Method(Method):
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         inputs = sorted(module for module, each in modules.items() if each.flags["inputs"])
         clear = all(each.flags["inputs"] == is_named(module, inputs) for module, each in modules.items())
-        # A list names ends of names; where these are not clear, an expression names the whole.
+        # PEFT matches list entries with suffixes of names; if suffixes are ambiguous, use a regular expression.
         return {"feedforward_modules": inputs if clear else "|".join(map(re.escape, inputs))}
 
 
 def is_named(module: str, names: Any) -> bool:
-    """Whether a list of names, or a regular expression, means a module, as PEFT reads them."""
+    """Whether a list of names, or a regular expression, selects a module by PEFT's rules."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module.endswith(name) for name in names)

@@ -24,7 +24,7 @@ from reparax.numbers import Scale
 
 
 class LoHaMethod(Method):
-    """A product, entry by entry, of two differences of low rank."""
+    """An elementwise product of two low-rank differences."""
 
     name = "LOHA"
     alpha = "alpha"

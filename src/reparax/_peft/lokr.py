@@ -27,7 +27,7 @@ from reparax.numbers import Scale
 
 
 class LoKrMethod(Method):
-    """A Kronecker product, of whole matrices or of products."""
+    """A Kronecker product of two factors, each a full or a low-rank matrix."""
 
     name = "LOKR"
     alpha = "alpha"
@@ -35,7 +35,7 @@ class LoKrMethod(Method):
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:
-            raise ValueError(f"Kronecker makes matrices, but the array has shape {target.shape}")
+            raise ValueError(f"Kronecker takes matrices, but the array has shape {target.shape}")
         place = "@delta/x/@scale/x/@kronecker"
         low: list[Parametrization] = []
         values: Values = {}
@@ -77,12 +77,12 @@ class LoKrMethod(Method):
             sizes.append((left.shape[0], right.shape[1]))
             ranks.append(u.shape[-1])
         products = ("lokr_w1_a" in found, "lokr_w2_a" in found)
-        whole = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on PEFT has factors as a whole
+        whole = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on, PEFT stores full factors
         rank = ranks[0] if ranks else whole
         if len(set(ranks)) > 1 or any(rank >= max(size) / 2 for size, low in zip(sizes, products, strict=True) if low):
             raise ValueError(
-                f"PEFT has products of one rank, below half of the larger size, but got ranks {ranks} for factors of "
-                f"shapes {sizes}"
+                f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks {ranks} for "
+                f"factors of shapes {sizes}"
             )
         return Written(found, factor, rank, {"products": products, "sizes": tuple(sizes)})
 
@@ -93,8 +93,8 @@ class LoKrMethod(Method):
             first, second = (ranks[module] < max(size) / 2 for size in each.flags["sizes"])
             if (both and first, second) != each.flags["products"]:
                 raise ValueError(
-                    f"PEFT has products for the second factor or for both, wherever the rank is below half of the "
-                    f"larger size, but {module!r} has others"
+                    f"PEFT has a low-rank second factor, or two low-rank factors, if the rank is below half of the "
+                    f"larger size, but {module!r} differs"
                 )
         flags = {"decompose_both": both, "decompose_factor": _common_factor(modules)}
         return flags | ranks_and_alphas(self, modules)
@@ -112,18 +112,18 @@ def _made(values: Values, place: str, name: str) -> tuple[int, int]:
 
 
 def _common_factor(modules: Mapping[str, Written]) -> int:
-    """The ``decompose_factor`` by which PEFT comes to these sizes of factors."""
+    """The ``decompose_factor`` with which PEFT chooses these sizes of factors."""
     sizes = {module: each.flags["sizes"] for module, each in modules.items()}
     largest = max(size for both in sizes.values() for size in both[0])
     for factor in (-1, *range(1, largest + 1)):
         pairs = (pair for both in sizes.values() for pair in zip(*both, strict=True))
         if all(_factors(first * second, factor) == (first, second) for first, second in pairs):
             return factor
-    raise ValueError(f"PEFT chooses the sizes of factors itself, by one decompose_factor, but got {sizes}")
+    raise ValueError(f"PEFT chooses the sizes of factors with one decompose_factor, but got {sizes}")
 
 
 def _factors(size: int, factor: int) -> tuple[int, int]:
-    """Two factors of ``size``, as PEFT chooses them: the first is ``factor``, or both are as near as that allows."""
+    """Two factors of ``size``, chosen like PEFT: the first is ``factor``, or both are as close as possible."""
     if factor > 0 and size % factor == 0:
         return factor, size // factor
     most = size if factor == -1 else factor

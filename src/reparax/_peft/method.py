@@ -1,4 +1,4 @@
-"""What a method of PEFT is: a chain of stages on one array, and their raw values as tensors."""
+"""PEFT methods as chains of stages on one array, and their raw values as tensors."""
 
 import math
 from abc import abstractmethod
@@ -17,17 +17,17 @@ from reparax.numbers import Scale
 
 Tensors = Mapping[str, np.ndarray]
 Values = dict[str, Any]
-"""Raw values by their place below the parameter: ``@lora/a``."""
+"""Raw values by their path below the parameter: ``@lora/a``."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The stages on one array, and what they hold.
+    """The stages on one array, and their raw values.
 
     Attributes:
-      stages: The stages, the first one nearest to the raw tree. Their ``where`` is None for the array itself, or says
-        which value below the array they act on.
-      values: Their raw values that PEFT keeps.
+      stages: The stages, in the order of a chain. Their ``where`` is None for the array itself, or selects the value
+        below the array on which they act.
+      values: The raw values that PEFT stores.
     """
 
     stages: tuple[Parametrization, ...]
@@ -42,22 +42,22 @@ class Node:
     values: Mapping[str, Any]
 
     def inner(self, name: str, kind: type) -> "Node":
-        """The marker dict in the place of a value."""
+        """The marker dict in place of a value."""
         held = self.values[name]
         if not isinstance(held, Node) or not isinstance(held.stage, kind):
-            raise ValueError(f"PEFT has nothing like {self.stage!r} with other stages on its {name!r}")
+            raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         return held
 
 
 @dataclass(frozen=True)
 class Written:
-    """What PEFT has of one array.
+    """The PEFT form of one array.
 
     Attributes:
       tensors: The tensors of the module.
-      factor: What the difference is multiplied by, where the method says.
-      rank: The rank, where it has one.
-      flags: What the configuration must say for all modules alike.
+      factor: The factor of the difference, if the method has one.
+      rank: The rank, if the method has one.
+      flags: Settings of the configuration that must be equal for all modules.
     """
 
     tensors: Mapping[str, Array]
@@ -67,12 +67,12 @@ class Written:
 
 
 class Method:
-    """One of PEFT's methods.
+    """A PEFT method.
 
     Attributes:
       name: Its ``peft_type``.
-      alpha: What its configuration calls alpha, where it has one.
-      suffixes: What its tensors are called below their module.
+      alpha: The name of alpha in its configuration, if it has one.
+      suffixes: The names of its tensors below their module.
     """
 
     name: ClassVar[str]
@@ -80,21 +80,21 @@ class Method:
     suffixes: ClassVar[tuple[str, ...]]
 
     def refuse(self, config: Mapping[str, Any]) -> list[str]:
-        """What of a configuration no stage is."""
+        """The settings of a configuration that no stage supports."""
         del config
         return []
 
     @abstractmethod
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
-        """The stages and raw values of a module's tensors."""
+        """The stages and raw values for the tensors of a module."""
 
     @abstractmethod
     def write(self, target: Target, node: Node) -> Written:
-        """What PEFT has of raw values."""
+        """The PEFT form of raw values."""
 
     @abstractmethod
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        """What the configuration says of these modules."""
+        """The configuration for these modules."""
 
 
 def refused(config: Mapping[str, Any], *names: str) -> list[str]:
@@ -102,9 +102,9 @@ def refused(config: Mapping[str, Any], *names: str) -> list[str]:
 
 
 def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses tensors that are missing, that nobody asked for, or of another shape."""
+    """Refuses tensors that are missing, unexpected, or of another shape."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
-    lines += [f"{name} has no place" for name in tensors if name not in shapes]
+    lines += [f"{name} is unexpected" for name in tensors if name not in shapes]
     lines += [
         f"expected {name} of shape {shape}, got {tensors[name].shape}"
         for name, shape in shapes.items()
@@ -115,14 +115,14 @@ def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def known(x: Any) -> float:
-    """A hyperparameter, which must be known to be written down."""
+    """A hyperparameter, which must be known to be written."""
     if isinstance(x, Tracer):
-        raise ValueError("its number is traced, and only known ones can be written down")
+        raise ValueError("its number is traced, but only known numbers can be written")
     return float(x)
 
 
 def unscaled(node: Node) -> tuple[Node, float]:
-    """What shapes the difference, and the number that it is multiplied by."""
+    """The node of the difference without its scale, and the scale."""
     held = node.values["x"]
     if isinstance(held, Node) and isinstance(held.stage, Scale):
         return held.inner("x", Parametrization), known(held.stage.factor)
@@ -130,7 +130,7 @@ def unscaled(node: Node) -> tuple[Node, float]:
 
 
 def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
-    """What all modules say alike."""
+    """The value of a flag, which must be equal for all modules."""
     found = {each.flags[flag] for each in modules.values()}
     if len(found) > 1:
         shown = ", ".join(f"{each.flags[flag]} at {module!r}" for module, each in modules.items())
@@ -139,7 +139,7 @@ def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
 
 
 def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root: bool = False) -> dict[str, Any]:
-    """What a configuration says of ranks and of alphas, which are factors times the rank, or times its root."""
+    """The ranks and alphas of a configuration; an alpha is the factor times the rank, or times its square root."""
     ranks = {module: each.rank or 1 for module, each in modules.items()}
     shares = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
     alphas = {module: (each.factor or 0.0) * shares[module] for module, each in modules.items()}
@@ -147,7 +147,7 @@ def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root:
 
 
 def _usual(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """The number of most modules, and by their names those of the others."""
+    """The most common number, and by name the numbers of the other modules."""
     whole = {module: _whole(x) for module, x in numbers.items()}
     common = Counter(whole.values()).most_common(1)[0][0]
     others = {_pattern(module, list(numbers)): x for module, x in whole.items() if x != common}
@@ -160,5 +160,5 @@ def _whole(x: float) -> int | float:
 
 
 def _pattern(module: str, modules: list[str]) -> str:
-    """A key that means one module; PEFT takes a name for the end of names too."""
+    """A pattern for one module only; PEFT would match a plain name with suffixes too."""
     return f"^{module}" if any(other.endswith(f".{module}") for other in modules) else module

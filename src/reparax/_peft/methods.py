@@ -1,4 +1,4 @@
-"""The methods of PEFT by name, and the method that a chain of stages is."""
+"""The PEFT methods by name, and the method for a chain of stages."""
 
 from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
@@ -15,7 +15,7 @@ METHODS = {method.name: method for method in _ALL}
 
 
 def method_of(node: Node) -> Method:
-    """The method that a parameter's outermost stage belongs to."""
+    """The method of a parameter's outermost stage."""
     match node.stage:
         case LoRA():
             return METHODS["LORA"]
@@ -30,4 +30,4 @@ def method_of(node: Node) -> Method:
         case Delta() if isinstance(unscaled(node)[0].stage, Hadamard):
             return METHODS["LOHA"]
         case stage:
-            raise ValueError(f"PEFT has nothing like {stage!r}")
+            raise ValueError(f"PEFT has no equivalent of {stage!r}")

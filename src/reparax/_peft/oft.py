@@ -34,7 +34,7 @@ class OFTMethod(Method):
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:
-            raise ValueError(f"Rotated turns matrices, but the array has shape {target.shape}")
+            raise ValueError(f"Rotated takes matrices, but the array has shape {target.shape}")
         (rows,) = target.ins
         free = tensors["oft_R.weight"]
         blocks = free.shape[0]
@@ -51,7 +51,7 @@ class OFTMethod(Method):
         x, base = held.values["x"], held.values["base"]
         size = x.shape[-1]
         if stage.map != "cayley":
-            raise ValueError(f"PEFT has rotations by Cayley's map, and nothing like {stage!r}")
+            raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
         skew = (x.mT - x) / 2
         if not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(size, dtype=base.dtype), base.shape)):
             turned, one = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT read: a chain and a raw tree from tensors and a configuration."""
+"""Reads PEFT adapters: a chain and a raw tree from tensors and a configuration."""
 
 import re
 from collections.abc import Mapping
@@ -22,36 +22,36 @@ from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
 
-MERGE = "Merge the adapter in PEFT by `merge_and_unload`, and read the weights by `from_torch`."
+MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 
 def from_peft(
     tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
 ) -> tuple[Parametrization, PyTree]:
-    r"""The chain and the raw tree of an adapter that PEFT has saved.
+    r"""Reads an adapter that PEFT has saved, as a chain and its raw tree.
 
-    The chain begins with ``Freeze()``, so that what trains in PEFT trains here, and nothing else; ``p.fold(raw)``
-    merges. Neither torch nor PEFT is needed. Dropout of activations is no matter of weights, and is left out.
+    The chain begins with ``Freeze()``, so the same values train as in PEFT; ``p.fold(raw)`` merges the adapter. Neither
+    torch nor PEFT is needed. Dropout of activations is ignored, because it does not concern weights.
 
-    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, but for convolutions in groups; LoHa too, but
-    for kernels of convolutions with ``use_effective_conv2d``; LoKr and OFT for matrices, the latter with
-    ``use_cayley_neumann=False``. Ranks and alphas by pattern are read, and so are biases and whole modules that train
+    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions; LoHa too, except
+    convolution kernels with ``use_effective_conv2d``; LoKr and OFT for matrices, OFT with
+    ``use_cayley_neumann=False``. Patterns of ranks and alphas are read, and so are biases and whole modules that train
     beside the adapters.
 
     Args:
-      tensors: The tensors of ``adapter_model.safetensors``, as arrays or as tensors of torch.
+      tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors.
       config: The contents of ``adapter_config.json``.
-      like: The model's parameters, which are the base.
-      names: As for :func:`from_torch`: what torch calls a parameter of the base model.
-      layouts: As for :func:`from_torch`: ``"same"`` for the weights of ``Conv1D`` of transformers (``fan_in_fan_out``),
-        which torch has as ``(in, out)`` too.
+      like: The model's parameters; they become the base.
+      names: As for :func:`from_torch`: the torch name of a parameter of the base model.
+      layouts: As for :func:`from_torch`: ``"same"`` for the weights of ``Conv1D`` in transformers
+        (``fan_in_fan_out``), which have the shape ``(in, out)`` in torch too.
 
     Returns:
       The chain, and its raw tree.
 
     Raises:
-      ValueError: Naming every tensor that has no place, is missing or has another shape, or what no stage is of the
-        configuration.
+      ValueError: If a tensor is unexpected, missing or has another shape, or if no stage supports a setting of the
+        configuration; the error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
@@ -82,9 +82,9 @@ def from_peft(
         except ValueError as error:
             found.lines.append(f"{target.path}: {error}")
     if found.lines or not layers:
-        lines = "\n  ".join(found.lines or ["it holds no tensor of an adapter"])
+        lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
-            f"from_peft: the adapter is not one of this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
+            f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
     frozen = Freeze(where=all_but(*map(re.escape, sorted(found.whole)))) if found.whole else Freeze()
@@ -96,8 +96,8 @@ def from_peft(
 def _method(config: Any) -> Method:
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
-            "from_peft takes the contents of adapter_config.json as config, but got none with a 'peft_type'. Read it "
-            "by `json.load`."
+            "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
+            "the file with `json.load`."
         )
     kind = config["peft_type"]
     name = str(getattr(kind, "value", kind))
@@ -113,9 +113,9 @@ class _Found:
     """The tensors of an adapter.
 
     Attributes:
-      modules: Those of each adapted module, by the ends of their names.
-      whole: The parameters that are there themselves, by their paths.
-      lines: What is wrong with the others.
+      modules: The tensors of each adapted module, by the suffixes of their names.
+      whole: The parameters that are saved as a whole, by path.
+      lines: The errors for all other tensors.
     """
 
     modules: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
@@ -147,7 +147,7 @@ def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], confi
 
 
 def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
-    """A number of a module: that of the first pattern that means it, or the one of all."""
+    """The number for a module: that of the first matching pattern, or the common one."""
     for pattern, number in (config.get(patterns) or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return number
@@ -155,7 +155,7 @@ def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, modu
 
 
 def _joined(layers: Mapping[str, Layer]) -> list[Parametrization]:
-    """The stages of all arrays, each once for those on which it is the same."""
+    """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
         groups.setdefault(layer.stages, []).append(re.escape(path))
@@ -163,14 +163,14 @@ def _joined(layers: Mapping[str, Layer]) -> list[Parametrization]:
 
 
 def _acting(stage: Any, paths: str) -> Parametrization:
-    """A stage on these arrays, or on its value below them."""
+    """A stage that acts on these arrays, or on a value below them."""
     return replace(stage, where=paths if stage.where is None else f"({paths}){stage.where}")
 
 
 def _gains_of_biases(
     method: Method, targets: Mapping[str, Target], layers: Mapping[str, Layer], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
-    """Of IA3, the gains of biases, and what ties them to those of their outputs."""
+    """The gains of biases in IA3, and their ties to the gains of the outputs."""
     inputs = config.get("feedforward_modules") or []
     ties: dict[str, str] = {}
     paths: list[str] = []
@@ -183,7 +183,7 @@ def _gains_of_biases(
 
 
 def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
-    """``raw`` with these values in their places, in the dtypes that it has."""
+    """``raw`` with these values at their paths, cast to its dtypes."""
     paths, leaves, treedef = named(raw)
     texts = list(map(path_text, paths))
     new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]

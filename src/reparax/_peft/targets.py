@@ -1,4 +1,4 @@
-"""Which parameter of the model is which weight of torch, and what PEFT adds to the names."""
+"""Matches parameters with torch weights, and handles PEFT's additions to the names."""
 
 from reparax._peft.target import Target
 from reparax._torch.rules import Rules, choose_layouts, name_tensors
@@ -8,19 +8,19 @@ PREFIX = "base_model.model."
 
 
 def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target]:
-    """The parameters, by what torch calls them."""
+    """The parameters by their torch names."""
     arrays = {path_text(keys): x for keys, x in items(params) if is_array(x)}
     tensors, chosen = name_tensors(list(arrays), names), choose_layouts(list(arrays), layouts)
     return {tensors[path]: Target(path, tensors[path], tuple(x.shape), chosen[path]) for path, x in arrays.items()}
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without what PEFT puts in front of the base model's, and around its modules."""
+    """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
     for inserted in (".base_layer", ".modules_to_save.default", ".modules_to_save"):
         name = name.replace(inserted, "")
     return name.removeprefix(PREFIX)
 
 
 def is_unused(name: str) -> bool:
-    """Whether PEFT has put aside a module under this name, of which a copy trains."""
+    """Whether this is PEFT's unused original of a module whose copy trains."""
     return ".original_module." in name

@@ -1,4 +1,4 @@
-"""Adapters written for PEFT: tensors and a configuration from a raw tree."""
+"""Writes PEFT adapters: tensors and a configuration from a raw tree."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,25 +29,25 @@ from reparax.training import _transfer
 def to_peft(
     raw: PyTree, p: Parametrization, *, names: Rules = None, layouts: Rules = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the configuration of an adapter as PEFT loads it, from a raw tree of ``p``.
+    """Converts a raw tree of ``p`` to an adapter that PEFT can load: its tensors and its configuration.
 
-    Save them by ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})`` and by
-    ``json.dump`` as ``adapter_config.json``; add ``base_model_name_or_path`` and ``task_type`` to the configuration
-    where you want them. What trains beside the adapters goes with them, biases and whole modules. Perturbations are
-    left out, and so is the base, stored or not.
+    Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
+    the configuration with ``json.dump`` as ``adapter_config.json``; add ``base_model_name_or_path`` and ``task_type``
+    if you need them. Biases and whole modules that train beside the adapters are included. Perturbations and the base
+    are left out.
 
     Args:
       raw: A raw tree of ``p``.
-      p: The chain that made it, of one of the methods that :func:`from_peft` reads.
-      names: As for :func:`from_torch`: what torch calls a parameter of the base model.
-      layouts: As for :func:`from_torch`. An adapted array of the layout ``"same"`` whose rows are its first axis is a
-        table of embeddings.
+      p: The chain that made it, for one of the methods that :func:`from_peft` reads.
+      names: As for :func:`from_torch`: the torch name of a parameter of the base model.
+      layouts: As for :func:`from_torch`. An adapted array with the layout ``"same"`` whose rows are its first axis is
+        an embedding table.
 
     Returns:
-      The tensors, by the names of PEFT, and the contents of ``adapter_config.json``.
+      The tensors under PEFT's names, and the contents of ``adapter_config.json``.
 
     Raises:
-      ValueError: Naming every parameter of which PEFT has nothing like the stages.
+      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -73,13 +73,14 @@ def to_peft(
     if len(methods) != 1 and not lines:
         lines.append(f"expected adapters of one method, got {', '.join(sorted(methods)) or 'none'}")
     if lines:
-        raise ValueError("to_peft: PEFT has no such adapter:\n  " + "\n  ".join(lines) + "\nMerge it by `p.fold(raw)`.")
+        text = "\n  ".join(lines)
+        raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
     modules = {targets[path].module: each for path, (_, each) in written.items()}
     method = METHODS[methods.pop()]
     try:
         own = method.configure(modules)
     except ValueError as error:
-        raise ValueError(f"to_peft: {error}. Merge it by `p.fold(raw)`.") from error
+        raise ValueError(f"to_peft: {error}. Merge it with `p.fold(raw)`.") from error
     config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= {"target_modules": sorted(modules)} | own
     beside, kept = _beside(config, free, targets, set(modules))
@@ -90,7 +91,7 @@ def to_peft(
 def _places(
     p: Parametrization, raw: PyTree, targets: Mapping[str, Target]
 ) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
-    """The parameters that are adapted, those that train as they are, and what the chain does not know."""
+    """The adapted parameters, the other parameters that train, and the errors for unknown markers."""
     made = _transfer.makers(p, raw)
     nodes: dict[str, Node] = {}
     free: dict[str, Array] = {}
@@ -110,7 +111,7 @@ def _places(
 
 
 def _node(held: Any, keys: Names, made: Mapping[Names, Parametrization]) -> Any:
-    """What stands in a place of a raw tree, with the stages that made it."""
+    """The content of a place in a raw tree, with the stages that made it."""
     if not is_marked(held):
         return held
     ((mark, content),) = held.items()
@@ -127,15 +128,15 @@ def _is_bias_gain(node: Node, target: Target) -> bool:
 
 
 def _require_bias(path: str, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
-    """Refuses gains of outputs and of their bias that are not the same numbers, as IA3 has them."""
+    """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain):
         return
     held = node.values["g"]
     if len(targets[path].shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):
-        raise ValueError("PEFT multiplies a bias by the numbers of its outputs. Tie them")
+        raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
     biases = [t.path for t in targets.values() if t.tensor == f"{targets[path].module}.bias"]
     if _is_on_outputs(node, targets[path]) and any(bias not in nodes for bias in biases):
-        raise ValueError(f"PEFT multiplies {biases[0]!r} by the numbers of its outputs too. Give it a tied Gain")
+        raise ValueError(f"PEFT also multiplies {biases[0]!r} by the factors of its outputs. Give it a tied Gain")
 
 
 def _is_on_outputs(node: Node, target: Target) -> bool:
@@ -154,23 +155,23 @@ def _write(node: Node, target: Target) -> tuple[Method, Written]:
 def _beside(
     config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of what trains beside the adapters, and what the configuration says of them."""
+    """The tensors that train beside the adapters, and their configuration."""
     saved = {targets[path].module for path in free if not targets[path].tensor.endswith("bias")}
     biases = {path for path in free if targets[path].module not in saved}
     if shared := sorted(saved & adapted):
-        raise ValueError(f"to_peft: PEFT adapts a module or saves it as a whole, but {shared[0]!r} would be both.")
+        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {shared[0]!r} needs both.")
     for module in saved:
         if also := sorted({t.module for t in targets.values() if t.module.endswith(module)} - saved):
             raise ValueError(
-                f"to_peft: PEFT takes the name of a module that it saves for the end of names, but {module!r} ends "
-                f"{also[0]!r} too. Freeze {module!r}."
+                f"to_peft: PEFT matches the names of saved modules with suffixes, but {module!r} is also a suffix of "
+                f"{also[0]!r}. Freeze {module!r}."
             )
     known = {path for path, t in targets.items() if t.tensor.endswith("bias") and t.module not in saved}
     rest = {path for path in known if targets[path].module in adapted}
     kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None
     if kind is None or (kind != "none" and config["peft_type"] != "LORA"):
         raise ValueError(
-            f"to_peft: PEFT trains all biases or those of adapted modules, with LoRA, but here train "
+            f"to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train "
             f"{', '.join(map(repr, sorted(biases)))}. Freeze the others."
         )
     tensors = {_inside(targets[path], adapted): np.asarray(targets[path].write_whole(x)) for path, x in free.items()}
@@ -180,6 +181,6 @@ def _beside(
 
 
 def _inside(target: Target, adapted: set[str]) -> str:
-    """What PEFT calls a tensor, which it wraps where its module is adapted."""
+    """PEFT's name of a tensor, which it wraps if its module is adapted."""
     module, _, name = target.tensor.rpartition(".")
     return PREFIX + (f"{module}.base_layer.{name}" if module in adapted else target.tensor)

@@ -1,5 +1,5 @@
-"""Stages: who writes one writes a formula on an array, and no code on trees.
+"""Base classes of stages: you write a formula on arrays, and no code for trees.
 
-``leaf`` maps such a formula over the arrays that ``where`` selects, ``joint`` one on several arrays over groups of
-them. ``constraint`` is for formulas with an image, ``matrices`` for those that see rows and columns.
+``leaf`` applies a formula to each array that ``where`` selects, ``joint`` applies one to groups of arrays.
+``constraint`` is for stages with a constraint set as image, ``matrices`` for formulas on rows and columns.
 """

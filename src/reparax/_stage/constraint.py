@@ -1,4 +1,4 @@
-"""Stages whose image is a proper set of arrays: membership, nearest points and samples of it."""
+"""Stages whose image is a constraint set: membership tests, projections and samples."""
 
 import functools
 from collections.abc import Callable
@@ -16,27 +16,27 @@ from reparax._stage.leaf import Reparametrization
 
 
 def is_known(w: Array) -> bool:
-    """Whether the numbers of ``w`` can be looked at."""
+    """Whether the numbers of ``w`` are known, not traced or abstract."""
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
 def refuse_infinite(w: Array) -> str | None:
-    """Why an array has no nearest point and no ranking, where its numbers are known and not all finite."""
-    with jax.ensure_compile_time_eval():  # of a known array, also where `init` is called under `jax.jit`
+    """The error for an array with known numbers that are not all finite, or None."""
+    with jax.ensure_compile_time_eval():  # a known array is checked also if `init` is called under `jax.jit`
         if not is_known(w) or jnp.all(jnp.isfinite(w)):
             return None
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
 def near(w: Array, projection: Array, tolerance: float | None) -> Array:
-    """Whether ``w`` is no further from its projection than by ``tolerance``, of the meaning of ``contains``."""
+    """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
     x = widened(w)
     distance = jnp.max(jnp.abs(widened(projection) - x), initial=0.0)
     units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
 
 
-# The three methods below are written for one array: these make them act on each of those that are stacked in one.
+# Subclasses write the three methods for one array; these wrappers apply them to each of several stacked arrays.
 
 
 def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
@@ -65,7 +65,7 @@ def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
         one = self._alone
         if one is self:
             return method(self, key, shape, dtype)
-        like = jnp.zeros(shape, dtype)  # of which the shape alone is read
+        like = jnp.zeros(shape, dtype)  # only its shape is read
         return self._over(lambda w, key: one.sample(key, w.shape, w.dtype))(like, self._each_key(key, like))
 
     return sample
@@ -74,19 +74,19 @@ def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
-    A subclass writes ``init_leaf`` and ``apply_leaf``, such that ``apply_leaf(init_leaf(w))`` is the point of the
-    image nearest to ``w``, or one that its docstring names. Membership, projection and samples follow from these
-    two; a subclass whose image has a plainer test, or a better distribution, writes its own, for one array: where
-    arrays are ``stacked``, it acts on each of them.
+    Your subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the
+    image nearest to ``w``; if it is another point, say so in the docstring. ``contains``, ``project`` and ``sample``
+    follow from these two. If you know a simpler test or a better distribution, override them for one array; with
+    ``stacked``, they are applied to each array.
 
-    Where a map has points without a gradient, its author writes ``flat_leaf`` as well. Numbers that start there would
-    never train, so ``init`` refuses them unless told otherwise.
+    If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start there would never train,
+    so ``init`` refuses them by default.
 
     Args:
-      outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point, or at
-        the point that the class names, so that the model changes; a point without a gradient is an error.
-        ``"project"`` starts at such a point too. ``"refuse"`` takes points of the image alone, and only where they
-        have a gradient. Traced arrays and bounds are not checked: they start as by ``"project"``.
+      outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
+        point that the class defines), so the model changes; a point with zero gradient is an error. ``"project"`` also
+        allows such points. ``"refuse"`` takes only points of the image, with nonzero gradient. Traced arrays and bounds
+        are not checked, as with ``"project"``.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -115,26 +115,26 @@ class Constraint(Reparametrization):
 
     @property
     def _alone(self) -> Self:
-        """This stage for one of the arrays that the methods below are written for."""
+        """This stage for a single array, without stacked axes."""
         if self._varied:
             raise ValueError(
-                f"{self!r} has numbers for several arrays, so it does not say of one array alone what its image is. "
-                f"Ask a stage with one number, or `stage.for_array(path, w)`."
+                f"{self!r} has different numbers for different arrays, so it has no single image. "
+                f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
         return self._unstacked
 
     def flat_leaf(self, w: Array) -> Array:
-        """Which numbers of ``w`` start where the map is flat, so that no gradient would ever move them.
+        """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
 
-        By default none. The result is boolean, of the shape of ``w`` or of one that broadcasts to it, such as one truth
-        for each row: ``return w <= 0`` says that a map has no gradient for what is not positive.
+        Default: none. The result is boolean, in the shape of ``w`` or one that broadcasts to it, such as one entry for
+        each row: ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
         """
         del w
         return jnp.zeros((), bool)
 
     @_project_each
     def project(self, w: Array) -> Array:
-        """The point of the image where ``init`` starts from ``w``: the nearest, unless the class names another."""
+        """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another."""
         return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
 
     @_all_contained
@@ -154,8 +154,8 @@ class Constraint(Reparametrization):
 
         Args:
           key: A typed or legacy PRNG key.
-          shape: Its shape.
-          dtype: Its dtype.
+          shape: The shape of the point.
+          dtype: The dtype of the point.
         """
         return self.project(jax.random.normal(key, shape, dtype))
 
@@ -167,12 +167,11 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        # With a traced bound, nobody knows the answer.
+        # With a traced bound, the answer is not known.
         if self.outside != "refuse" or not is_known(inside := self.contains(w)) or inside:
             return None
         return (
-            "expected a point of the image, got one outside. Start from `stage.project(w)`, or let "
-            "`outside='project'` do it."
+            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass outside='project'."
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
@@ -182,6 +181,6 @@ class Constraint(Reparametrization):
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (
             f"expected numbers that a gradient can move, got {count} of {w.size} outside of the image or at its edge, "
-            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or say "
-            f"outside='project' to start there even so."
+            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
+            f"outside='project' to start there anyway."
         )

@@ -1,4 +1,4 @@
-"""Several arrays at once."""
+"""Stages on several arrays together."""
 
 import re
 from abc import abstractmethod
@@ -29,17 +29,17 @@ Leaves = dict[str, dict[str, Array]]
 
 
 class Joint(Parametrization):
-    """A stage whose formula takes several arrays at once and gives several.
+    """A stage whose formula takes several arrays and returns several.
 
-    A subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}`` for
-    the names that ``arrays`` gives. Each array's raw values stand in its own place, under the marker ``@kind``, so that
-    other stages, labels and weight decay find them under its path; an array without values of its own leaves an empty
-    node. ``main`` and ``fixed`` are declared as for :class:`Reparametrization`.
+    Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
+    for the names in ``arrays``. The raw values of each array are stored in its own place, under the marker ``@kind``,
+    so other stages, labels and weight decay find them under its path. An array without raw values leaves an empty node.
+    Declare ``main`` and ``fixed`` as for :class:`Reparametrization`.
 
     Args:
       arrays: For each name of the formula a regular expression that the array's whole path must match. Arrays whose
-        expressions capture the same text in their parentheses belong together, and the formula acts on each such
-        group, once a layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``.
+        expressions capture the same text in parentheses form a group, and the formula is applied to each group, for
+        example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -68,7 +68,7 @@ class Joint(Parametrization):
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
-        """For each name its raw values, of which the effective arrays are ``arrays``, or the nearest ones to them."""
+        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
 
     @abstractmethod
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
@@ -106,7 +106,7 @@ class Joint(Parametrization):
         return treedef.unflatten(leaves)
 
     def _opened(self, arrays: dict[str, Array]) -> dict[str, dict[str, Any]]:
-        """What to put under the marker for each name, once it is known to give the arrays back."""
+        """The content of the marker for each name, after checking that it reproduces the types of the arrays."""
         try:
             values = self.init_leaves(arrays)
             _require_names("init_leaves", "the values of", values, arrays)
@@ -115,7 +115,7 @@ class Joint(Parametrization):
             effective = jax.eval_shape(self.apply_leaves, values)
         except KeyError as error:
             raise ValueError(
-                f"the formula reads {error}, but neither `arrays` nor init_leaves gives that. Correct the name."
+                f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
             ) from error
         _require_names("apply_leaves", "an array for", effective, arrays)
         for name, w in arrays.items():
@@ -140,7 +140,7 @@ class Joint(Parametrization):
                     others = f"{name!r} at {slots[group[name]].path!r}" if name in group else f"it for {taken[i]!r}"
                     raise ValueError(
                         f"{who} found {slots[i].path!r} for {name!r}, but has {others} already. Capture in parentheses "
-                        f"what tells layers apart, and put the stage behind those that split an array."
+                        f"what differs between layers, and put the stage after those that split an array."
                     )
                 group[name], taken[i] = i, name
         for group in groups.values():
@@ -164,11 +164,11 @@ def _at(who: str, slots: Sequence[Slot], group: Mapping[str, int]) -> str:
 def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:
     if not isinstance(got, Mapping) or set(got) != set(names):
         given = list(got) if isinstance(got, Mapping) else type(got).__name__
-        raise ValueError(f"{method} must give a dict with {what} each of {list(names)}, but gives {given}.")
+        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.")
 
 
 def _entries(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
-    """A dict as the tuple of its items, which can be hashed."""
+    """A dict as a tuple of its items, which is hashable."""
     items = tuple(arrays.items() if isinstance(arrays, Mapping) else arrays if isinstance(arrays, tuple) else ())
     for item in items or (None,):
         match item:

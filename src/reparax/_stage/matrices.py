@@ -1,8 +1,8 @@
 """Arrays as matrices: which of their axes are rows, and which are columns.
 
-Formulas of matrices see two axes. An array may have several rows and columns, as an attention kernel of
-``(embed, heads, dim)`` has with ``rows=0, columns=(1, 2)``: they are merged before a formula runs and parted after it,
-and so are those of its raw values, whose rows and columns have the sizes of the array's. All have the rows first.
+Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
+attention kernel of ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula runs and
+split again after it, also in raw values, whose rows and columns have the sizes of the array's.
 """
 
 import math
@@ -25,12 +25,11 @@ Sizes = tuple[int, ...]
 
 
 class RowsAndColumns(Reparametrization):
-    """A stage of matrices.
+    """A stage on matrices.
 
-    A subclass writes its formulas for arrays of two axes. ``value_axes`` says for each raw value that has rows or
-    columns what its axes are: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``; ``alike`` names those that have
-    the axes of the array itself. Only a stage that has values of both takes several axes as rows or as columns, as
-    else nothing would tell their sizes.
+    A subclass writes its formulas for arrays of two axes. ``value_axes`` gives the axes of each raw value that has rows
+    or columns: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``; ``alike`` names the raw values with the axes of
+    the array itself. Several row or column axes need raw values with rows and with columns, which tell their sizes.
     """
 
     rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
@@ -41,7 +40,7 @@ class RowsAndColumns(Reparametrization):
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     alike: ClassVar[tuple[str, ...]] = ()
     square: ClassVar[bool] = False
-    """Whether rows and columns have the same sizes, so that values of the rows tell both."""
+    """Whether rows and columns have the same sizes, so that values with rows tell both."""
 
     @property
     def _alone(self) -> Self:
@@ -58,12 +57,12 @@ class RowsAndColumns(Reparametrization):
             return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
         if self.rows is None and self.columns is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}. Say which axes are rows and columns (rows=0, columns=(1, 2)) "
-                f"or which hold matrices of their own (stacked=0), or leave it out with `where`."
+                f"expected a matrix, got shape {w.shape}. Give the axes of rows and columns (rows=0, columns=(1, 2)) "
+                f"or the axes along which matrices are stacked (stacked=0), or leave it out with `where`."
             )
         if not self._share(w.ndim):
             return (
-                f"expected rows and columns that share the axes of shape {w.shape} among them, got rows={self.rows} "
+                f"expected each axis of shape {w.shape} to be in rows or in columns, got rows={self.rows} "
                 f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
             )
         rows, columns = self._groups(w.ndim)
@@ -78,14 +77,14 @@ class RowsAndColumns(Reparametrization):
         )
 
     def _share(self, ndim: int) -> bool:
-        """Whether the axes of an array are each a row or a column."""
+        """Whether each axis of an array is either a row or a column axis."""
         given = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
         named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
         once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
         return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
 
     def _groups(self, ndim: int) -> tuple[Places, Places]:
-        """The axes of an array that are rows, and those that are columns."""
+        """The row axes and the column axes of an array."""
         given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
         rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
         if rows is None and columns is None:
@@ -115,7 +114,7 @@ class RowsAndColumns(Reparametrization):
         return super()._over(each)
 
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
-        """How many axes of the array are rows, and how many are columns, as its raw values tell."""
+        """The numbers of row and column axes of the array, from its raw values."""
         for whole in (values[name] for name in self.alike if name in values):
             rows, columns = self._groups(whole.ndim)
             return {"rows": len(rows), "columns": len(columns)}
@@ -125,11 +124,11 @@ class RowsAndColumns(Reparametrization):
             missing = [axis for axis in axes if axis in given and axis not in known]
             if known and name in values and len(missing) == 1:
                 known[missing[0]] = values[name].ndim - sum(known.get(axis, 1) for axis in axes if axis not in missing)
-        other = next(iter(known.values()), 1)  # as a square matrix has as many of both
+        other = next(iter(known.values()), 1)  # a square matrix has equally many of both
         return {group: known.get(group, other) for group in given}
 
     def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
-        """Refuses raw values of more or fewer axes than those of such a matrix have."""
+        """Refuses raw values with a wrong number of axes."""
         for name, axes in self.value_axes.items():
             wanted = sum(counts.get(axis, 1) for axis in axes)
             if name in values and values[name].ndim != wanted:
@@ -137,7 +136,7 @@ class RowsAndColumns(Reparametrization):
                 raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {OTHER_CHAIN}")
 
     def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
-        """Refuses raw values of more or fewer rows or columns than the base has."""
+        """Refuses raw values whose rows or columns differ from those of the base."""
         for base in (values[name] for name in self.alike if name in values):
             rows, columns = _sizes(base, self._groups(base.ndim))
             known = {"rows": rows, "columns": columns}
@@ -147,13 +146,13 @@ class RowsAndColumns(Reparametrization):
                         raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
 
     def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
-        """The sizes of each axis of a raw value, of which rows and columns may be several."""
+        """The sizes of each axis of a raw value; rows and columns may have several."""
         axes = self.value_axes.get(name, ())
         ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
         return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
 
     def _sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> tuple[Sizes, Sizes] | None:
-        """The sizes of rows and columns, as raw values tell; None where there is one axis of each."""
+        """The sizes of row and column axes, from raw values; None if there is one of each."""
         if set(counts.values()) == {1}:
             return None
         for whole in (values[name] for name in self.alike if name in values):
@@ -162,7 +161,7 @@ class RowsAndColumns(Reparametrization):
         return found["rows"], found.get("columns", found["rows"])
 
     def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
-        """A raw value as its formula takes it."""
+        """A raw value with merged axes, for the formula."""
         if name in self.alike:
             return _merged(value, *groups)
         parts = self._parts(name, value, counts)
@@ -171,7 +170,7 @@ class RowsAndColumns(Reparametrization):
     def _parted_value(
         self, name: str, value: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None
     ) -> Array:
-        """A raw value as it stands in the raw tree."""
+        """A raw value with split axes, for the raw tree."""
         if name in self.alike:
             return _parted(value, groups, sizes)
         axes = self.value_axes.get(name, ())
@@ -183,7 +182,7 @@ class RowsAndColumns(Reparametrization):
 
 
 class Matrices(RowsAndColumns, Constraint):
-    """A stage whose effective matrices all lie in one set."""
+    """A constraint on matrices."""
 
 
 def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
@@ -201,7 +200,7 @@ def _merged(w: Any, rows: Places, columns: Places) -> Any:
 
 
 def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
-    """The array of which a matrix is made."""
+    """The inverse of :func:`_merged`: the array for a matrix."""
     rows, columns = groups
     whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
     order = (*rows, *columns)

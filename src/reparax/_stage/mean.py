@@ -1,4 +1,4 @@
-"""The mean of a random stage, in its place."""
+"""The mean of a random stage."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,10 +12,10 @@ from reparax._tree.paths import PyTree
 
 
 class Mean(Parametrization):
-    """The mean of a random stage: what stands in its place in ``p.deterministic`` where it is not the array itself.
+    """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
-    A :class:`Perturbation` that defines ``mean_leaf`` gets it, and so does a random :class:`Reparametrization`; nobody
-    else needs to write it. It acts on the arrays that the stage acts on, and its raw values are those of the stage.
+    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
+    write it yourself. It acts on the same arrays as the stage, and has the same raw values.
 
     Args:
       stage: A stage that draws random numbers.
@@ -44,7 +44,7 @@ class Mean(Parametrization):
         known = isinstance(got, Parametrization) and got.stochastic and overrides(got, "mean_tree")
         if not known:
             raise TypeError(
-                f"Mean takes a stage that draws random numbers and says their mean, but got {got!r}. Leave it out."
+                f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
             )
         for said in ("kind", "main", "fixed", "changes_type", "straight_through", "moves_weights"):
             object.__setattr__(self, said, getattr(got, said))

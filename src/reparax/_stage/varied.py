@@ -1,4 +1,4 @@
-"""Numbers that differ from array to array: by regular expressions for paths, or by a function of path and array."""
+"""Numbers that differ between arrays: given by regular expressions for paths, or by a function of path and array."""
 
 import inspect
 import re
@@ -13,13 +13,13 @@ from reparax._core.value import Check
 from reparax._stage.where import check_where, nothing
 
 TYPICAL = 0.5
-"""A number that every stage takes: types of arrays do not depend on it."""
+"""A number that every stage accepts; shapes and dtypes do not depend on it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class ByPath:
-    """A number for each expression, of which one must match an array's whole path."""
+    """A number for each regular expression; exactly one must match an array's whole path."""
 
     patterns: tuple[str, ...] = field(metadata={"static": True})
     numbers: tuple[Any, ...]
@@ -28,11 +28,11 @@ class ByPath:
         return code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def matching(self, path: str) -> list[int]:
-        """Which of the expressions match a path."""
+        """The indices of the expressions that match a path."""
         return [i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)]
 
     def at(self, path: str, array: Any) -> Any:
-        """The number for an array that one expression matches."""
+        """The number for the array at ``path``, which one expression matches."""
         del array
         return self.numbers[self.matching(path)[0]]
 
@@ -42,7 +42,7 @@ register_class(ByPath)
 
 @dataclass(frozen=True, repr=False)
 class ByArray:
-    """A function of the path and the array, or its type, that gives the number."""
+    """A function that returns the number for a path and an array (or its type)."""
 
     function: Callable[[str, Any], Any]
     check: Check = field(compare=False)
@@ -53,19 +53,19 @@ class ByArray:
         return code(self.function)
 
     def at(self, path: str, array: Any) -> Any:
-        """The number for an array, of which the function gets the type."""
+        """The number for an array; the function gets its shape and dtype only."""
         try:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It gets the path, and the "
-                f"shape and dtype of the array without its numbers."
+                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It takes the path, and "
+                f"the shape and dtype of the array without its numbers."
             ) from error
         return self.check(number, self.who, f"{self.name} at {path!r}")
 
 
 def per_array(check: Check) -> Check:
-    """A check that takes what ``check`` takes, and a dict or a function that gives it for each array."""
+    """A check that accepts what ``check`` accepts, or a dict or a function with one value for each array."""
 
     def checked(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):
@@ -89,7 +89,7 @@ def _by_path(value: Mapping[Any, Any], who: str, name: str, check: Check) -> ByP
 
 
 def _takes_two(value: Any) -> bool:
-    """Whether ``value`` is a function of path and array; one of a step alone is a schedule."""
+    """Whether ``value`` is a function of path and array; a function of one argument is a schedule."""
     if not callable(value):
         return False
     try:
@@ -103,7 +103,7 @@ def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[boo
     """``chosen``, without the paths that have no number.
 
     Raises:
-      ValueError: Where an expression matches nothing, or two match one path.
+      ValueError: If an expression matches nothing, or if two match one path.
     """
     flags = list(chosen)
     for name, by_path in numbers.items():
@@ -116,7 +116,7 @@ def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[boo
             if len(found) > 1:
                 first, second = (by_path.patterns[place] for place in found[:2])
                 raise ValueError(
-                    f"{who} got {name} for {path!r} by {first!r} and by {second!r}. Narrow one of the expressions."
+                    f"{who} got {name} for {path!r} from {first!r} and from {second!r}. Narrow one of the expressions."
                 )
             flags[i] = bool(found)
             used.update(found)

@@ -1,4 +1,4 @@
-"""Selection: which arrays of a tree a stage acts on."""
+"""Selection of the arrays that a stage acts on."""
 
 import difflib
 import re
@@ -14,20 +14,20 @@ from reparax._tree.paths import IsLeaf, PyTree, describe, has_ancestor, is_array
 from reparax._tree.raw import Slot, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
-"""What libraries call arrays of a number for each feature."""
+"""The usual names of arrays with one number for each feature."""
 
 
 @register_static
 @dataclass(frozen=True, repr=False)
 class Selected:
-    """The predicate that :func:`selected` makes: true at, and everywhere below, the given paths."""
+    """The predicate of :func:`selected`: true at the given paths and below them."""
 
     paths: tuple[str, ...]
 
     def __post_init__(self) -> None:
         paths: Any = self.paths
         if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
-            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it by `rpx.selected`.")
+            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.selected`.")
 
     def __repr__(self) -> str:
         return f"selected({dict.fromkeys(self.paths, True)})"
@@ -43,7 +43,7 @@ register_class(Selected)
 @register_static
 @dataclass(frozen=True, repr=False)
 class AllBut:
-    """What :func:`all_but` makes: the default of a stage, without some paths."""
+    """The selection of :func:`all_but`: the default of a stage, without some paths."""
 
     patterns: tuple[str, ...]
 
@@ -59,10 +59,10 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """For ``where``: what the stage takes by default, without the paths that one of the regular expressions matches.
+    """A selection for ``where``: the stage's default, without the paths that match one of the regular expressions.
 
     Args:
-      patterns: Regular expressions, each for whole paths.
+      patterns: Regular expressions for whole paths.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -74,7 +74,7 @@ def all_but(*patterns: Any) -> AllBut:
         raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"all_but takes regular expressions for whole paths, but got {pattern!r}. Write text.")
+            raise TypeError(f"all_but takes regular expressions for whole paths, but got {pattern!r}. Pass strings.")
         check_where(pattern, "all_but")
     return AllBut(patterns)
 
@@ -83,10 +83,10 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree) -> Selected:
-    """A predicate for ``where`` from a tree of booleans, as optax's masks are.
+    """A selection for ``where`` from a tree of booleans, such as an optax mask.
 
     Args:
-      mask: Booleans in the structure of the parameters, or of a part of it from the root (a prefix).
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it.
 
     Example:
       >>> import reparax as rpx
@@ -104,12 +104,12 @@ def selected(mask: PyTree) -> Selected:
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:
-    """The paths that a misspelt one may have meant, for an error."""
+    """The paths most similar to a misspelt one, for an error."""
     return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
 
 
 def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
-    """The paths that a regular expression matches as a whole; a pattern that is a path itself means that one."""
+    """The paths that a regular expression matches as a whole; a pattern that is itself a path matches only that one."""
     known = list(dict.fromkeys(paths))
     try:
         found = [re.fullmatch(re.escape(pattern) if pattern in known else pattern, path) for path in known]
@@ -119,7 +119,7 @@ def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
-    """``where``, which must be able to select."""
+    """``where``, or an error if it is not a valid selection."""
     if isinstance(where, str):
         try:
             re.compile(where)
@@ -135,14 +135,14 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
 
 
 def by_path(where: Where) -> bool:
-    """Whether paths alone say what is selected, whatever the arrays there."""
+    """Whether the selection depends only on paths, not on arrays."""
     return isinstance(where, str | Selected)
 
 
 def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
-    """For each leaf, whether it is model state: an nnx variable but ``Param``, a linen collection but ``params``.
+    """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
 
-    A collection holds arrays by name: an array beside ``params``, such as a temperature, is a parameter.
+    The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
     """
 
     def stops(x: object) -> bool:
@@ -160,19 +160,19 @@ def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
 
 
 def is_bias_or_scale(slot: Slot) -> bool:
-    """Whether an array is called as biases and scales are, which have no rows and columns whatever their shape."""
+    """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
     return not {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}.isdisjoint(BIASES_AND_SCALES)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a tree, and what a selection may ask of it.
+    """A place in a tree, with everything that a selection may need.
 
     Attributes:
-      slot: What stands there.
-      present: Whether that is an array.
-      array: Gives the array, or its type.
-      by_default: Whether the stage takes it where no ``where`` is given.
+      slot: The description of the place.
+      present: Whether there is an array.
+      array: Returns the array, or its type.
+      by_default: Returns whether the stage takes it if no ``where`` is given.
     """
 
     slot: Slot
@@ -212,7 +212,7 @@ def _matches(where: str | Callable[[str, Any], bool], place: Place) -> bool:
     if isinstance(where, str):
         return re.fullmatch(where, place.slot.place if "@" in where else path) is not None
     if isinstance(where, Selected) and not place.slot.main:
-        return path in where.paths  # a tree of booleans says nothing of what stages have put below its leaves
+        return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
     return bool(where(path, None if isinstance(where, Selected) else place.array()))
 
 
@@ -223,11 +223,11 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
     if isinstance(where, str):
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
-            f"{nearest(where, unique)}. Correct the expression; `.*` stands for any text."
+            f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
         )
     shown = ", ".join(map(repr, unique[:3])) + (", ..." if len(unique) > 3 else "")
     if isinstance(where, AllBut):
         return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
     if where is None:
-        return f"its default takes none of the {len(unique)} arrays ({shown}). Name some with `where`."
-    return f"the predicate is false for all {len(unique)} paths ({shown}). Print the paths it is called with."
+        return f"its default takes none of the {len(unique)} arrays ({shown}). Select some with `where`."
+    return f"the predicate is false for all {len(unique)} paths ({shown}). Print the paths that it gets."

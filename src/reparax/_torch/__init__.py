@@ -1,4 +1,4 @@
-"""Networks of torch: their state dicts read and written, with the parametrizations that torch has too.
+"""Reads and writes state dicts of torch modules, also with those parametrizations that torch has.
 
-A state dict is read in two steps: by names alone into a plan, which is checked as a whole, and by values.
+A state dict is read in two steps: first the names, as a plan that is checked as a whole, and then the values.
 """

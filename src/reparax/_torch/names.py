@@ -1,4 +1,4 @@
-"""What torch calls the raw values of stages in a state dict."""
+"""Torch's names for the raw values of stages in a state dict."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), lik
 
 @dataclass(frozen=True)
 class Twin:
-    """The names of a stage's values.
+    """Torch's names for the values of a stage.
 
     Attributes:
-      listed: Those of a parametrization, below ``parametrizations.weight``; what is no original stands there under the
-        number of the parametrization.
-      hooked: Those of a hook, behind ``weight``.
+      listed: The names for a parametrization, below ``parametrizations.weight``; values that are not originals are
+        under the number of the parametrization.
+      hooked: The suffixes for a hook, after ``weight``.
     """
 
     listed: Mapping[str, str]
@@ -50,13 +50,13 @@ TWINS: dict[type[Parametrization], Twin] = {
 
 @dataclass(frozen=True)
 class Held:
-    """The arrays that one stage holds of a parameter.
+    """The raw values of one stage for a parameter.
 
     Attributes:
       stage: The stage; None for an array that no stage replaced.
       parameter: The parameter's path.
-      keys: Where each value stands in the raw tree.
-      names: What torch calls it.
+      keys: The path of each value in the raw tree.
+      names: The torch name of each value.
     """
 
     stage: Parametrization | None
@@ -72,18 +72,18 @@ def is_marked(node: object) -> bool:
 
 @dataclass(frozen=True)
 class Naming:
-    """The names that a chain's values have in torch.
+    """Torch's names for the values of a chain.
 
     Attributes:
       makers: The stage that made each marker dict, by its plain path.
-      by_hook: Whether the stage on a tensor is a hook there, of the stages that may be both.
+      by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
     makers: Mapping[Names, Parametrization]
     by_hook: Callable[[str, Twin], bool]
 
     def held(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[Held]:
-        """What stands in the place of ``tensor``, which may be the original of the parametrizations ``within``."""
+        """The raw values for ``tensor``, which may be the original of the list of parametrizations ``within``."""
         if not is_marked(node):
             yield Held(None, parameter(keys), {"": keys}, {"": tensor})
             return
@@ -106,14 +106,14 @@ class Naming:
         """The stage that made the marker dict at ``keys``, and its names."""
         stage = self.makers[_transfer.plain(keys)]
         if type(stage) not in TWINS:
-            raise ValueError(f"{parameter(keys)!r}: torch has nothing like {stage!r}. {EXCHANGE_PLAIN}")
+            raise ValueError(f"{parameter(keys)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
 
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
         return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
 
     def _names(self, twin: Twin, base: str, node: Any, keys: Names) -> dict[str, str]:
-        """The names in a list of parametrizations, of which the one nearest to the raw tree has the number 0."""
+        """The names in a list of parametrizations; the first stage of the chain has the number 0."""
         number = self._inside(node, keys)
         return {
             value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
@@ -121,7 +121,7 @@ class Naming:
         }
 
     def _inside(self, node: Any, keys: Names) -> int:
-        """How many parametrizations of the same list lie inside of a marker."""
+        """The number of parametrizations of the same list inside a marker."""
         ((mark, content),) = node.items()
         original = next((value for value, name in self._known(keys)[1].listed.items() if name == "original"), "")
         inner, place = content.get(original), (*keys, mark, original)
@@ -129,6 +129,6 @@ class Naming:
 
 
 def _list_of(tensor: str) -> str:
-    """Where torch keeps the parametrizations of a tensor."""
+    """The torch name of the list of parametrizations of a tensor."""
     module, dot, name = tensor.rpartition(".")
     return f"{module}{dot}parametrizations.{name}"

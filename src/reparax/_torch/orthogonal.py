@@ -1,8 +1,8 @@
-r"""The coordinates in which torch keeps orthogonal matrices, and ours.
+r"""Converts between the coordinates of orthogonal matrices in torch and in reparax.
 
-Torch has a tall matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which the first columns
-count. In the coordinates of the first columns :math:`B_1` of the base, ours is the same f of :math:`X = B L`. Of
-reflections, torch keeps the signs in the diagonal of L; it starts with -1, which is what ours always have.
+Torch stores a tall matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which only the first
+columns count. With the first columns of B as the base, ours is the same f of :math:`X = B L`. For reflections, torch
+stores signs in the diagonal of L. They start at -1; ours are always -1.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ Values = dict[str, Array]
 
 
 def other_chart(stage: Orthogonal, shape: tuple[int, ...], *, turned: bool) -> bool:
-    """Whether torch has other coordinates: products of reflections of the transposed matrix, where that is square."""
+    """Whether torch has other coordinates: reflections for a transposed square matrix."""
     return turned and stage.map == "householder" and shape[-2] == shape[-1]
 
 
 def at_base(stage: Orthogonal, values: Values) -> Values:
-    """The values of the transposed weight, which is made the base."""
+    """The values of the transposed weight, with that weight as the base."""
     w = widened(stage.apply_leaf(values)).mT
     return {"x": jnp.zeros_like(w), "base": w}
 
 
 def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Torch's original and its square base, of the same weight."""
+    """Converts our values to torch's original and square base, for the same weight."""
     x, base = _tall(widened(values["x"])), _tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
     original = _lower(stage, product(adjoint(square), x)) - _identity(x.shape, x.dtype)
@@ -37,7 +37,7 @@ def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
 
 
 def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
-    """Our matrix and base, of the same weight; where torch keeps no base, it is the identity."""
+    """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _tall(widened(values["x"]))
     rows, columns = original.shape[-2:]
     whole = _identity((*original.shape[:-2], rows, rows), original.dtype)
@@ -53,18 +53,18 @@ def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
 
 
 def _signs(diagonal: Array) -> Array:
-    """The signs of reflections as torch reads them, by the whole part of the number."""
+    """The signs of reflections as torch reads them: the integer part of the numbers."""
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
         raise ValueError(
-            "expected signs of reflections on the diagonal, got numbers that torch reads as zeros, which weight decay "
-            "leaves. Set them to -1 or 1."
+            "expected signs of reflections on the diagonal, got numbers that torch reads as zeros, as after weight "
+            "decay. Set them to -1 or 1."
         )
     return signs
 
 
 def _lower(stage: Orthogonal, x: Array) -> Array:
-    """The lower triangular matrix of the same rotation as ``x``, from the identity."""
+    """The lower triangular matrix that gives the same rotation as ``x``, with the identity as the base."""
     if stage.map == "householder":
         return jnp.tril(x, -1)
     columns = x.shape[-1]

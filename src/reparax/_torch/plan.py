@@ -1,4 +1,4 @@
-"""Which value of a raw tree is which tensor of a state dict."""
+"""Matches the values of a raw tree with the tensors of a state dict."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from reparax.training import _transfer
 
 @dataclass(frozen=True)
 class Plan:
-    """The exchange of one raw tree.
+    """The plan for one raw tree.
 
     Attributes:
-      weights: The chain without perturbations: its effective weights are those of torch.
-      held: The values, each stage's together.
-      tied: What torch calls the parameters that hold no value of their own, by their paths.
-      forms: The layout, shape and dtype of each parameter, by its path.
+      weights: The chain without perturbations; its effective weights are those of torch.
+      held: The values, grouped by stage.
+      tied: The torch names of parameters without a value of their own, by path.
+      forms: The layout, shape and dtype of each parameter, by path.
     """
 
     weights: Parametrization
@@ -37,7 +37,7 @@ class Plan:
     forms: Mapping[str, Form]
 
     def written(self, raw: PyTree) -> dict[str, Array]:
-        """The state dict of a raw tree, real or abstract."""
+        """The state dict of a raw tree, concrete or abstract."""
         arrays, state = dict(items(raw)), dict[str, Array]()
         for held in self.held:
             values = {value: jnp.asarray(arrays[keys]) for value, keys in held.keys.items()}
@@ -47,12 +47,12 @@ class Plan:
         return state | self.shared(raw)
 
     def shared(self, raw: PyTree) -> dict[str, Array]:
-        """The weights that are tied to others, which torch has under both names."""
+        """The tied weights, which torch has under both names."""
         effective = _by_path(self.weights.fold(raw)) if self.tied else {}
         return {name: write_layout(effective[path], self.forms[path].layout) for path, name in self.tied.items()}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
-        """The raw tree of a state dict, in the structure of ``like``."""
+        """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = named(like)
         expected, found = dict(zip(paths, leaves, strict=True)), dict[Names, Array]()
         for held in self.held:
@@ -67,7 +67,7 @@ class Plan:
 def make_plan(
     p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, by_hook: Callable[[str, Twin], bool]
 ) -> Plan:
-    """The exchange of ``raw``, real or abstract, that ``p`` made."""
+    """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     effective = {path: x for path, x in _by_path(abstract(weights.fold, raw)).items() if is_array(x)}
     tensors, chosen = name_tensors(list(effective), names), choose_layouts(list(effective), layouts)

@@ -1,4 +1,4 @@
-"""What torch calls a parameter, and in which layout it keeps it, by rules of the user."""
+"""Torch names and layouts of parameters, by your rules."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ _RENAMED = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
 def name_tensors(paths: Sequence[str], names: Rules) -> dict[str, str]:
-    """What torch calls each parameter."""
+    """The torch name of each parameter."""
     tensors = {path: _default(path) for path in paths} | {
         path: _expanded(match, name) for path, (match, name) in _ruled(paths, names or {}, "names").items()
     }
     owners: dict[str, str] = {}
     for path, tensor in tensors.items():
         if owners.setdefault(tensor, path) != path:
-            raise ValueError(f"{owners[tensor]!r} and {path!r} are both called {tensor!r}. Tell them apart by `names`.")
+            raise ValueError(f"{owners[tensor]!r} and {path!r} are both called {tensor!r}. Give different `names`.")
     return tensors
 
 
@@ -30,7 +30,7 @@ def _default(path: str) -> str:
 
 def _expanded(match: re.Match[str], name: str) -> str:
     try:
-        return match.expand(name).replace("/", ".")  # a group may be several parts of the path
+        return match.expand(name).replace("/", ".")  # a group may contain several parts of the path
     except (re.error, IndexError) as error:
         raise ValueError(f"cannot make a name of {name!r} for {match[0]!r}: {error}.") from error
 
@@ -46,11 +46,11 @@ def choose_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
 
 
 def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str]]:
-    """For each path that a rule matches, the match and what the first such rule says."""
+    """For each path that a rule matches, the match and the value of the first such rule."""
     found: dict[str, tuple[re.Match[str], str]] = {}
     for pattern, value in rules.items():
         matched = matches(pattern, paths)
         if not matched:
-            raise ValueError(f"`{what}` names nothing: {nothing(pattern, paths)}")
+            raise ValueError(f"`{what}` matches nothing: {nothing(pattern, paths)}")
         found = {match[0]: (match, value) for match in matched} | found
     return found

@@ -1,4 +1,4 @@
-"""State dicts of torch: raw trees from them, and from raw trees."""
+"""Converts state dicts of torch to raw trees, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,36 +21,35 @@ from reparax.matrices._orthogonal import Orthogonal
 def from_torch(
     state: Mapping[str, Any], p: Parametrization, like: PyTree, *, names: Rules = None, layouts: Rules = None
 ) -> PyTree:
-    r"""The raw tree of ``p`` from the state dict of a torch module whose weights are parametrized in the same way.
+    r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
 
-    Raw values are carried over themselves, so that training goes on where it stopped: the ``g`` and ``v`` of
-    :class:`WeightNorm`, the vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, the masks of pruning,
-    whether torch has them as parametrizations or as hooks. Torch is not needed: tensors of torch are taken, and arrays
-    as well, such as those of a safetensors file.
+    Raw values are converted one by one, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the
+    vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning, from torch's
+    parametrizations or hooks. Torch is not needed: the tensors may also be arrays, such as those of a safetensors file.
 
-    Two stages have other conventions in torch: the weights are the same, but the steps that follow are not. Orthogonal
-    matrices have coordinates of their own, in which gradient descent takes the same steps by reflections alone, and a
-    square product of reflections of which torch has the transpose starts anew from its weight. The hook of spectral
-    norm iterates ``v`` before ``u``.
+    Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
+    matrices have other coordinates; gradient descent takes equal steps only with ``map="householder"``, and even there
+    a square matrix that torch stores transposed starts again from its weight. The hook of spectral norm iterates ``v``
+    before ``u``.
 
     Args:
-      state: Names and tensors, or arrays.
-      p: The chain. For a plain state dict it is ``Chain()``, or one of perturbations.
+      state: A dict of names and tensors, or arrays.
+      p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
       like: The model's parameters, or their shapes and dtypes.
-      names: What torch calls a parameter, by regular expressions that must match the whole path:
-        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``; the first that matches counts, and each ``/``
-        becomes a ``.``. Default: the path, with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
-      layouts: The layout of a parameter, by regular expressions: ``"kernel"``, ``(*spatial, in, out)`` here for
-        ``(out, in, *spatial)`` there, the default for arrays that are called so; ``"conv_transpose"``, the same for
-        ``(in, out, *spatial)`` there, for transposed convolutions of flax unless they say ``transpose_kernel=True``;
-        ``"same"``, the default for all others. Recurrent cells go through :func:`convert`.
+      names: The torch names of parameters, by regular expressions for whole paths:
+        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``. The first match counts, and each ``/`` becomes a ``.``.
+        Default: the path, with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
+      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
+        ``(out, in, *spatial)`` in torch; the default for arrays named ``kernel``. ``"conv_transpose"``: the same here,
+        ``(in, out, *spatial)`` in torch; for flax's transposed convolutions without ``transpose_kernel=True``.
+        ``"same"``: the default for all other arrays. For recurrent cells, use :func:`convert`.
 
     Returns:
       A raw tree, with None where ``like`` holds no array.
 
     Raises:
-      ValueError: Naming everything in the state dict that is missing, unexpected, or of another shape or dtype; or
-        where a mask holds other numbers than 0 and 1.
+      ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
+        names each of them. Also if a mask holds numbers other than 0 and 1.
 
     Example:
       >>> import numpy as np, jax, reparax as rpx
@@ -84,13 +83,13 @@ def to_torch(
     layouts: Rules = None,
     style: str = "parametrizations",
 ) -> dict[str, np.ndarray]:
-    """The state dict of a torch module that is parametrized as ``p`` is, from a raw tree of ``p``.
+    """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
 
-    The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}``, strictly, and
-    safetensors take the arrays as they are. Each has the dtype of its weight. Numpy has no bfloat16 that torch reads:
-    go through a file, or through float32, which ``load_state_dict`` casts back.
+    The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}`` with
+    ``strict=True``, and safetensors takes the arrays as they are. Each has the dtype of its weight. Torch cannot read
+    bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
 
-    What is parametrized in any other way, or is to be plain in torch, is written by ``to_torch(p.fold(raw), Chain())``.
+    If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(p.fold(raw), Chain())``.
 
     Args:
       raw: A raw tree of ``p``.
@@ -101,7 +100,7 @@ def to_torch(
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
 
     Raises:
-      ValueError: If torch has nothing like a stage of ``p``, or ``p`` did not make the raw tree.
+      ValueError: If torch has no equivalent of a stage of ``p``, or if ``p`` did not make the raw tree.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -124,7 +123,7 @@ def _arrays(state: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, x: Any) -> np.ndarray:
-    """A tensor of torch, or an array."""
+    """A torch tensor, or an array, as a numpy array."""
     if not is_array(x):
         raise TypeError(
             f"from_torch takes a state dict of names and tensors, but got {type(x).__name__} as {name!r}. Pass the "
@@ -138,7 +137,7 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
 
 
 def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Refuses a state dict that is not what the chain asks for, with a line for each difference."""
+    """Refuses a state dict that does not fit the chain, with a line for each difference."""
     owners = {name: held.parameter for held in plan.held for name in held.names.values()}
     owners |= {name: path for path, name in plan.tied.items()}
     bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
@@ -152,16 +151,16 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
             lines.append(f"{name}: expected {as_stored(want[name])} for {owners[name]}, got {as_stored(got[name])}")
     if lines:
         raise ValueError(
-            f"the state dict is not that of {p!r}:\n  "
+            f"the state dict does not fit {p!r}:\n  "
             + "\n  ".join(lines)
-            + "\nCorrect the chain, `names` or `layouts`, and leave out of the state dict and of `like` what is no "
-            "parameter."
+            + "\nCorrect the chain, `names` or `layouts`, and remove entries that are not parameters from the state "
+            "dict and from `like`."
         )
 
 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
-    """Refuses values of tied parameters that are others than those they are tied to."""
+    """Refuses tied parameters whose values differ from those that they are tied to."""
     found = plan.shared(raw)
     for path, name in plan.tied.items():
         if name in state and not np.array_equal(found[name], state[name]):
-            raise ValueError(f"{name!r} is not what {path!r} is tied to. Drop the tie, or leave the name out.")
+            raise ValueError(f"{name!r} differs from what {path!r} is tied to. Drop the tie, or leave the name out.")

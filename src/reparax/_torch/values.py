@@ -1,4 +1,4 @@
-"""The raw values of a stage as torch keeps them, and back."""
+"""Converts the raw values of a stage to torch's, and back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Values = dict[str, Array]
 
 @dataclass(frozen=True)
 class Form:
-    """A parameter's layout, and the shape and dtype that it has with us."""
+    """A parameter's layout, and its shape and dtype in our tree."""
 
     layout: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Form:
 
 
 def write_values(stage: Parametrization | None, values: Values, form: Form) -> Values:
-    """What torch keeps, in the dtype of the weight, as it does."""
+    """The values that torch stores, in the dtype of the weight, like in torch."""
     if stage is None:
         return {name: write_layout(x, form.layout) for name, x in values.items()}
     if isinstance(stage, WeightNorm | SpectralNorm):
@@ -42,7 +42,7 @@ def write_values(stage: Parametrization | None, values: Values, form: Form) -> V
 
 
 def read_values(stage: Parametrization | None, values: Values, form: Form, like: Mapping[str, Any]) -> Values:
-    """What we keep, in the shapes and dtypes of ``like``."""
+    """Our raw values, in the shapes and dtypes of ``like``."""
     if isinstance(stage, Orthogonal):
         found = _orthogonal_read(stage, values, form)
     else:
@@ -85,38 +85,38 @@ def _read(stage: Parametrization | None, name: str, x: Array, form: Form, shape:
 
 
 def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array of which the feature axis is taken away."""
+    """The shape of an array without its feature axis."""
     return tuple(1 if i == axis % len(shape) else size for i, size in enumerate(shape))
 
 
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:
     if isinstance(axis, tuple):
-        raise ValueError(f"torch has lengths along one axis, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _require_alone(stage: WeightNorm | SpectralNorm) -> None:
     if stage.stacked != ():
-        raise ValueError(f"torch has no stacked arrays, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch has no stacked arrays, and no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
     if isinstance(stage, SpectralNorm) and stage.window is not None:
-        raise ValueError(f"torch has no norms of convolutions, and nothing like {stage!r}. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch has no norms of convolutions, and no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _binary(mask: Array) -> Array:
-    """The mask, where it is one of zeros and ones: ours select, and gradients of others would not be torch's."""
+    """A mask of zeros and ones; other numbers would have other gradients than in torch, so they are refused."""
     if not jnp.all((mask == 0) | (mask == 1)):
         raise ValueError(
-            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Multiply "
-            "it in torch by `prune.remove`, and start anew with `init`."
+            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
+            "torch with `prune.remove`, and start again with `init`."
         )
     return mask
 
 
 def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
-    """A mask of whole weights as one of slices, where the stage keeps such a one."""
+    """A mask of single weights as a mask of slices, if the stage has such a mask."""
     axes = tuple(i for i, (size, whole) in enumerate(zip(shape, mask.shape, strict=True)) if size < whole)
     found = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(found == mask):
-        raise ValueError("expected a mask of whole slices, got one of single weights. Take `axis=None`.")
+        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis=None`.")
     return found
 
 
@@ -136,14 +136,14 @@ def _orthogonal_read(stage: Orthogonal, values: Values, form: Form) -> Values:
 
 
 def _is_turned(stage: Orthogonal, values: Values, form: Form) -> bool:
-    """Whether torch has the transposed matrix; refuses what has no place there."""
+    """Whether torch has the transposed matrix; refuses matrices without an equivalent in torch."""
     if "x" not in values:
-        raise ValueError(f"torch has nothing like {stage!r} of what another stage makes. {EXCHANGE_PLAIN}")
+        raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(form.shape) - 2))
     of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
     if not of_leading or (form.layout != "same" and leading):
         raise ValueError(
-            f"the matrices of {stage!r} and those of torch are in the last two axes, which are others here and there. "
+            f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
             f"{EXCHANGE_PLAIN}"
         )
     return form.layout != "same"

@@ -1,6 +1,6 @@
-"""What a raw tree is: plain dicts whose key paths say everything.
+"""Raw trees: plain dicts whose key paths describe their arrays.
 
-A parametrized array is a dict in the array's place, ``{"@weight_norm": {"g": ..., "v": ...}}``. Whose value an array
-is, whether it trains, and under which path a stage may select it are read from its key path, so no tree needs a class,
-and none is walked by hand.
+A parametrized array is replaced by a dict, ``{"@weight_norm": {"g": ..., "v": ...}}``. The key path of a raw array
+tells which parameter it belongs to, whether it trains, and under which path a stage can select it. So trees need no
+classes of their own.
 """

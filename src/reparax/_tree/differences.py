@@ -1,4 +1,4 @@
-"""How a raw tree differs from the one that was expected: what ``p.check`` says."""
+"""How a raw tree differs from the expected one, for ``p.check``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from reparax._tree.raw import parameter
 
 
 def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Shapes and dtypes of ``init(like)``; leaves that are no arrays, such as functions, are left out.
+    """Shapes and dtypes of ``init(like)``; leaves that are not arrays, such as functions, are left out.
 
-    What ``like`` says of a mesh does not matter here, and a mesh with explicit axes does not let every stage pass.
+    Shardings are dropped: they do not matter here, and some stages fail on a mesh with explicit axes.
     """
     leaves, treedef = jax.tree.flatten(like)
 
@@ -24,13 +24,13 @@ def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
 
 
 def _type(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and the dtype that JAX reads it as."""
+    """The shape of an array, and the dtype that JAX gives it."""
     extended = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:
-    """For each parameter, what arrays and empty nodes lie under it: the rest of their path, and a description."""
+    """For each parameter, the arrays and empty nodes under it: the rest of their path, and a description."""
     found: dict[str, dict[str, str]] = {}
     for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (names and is_empty(leaf)):
@@ -47,17 +47,17 @@ def _stage(content: dict[str, str]) -> str:
 
 
 def _whole(content: dict[str, str]) -> str:
-    """A parameter in one word: its outermost marker, or the type of the plain array."""
+    """A short description of a parameter: its outermost marker, or the type of the plain array."""
     return content.get("") or _stage(content)
 
 
 def as_stored(x: Any) -> str:
-    """A description that tells float64 from float32 where JAX would read both as float32."""
+    """A description that distinguishes float64 from float32, also where JAX reads both as float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
 
 
 def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
-    """A line for each path at which ``raw`` is not what ``init`` makes of ``like``, none where they agree."""
+    """A line for each path at which ``raw`` differs from ``init(like)``."""
     plain = all(as_stored(x) == describe(x) for x in jax.tree.leaves(like))
     got, want = _contents(raw, as_stored if plain else describe), _contents(abstract(init, like), describe)
     lines: list[str] = []
@@ -74,11 +74,11 @@ def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) ->
 
 
 def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
-    """Refuses a raw tree that is not what ``init`` makes of ``like``, naming every path at which it differs."""
+    """Raises an error with each path at which a raw tree differs from ``init(like)``."""
     lines = _differences(raw, like, init)
     if lines:
         raise ValueError(
-            f"{who} found a raw tree that is not what `init` makes of `like`:\n  "
+            f"{who} found a raw tree that differs from `init(like)`:\n  "
             + "\n  ".join(lines)
             + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
         )

@@ -1,4 +1,4 @@
-"""Repeated blocks in one line: paths that differ in a number alone."""
+"""Folds paths that differ only in a number, such as those of repeated layers, into one line."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Line:
-    """What stands under a path, and how often; the path is told as text and numbers in turn."""
+    """A path, its value, and how often it occurs; ``parts`` is the path as text and numbers in turn."""
 
     parts: tuple[str, ...]
     value: Any
@@ -18,22 +18,22 @@ class Line:
 
     @property
     def path(self) -> str:
-        """The path as people read it."""
+        """The path as text."""
         return "".join(self.parts)
 
     @property
     def times(self) -> str:
-        """What to write before a single value."""
+        """The count, to write before a single value."""
         return f"{self.count} x " if self.count > 1 else ""
 
 
 def counted(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """A line for each path and value, in the order in which they come."""
+    """A line for each path and value, in their order."""
     return [Line((path,), value, n) for (path, value), n in Counter(items).items()]
 
 
 def folded(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """As :func:`counted`, with equal values whose numbers follow each other in one line: ``layers/0..11/kernel``."""
+    """Like :func:`counted`, with equal values at consecutive numbers in one line: ``layers/0..11/kernel``."""
     lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in counted(items)]
     for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
         lines = _folded_at(i, lines)
@@ -41,7 +41,7 @@ def folded(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 
 def _folded_at(i: int, lines: list[Line]) -> list[Line]:
-    """``lines`` with those in one that differ in the number ``i`` alone, at the place of the first of them."""
+    """``lines``, where those that differ only in part ``i`` become one line, at the place of the first."""
     alike: dict[Hashable, list[tuple[int, int]]] = {}
     for place, line in enumerate(lines):
         numbered = len(line.parts) > i

@@ -1,4 +1,4 @@
-"""What stands under a marker, and what is said where it should not."""
+"""The values under a marker, and the errors for wrong ones."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ Types = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
 def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
-    """What is said where a stage finds nothing that it has made."""
+    """The error for a tree in which a stage finds no marker of its own."""
     mark = marker(kind, 1)
     if marks := outer_markers(tree):
         path, other = next(iter(marks.items()))
         if kind_of(other) == kind:
-            return ValueError(f"{who} does not know what stands under {other!r} at {path!r}: {OTHER_CHAIN}")
+            return ValueError(f"{who} does not know the values under {other!r} at {path!r}: {OTHER_CHAIN}")
         return ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {OTHER_CHAIN}")
     return ValueError(
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
@@ -29,26 +29,26 @@ def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
 
 
 def require_values(node: Mapping[str, Any], mark: str) -> None:
-    """Refuses what is not one marker, and named arrays under it."""
+    """Requires exactly one marker, with named arrays under it."""
     for name in node:
         if name != mark:
-            raise ValueError(f"{name!r} stands beside {mark!r}: {OTHER_CHAIN}")
+            raise ValueError(f"found {name!r} beside {mark!r}: {OTHER_CHAIN}")
     held = node[mark]
     for name, values in ((mark, held), (FIXED, held.get(FIXED, {}) if isinstance(held, Mapping) else {})):
         if not isinstance(values, Mapping):
-            raise ValueError(f"{name!r} holds no values but {describe(values)}: {OTHER_CHAIN}")
+            raise ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
     for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
-            raise ValueError(f"the value {name!r} is no array but {type(value).__name__}: {OTHER_CHAIN}")
+            raise ValueError(f"expected an array as {name!r}, got {type(value).__name__}: {OTHER_CHAIN}")
 
 
 def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]] | None) -> None:
-    """Refuses values of other names or shapes than ``init`` would give them, where these are known."""
+    """Requires the names and shapes that ``init`` would give, if they are known."""
     if expected is None:
         return
     for name, shape, _ in types_under(held):
         if name not in expected:
-            raise ValueError(f"the value {name!r} is none of {tuple(expected)}: {OTHER_CHAIN}")
+            raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
         if shape != expected[name]:
             raise ValueError(f"expected {name} of shape {expected[name]}, got {shape}: {OTHER_CHAIN}")
 
@@ -65,17 +65,17 @@ def _dtype(dtype: Any) -> Any:
 
 
 def abstract(types: Types) -> dict[str, jax.ShapeDtypeStruct]:
-    """Values of these types, without numbers."""
+    """Abstract values of these types."""
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in types}
 
 
 def has_symbols(types: Types) -> bool:
-    """Whether a length is not known as a number."""
+    """Whether an axis length is symbolic."""
     return any(map(export.is_symbolic_dim, (n for _, shape, _ in types for n in shape)))
 
 
 def values_under(node: Mapping[str, Any]) -> dict[str, Array]:
-    """The values under a marker, of which the fixed ones pass no gradient."""
+    """The values under a marker; the fixed ones pass no gradient."""
     free = {name: value for name, value in node.items() if name != FIXED}
     fixed = node.get(FIXED, {})
     return {name: jnp.asarray(value) for name, value in free.items()} | {
@@ -84,7 +84,7 @@ def values_under(node: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def node_of(values: Mapping[str, Array], fixed: tuple[str, ...]) -> dict[str, Any]:
-    """What stands under a marker: the values, of which the fixed ones stand apart."""
+    """The content of a marker: the values, with the fixed ones under ``@fixed``."""
     free = {name: value for name, value in values.items() if name not in fixed}
     held = {name: values[name] for name in fixed if name in values}
     return {**free, FIXED: held} if held else free
@@ -92,7 +92,7 @@ def node_of(values: Mapping[str, Array], fixed: tuple[str, ...]) -> dict[str, An
 
 @contextmanager
 def locate_errors(who: str) -> Generator[None]:
-    """Adds who and where to what a formula on one array raises, which knows neither."""
+    """Adds the stage and the path to errors of a formula on one array, which knows neither."""
     try:
         yield
     except KeyError as error:
@@ -105,30 +105,31 @@ def locate_errors(who: str) -> Generator[None]:
 
 
 def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
-    """Refuses what ``init_leaf``, or another ``method``, must not give."""
+    """Checks the dict that ``init_leaf``, or another ``method``, returns."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{method} must give a dict of named arrays, but gives {describe(values)}.")
+        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
     for name, value in values.items():
         if not is_array(value):
             raise ValueError(
-                f"{method} must give a dict of named arrays, but gives {type(value).__name__} for {name!r}."
+                f"{method} must return a dict of named arrays, but returns {type(value).__name__} for {name!r}."
             )
     lacking = [name for name in fixed if name not in values]
     odd = [name for name in values if not name or set(name) & set("@./")]
     if not values or lacking or odd:
         raise ValueError(
-            f"{method} must give at least one value, each fixed one {fixed} and names without '@', '.' and "
-            f"'/', but gives {tuple(values)}. Rename or add values in {method}."
+            f"{method} must return at least one value, each fixed one {fixed} and names without '@', '.' and "
+            f"'/', but returns {tuple(values)}. Rename or add values in {method}."
         )
     if any(name not in values for name in main or ()):
         raise ValueError(
-            f"{method} must give each main value {main}, but gives {tuple(values)}. Rename or add values in {method}."
+            f"{method} must return each main value {main}, but returns {tuple(values)}. Rename or add values in "
+            f"{method}."
         )
 
 
 def require_type(method: str, got: Any, expected: Array) -> None:
     if describe(got) != describe(expected):
         raise ValueError(
-            f"{method} must give {describe(expected)}, as the model has it, but gives "
-            f"{describe(got)}. Cast or reshape in {method}, or let the stage say `changes_type = True`."
+            f"{method} must return {describe(expected)}, like the model's array, but returns "
+            f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class."
         )

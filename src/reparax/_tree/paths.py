@@ -1,4 +1,4 @@
-"""Trees as named leaves: the same path for a parameter, whichever library made the tree."""
+"""Trees as named leaves: a parameter has the same path, whichever library made the tree."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,41 +23,41 @@ _VALUE = GetAttrKey("value")
 
 
 def is_array(x: object) -> bool:
-    """Whether ``x`` is an array, traced, abstract or real, and not a function, a number or a sentinel."""
+    """Whether ``x`` is an array: traced, abstract or concrete."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_traceable(x: object) -> bool:
-    """Whether JAX takes ``x`` for an array, real or abstract."""
+    """Whether JAX accepts ``x`` as an array, concrete or abstract."""
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_empty(x: object) -> bool:
-    """Whether ``x`` is the empty node that stands where a place holds no value of its own."""
+    """Whether ``x`` is the empty node of a place without a value of its own."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
 
 
 def has_ancestor(x: object, *names: str) -> bool:
-    """Whether ``x`` is an instance of a class of flax of one of these names, told without importing flax."""
+    """Whether ``x`` is an instance of a flax class of one of these names; does not import flax."""
     return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
 
 
 def is_box(x: object) -> bool:
-    """Whether ``x`` is a node of flax that holds one array and what is said of it: an nnx variable or a linen box."""
+    """Whether ``x`` is a flax node of one array and its metadata: an nnx variable or a linen box."""
     return has_ancestor(x, "Variable", "AxisMetadata")
 
 
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
-    """A mapping whose own registration with JAX gives no names of keys, with names; of it, JAX makes the former."""
+    """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""
 
     made_by: Callable[[Any], Any]
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], opened: Callable[[Any], Any]) -> "_Named":
-        """The mapping with names, and so has each such one in it."""
+        """The mapping with key names, also for the mappings inside it."""
         new = cls({key: opened(mapping[key]) for key in sorted(mapping)})
         new.made_by = type(mapping)
         return new
@@ -72,7 +72,7 @@ class _Named(dict[str, Any]):
 
 
 def _is_unnamed(x: object) -> bool:
-    """Whether ``x`` is a mapping that JAX flattens without names of keys, as haiku's immutable dicts."""
+    """Whether ``x`` is a mapping that JAX flattens without key names, such as haiku's immutable dicts."""
     if type(x) is dict or not isinstance(x, Mapping):
         return False
     parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
@@ -81,7 +81,7 @@ def _is_unnamed(x: object) -> bool:
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
-    """``tree`` with names in the mappings that have none, where ``is_leaf`` lets them be opened."""
+    """``tree`` with key names for mappings that have none, unless ``is_leaf`` stops there."""
 
     def closed(x: object) -> bool:
         return is_leaf is not None and is_leaf(x)
@@ -97,9 +97,9 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
 
 
 def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
-    """The names that lead to each leaf, the leaves, and the structure to put leaves back.
+    """The names on the path to each leaf, the leaves, and the treedef.
 
-    The ``value`` of nnx variables and of flax boxes is no name; a field called ``value`` of any other node is one.
+    The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     if any(isinstance(key, FlattenedIndexKey) for keypath, _ in pairs for key in keypath):
@@ -120,21 +120,21 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
 
 
 def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
-    """Each leaf, after the names that lead to it."""
+    """Each leaf with the names on its path."""
     paths, leaves, _ = named(tree, is_leaf)
     return list(zip(paths, leaves, strict=True))
 
 
 def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
-    """Refuses an nnx variable that two modules share: a tree would hold it twice, and the two would part."""
+    """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
     places: dict[int, Any] = {}
     for keypath, box in boxes:
         first = places.setdefault(id(box), keypath)
         if first != keypath and has_ancestor(box, "Variable"):
             at, again = (keystr(place, simple=True, separator="/") for place in (first, keypath))
             raise ValueError(
-                f"The tree holds one nnx variable at {at!r} and at {again!r}, which would part. Split the module "
-                f"first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+                f"The tree holds one nnx variable at {at!r} and at {again!r}; the copies would diverge. Split the "
+                f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
             )
 
 
@@ -144,7 +144,7 @@ def path_text(names: Names) -> str:
 
 
 def describe(x: Any) -> str:
-    """What an error says of a value: its dtype and shape or its type, never its numbers."""
+    """A value in an error message: its dtype and shape, or its type, never its numbers."""
     if is_empty(x):
         return "an empty node"
     if not is_array(x):

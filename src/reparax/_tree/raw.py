@@ -1,9 +1,8 @@
-"""The raw tree: plain data whose key paths say everything.
+"""The raw tree: plain data whose key paths describe its arrays.
 
-A parametrized array is a marker dict in the array's place, ``{"@weight_norm": {"g": ..., "v": ...}}``,
-nested for chains, with fixed values under ``"@fixed"``. What an array of the raw tree is (whose value,
-main or auxiliary, free or fixed, under which path a stage may select it) follows from its key path alone,
-so every question about a raw tree is a question about key paths, and no tree is ever walked by hand.
+A parametrized array is replaced by a marker dict, ``{"@weight_norm": {"g": ..., "v": ...}}``, nested for chains, with
+fixed values under ``"@fixed"``. The key path of a raw array tells everything about it: its parameter, whether it is
+main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ OTHER_CHAIN = (
 
 
 class Kind(Protocol):
-    """What the raw tree must know of a stage: which of its values are main, which fixed, and under which paths."""
+    """The facts about a stage that raw trees need: which values are main, which are fixed, and under which paths."""
 
     main: tuple[str, ...] | None
     fixed: tuple[str, ...]
@@ -33,12 +32,12 @@ _kinds: dict[str, Kind] = {}
 
 
 def register_kind(kind: str, stage: Kind) -> None:
-    """Lets the values under the marker of ``kind`` be told apart; a later definition replaces an earlier one."""
+    """Registers the stage whose marker is ``kind``; a later definition replaces an earlier one."""
     _kinds[kind] = stage
 
 
 def registered_kind(kind: str) -> Any:
-    """The class that was registered last for ``kind``, None where there is none."""
+    """The class registered last for ``kind``, or None."""
     return _kinds.get(kind)
 
 
@@ -47,15 +46,15 @@ class Slot:
     """One array of a raw tree.
 
     Attributes:
-      path: The path under which stages select it: the parameter's own path for a main value,
-        the parameter's path and the value's name for an auxiliary one and for a part.
-      place: The path in the raw tree, markers included, which tells the main values of one array apart.
-      draw: A path that no other array of the tree shares, on which its random draws depend.
+      path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
+        the value's name for an auxiliary value or a part.
+      place: The path in the raw tree, markers included; it differs between the main values of one array.
+      draw: A path that no other array of the tree shares; random draws depend on it.
       parameter: The path of the parameter that it belongs to.
-      main: Whether it is a main value all the way, or no stage has replaced it.
-      fixed: Whether no optimizer may move it.
-      visible: Whether a stage nearer to the raw tree may select it.
-      added: Whether it is what is added to a base that stands for the array, which its place alone selects.
+      main: Whether it is a main value of each stage on its path, or no stage has replaced it.
+      fixed: Whether optimizers must leave it alone.
+      visible: Whether an earlier stage may select it.
+      added: Whether it is added to a base that represents the array; only its place selects it.
     """
 
     path: str
@@ -69,13 +68,13 @@ class Slot:
 
 
 def own_mark(x: Any, kind: str) -> str | None:
-    """The marker of ``kind`` in a marker dict under which no other marker stands, None where there is none."""
+    """The marker of ``kind`` in a marker dict with no other marker under it, or None."""
     marks = [name for name in x if _is_mark(name) and kind_of(name) == kind] if isinstance(x, Mapping) else []
     return next((mark for mark in marks if not _holds_mark(x[mark])), None)
 
 
 def node_predicate(kind: str) -> Callable[[object], bool]:
-    """A test for the marker dicts that the next stage of ``kind`` takes away: the innermost ones of that kind."""
+    """A test for the marker dicts that the next stage of ``kind`` consumes: the innermost ones of that kind."""
     return lambda x: own_mark(x, kind) is not None
 
 
@@ -93,7 +92,7 @@ def kind_of(mark: str) -> str:
 
 
 def parameter(path: Names) -> str:
-    """The path of the parameter that the names lead into: all that stands before the first marker."""
+    """The path of the parameter: all names before the first marker."""
     for i, name in enumerate(path):
         if name.startswith("@"):
             return path_text(path[:i])
@@ -101,12 +100,12 @@ def parameter(path: Names) -> str:
 
 
 def next_number(path: Names, kind: str) -> int:
-    """The number of the next stage of ``kind`` among those that act on the array at ``path``: the outermost is 1."""
+    """The number of the next stage of ``kind`` on the array at ``path``; the outermost has number 1."""
     return 1 + sum(_is_mark(name) and kind_of(name) == kind for name in path)
 
 
 def marker(kind: str, n: int) -> str:
-    """The marker of the stage of a kind that has the number ``n`` on its array: ``@kind``, ``@kind@2``."""
+    """The marker of the ``n``-th stage of a kind on an array: ``@kind``, ``@kind@2``."""
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
@@ -124,12 +123,12 @@ class _Value(NamedTuple):
     """A value under a marker.
 
     Attributes:
-      node: The names up to the marker, which is the last one.
+      node: The names up to the marker, inclusive.
       name: The name of the value.
       main: Whether it is a main value.
       fixed: Whether it does not train.
       seen: Whether its name is part of the path under which stages see it.
-      added: Whether it is what is added to a base that stands for the array.
+      added: Whether it is added to a base that represents the array.
     """
 
     node: Names
@@ -141,7 +140,7 @@ class _Value(NamedTuple):
 
 
 def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
-    """The value that ``path`` takes under each marker along it; with ``bases``, a base is the main value."""
+    """The value under each marker along ``path``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(path):
         if _is_mark(name):
             stage = _stage(path, i)
@@ -156,7 +155,7 @@ def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
 
 
 def aligned(path: Names) -> bool:
-    """Whether a value has the axes of its parameter: as a base, or as the main value of aligned stages."""
+    """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
 
     def has_axes(value: _Value) -> bool:
         stage = _stage(value.node, -1)
@@ -190,9 +189,9 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
 def flatten_slots(
     tree: PyTree, is_leaf: IsLeaf | None = None, *, bases: bool = False
 ) -> tuple[list[Any], list[Slot], Any]:
-    """The leaves of a raw (or plain) tree, what each of them is, and the structure to put leaves back.
+    """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef.
 
-    With ``bases``, the base of an array stands for it, and what is added to the base is not seen.
+    With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
     paths, leaves, treedef = named(tree, is_leaf)
     slots = _slots(paths, bases=bases)
@@ -200,15 +199,15 @@ def flatten_slots(
     for slot in slots:
         if slot.draw in seen:
             raise ValueError(
-                f"Two leaves of the tree have the path {slot.draw!r}, so they cannot be told apart. "
-                f"Rename one: a key with '/' in it, or a number beside its text, is the usual cause."
+                f"Two leaves of the tree have the path {slot.draw!r}. "
+                f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
             )
         seen.add(slot.draw)
     return leaves, slots, treedef
 
 
 def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """``owners`` with each one that takes its value from a source replaced by where that ends."""
+    """``owners`` with each owner that copies a source replaced by the final source."""
     found = dict(owners)
     for path in found:
         while found[path] in sources:
@@ -217,17 +216,17 @@ def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 
 def all_nodes(tree: PyTree) -> list[Names]:
-    """The names that lead to each array and to each empty node."""
+    """The path of each array and each empty node."""
     return named(tree, is_empty)[0]
 
 
 def empty_nodes(tree: PyTree) -> list[Names]:
-    """The names that lead to each empty node: the places that hold no value of their own."""
+    """The path of each empty node: the places without a value of their own."""
     return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
 
 
 def outer_markers(tree: PyTree) -> dict[str, str]:
-    """Each parameter that holds markers, with the outermost one: what a plain tree has none of."""
+    """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
     found: dict[str, str] = {}
     for path in all_nodes(tree):
         first = next((name for name in path if name.startswith("@")), None)
@@ -237,9 +236,9 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
 
 
 def changes(before: PyTree, after: PyTree) -> dict[Names, Any]:
-    """What ``after`` holds anew: each leaf and empty node that is not the very one that ``before`` has there.
+    """The leaves and empty nodes of ``after`` that are not the same objects as in ``before``.
 
-    A function of JAX that leaves an array alone hands on the same object, traced or not, so nothing is compared.
+    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
     """
     old = dict(items(before, is_empty))
 
@@ -250,9 +249,9 @@ def changes(before: PyTree, after: PyTree) -> dict[Names, Any]:
 
 
 def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:
-    """``raw`` with each fixed value, and if ``free`` each free one, that ``after`` holds anew in place of ``before``.
+    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``before`` and ``after``.
 
-    A value is found in ``raw`` by its path; behind a stage that moves values about, by being the same object.
+    A value is found in ``raw`` by its path; if an earlier stage has moved it, by object identity.
     """
     old = dict(items(before))
     found = changes(before, after).items()
@@ -262,7 +261,7 @@ def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool
     places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
     if lost := sorted(fresh.keys() - set(places)):
         raise ValueError(
-            f"{method} changed {path_text(lost[0])!r}, but found no place for it in the raw tree: an earlier stage "
-            f"makes that value anew. Put that stage behind, or let it pass the value through as it is."
+            f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
+            f"computes that value. Put that stage later in the chain, or let it return the value unchanged."
         )
     return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])

@@ -1,4 +1,4 @@
-"""What rich shows of a summary; rich is imported here alone, and this only where rich asks for it."""
+"""Tables for rich. Only this file imports rich, and only rich's own calls import this file."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 def titled_table(title: str, lines: Sequence[Sequence[str]], left: Sequence[str]) -> Group:
-    """A title and a table of ``lines``, the first of which names the columns and the last of which holds their sums.
+    """A title and a table of ``lines``: the first line names the columns, the last one holds their sums.
 
     Columns that ``left`` does not name are aligned to the right.
     """

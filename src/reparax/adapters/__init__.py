@@ -1,6 +1,6 @@
-"""Differences to weights that stay: the model's own array is a fixed base, and what is added to it trains.
+"""Adapters: the model's own array is a fixed base, and a small difference to it trains.
 
-Stages that store or freeze numbers, to the left in a chain, act on the base; all others act on the difference.
+Earlier stages in the chain that store or freeze numbers act on the base; all others act on the difference.
 """
 
 from reparax.adapters._delta import Delta as Delta

@@ -1,4 +1,4 @@
-"""A difference to a base."""
+"""A trained difference to a fixed base."""
 
 from typing import Any, ClassVar
 
@@ -13,19 +13,19 @@ from reparax._stage.varied import per_array
 
 
 class Delta(Reparametrization):
-    r"""A difference to weights that stay: :math:`w = w_0 + x`.
+    r"""A trained difference to fixed weights: :math:`w = w_0 + x`.
 
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
-    bit for bit. What stands to the left of ``Delta`` shapes the difference: ``LowRank(4) >> Delta()`` is one of low
-    rank, ``Kronecker((4, 4)) >> Delta()`` is LoKr, ``LowRank(4) >> Hadamard() >> Delta()`` LoHa,
-    ``RandomPrune(0.99) >> Delta()`` SHiRA. Stages that store or freeze take the base instead: ``Stored("int8") >>
-    Delta()``.
+    bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
+    ``Kronecker((4, 4)) >> Delta()`` is LoKr, ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa, and
+    ``RandomPrune(0.99) >> Delta()`` is SHiRA. Only stages that store or freeze act on the base:
+    ``Stored("int8") >> Delta()``.
 
     Args:
-      strength: The penalty is ``strength / 2`` times the squared length of ``x``, so that ``p.penalty(raw)`` pulls
+      strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls
         towards the base (L2-SP). A number that is not negative, or a traced scalar.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

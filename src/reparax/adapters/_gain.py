@@ -1,4 +1,4 @@
-"""Numbers that stretch weights."""
+"""Trained factors for weights."""
 
 from typing import ClassVar
 
@@ -12,18 +12,17 @@ from reparax._stage.leaf import Reparametrization
 
 
 class Gain(Reparametrization):
-    r"""Weights times numbers that train: :math:`w = g \, x`.
+    r"""Weights times trained factors: :math:`w = g \, x`.
 
-    Raw values: ``w`` (main), like ``w``; ``g`` (auxiliary), real, of the sizes of the axes, or one number, ones at the
-    start, in float32 for half-precision weights. ``init`` is exact, bit for bit.
-    ``Freeze() >> Gain(axis=-1)`` is IA3 on the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs;
-    ``SpectralNorm() >> Gain()`` is the sigma-reparametrization.
+    Raw values: ``w`` (main), x, like ``w``; ``g`` (auxiliary), real, with the sizes of ``axis``, or a scalar; ones at
+    the start, in float32 for half-precision weights. ``init`` is exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is
+    IA3 on the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the
+    sigma-reparametrization.
 
     Args:
-      axis: The axes each index of which has a number of its own. Default: one number for the whole array. By number or
-        by name.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      axis: The axes with one factor per index, by number or by name. Default: one factor for the whole array.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

@@ -1,4 +1,4 @@
-"""Products entry by entry."""
+"""Elementwise products."""
 
 from typing import ClassVar
 
@@ -9,16 +9,16 @@ from reparax._stage.leaf import Reparametrization
 
 
 class Hadamard(Reparametrization):
-    r"""A product entry by entry: :math:`w = x \odot y`.
+    r"""An elementwise product: :math:`w = x \odot y`.
 
     Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
-    bit, and a ``w`` of zeros trains. What stands to the left acts on both: ``LowRank(4) >> Hadamard()`` is a product
-    of two matrices of rank 4, which has a rank of up to 16, but starts at one of rank 4; with ``Delta`` to its right,
-    where it starts at zero, it is LoHa.
+    bit, and a ``w`` of zeros trains. Earlier stages act on both: ``LowRank(4) >> Hadamard()`` is a product of two
+    matrices of rank 4. Its rank is up to 16, but it starts at rank 4. Followed by ``Delta``, where it starts at zero,
+    it is LoHa.
 
     Args:
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

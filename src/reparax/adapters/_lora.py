@@ -1,4 +1,4 @@
-"""Adapters of low rank."""
+"""Low-rank adapters."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,12 +16,13 @@ from reparax._stage.varied import per_array
 
 
 class LoRA(RowsAndColumns):
-    r"""A difference of low rank to weights that stay: :math:`W = W_0 + c \, A B`.
+    r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`, like ``W``. ``init`` keeps the model's function, bit for bit where B starts at zero; the gradient
-    of A is then zero at first, as it should be. ``fold`` merges. Stages to the left see ``a`` and ``b``; those that
-    store or freeze see the base instead. The arithmetic of half-precision matrices is float32.
+    base :math:`W_0`, like ``W``. ``init`` does not change the model; it is exact bit for bit if B starts at zero. Then
+    the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
+    Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
+    computed in float32.
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
@@ -32,23 +33,24 @@ class LoRA(RowsAndColumns):
     QDoRA                             ``Stored("nf4", block=64) >> LoRA(8) >> WeightNorm(detach=True)``
     ================================  =========================================================
 
-    ``Freeze`` keeps the rest of the model, biases and norms, where it is. What trains is ``rpx.partition(raw)[0]``.
+    ``Freeze`` also freezes the rest of the model, such as biases and norms. ``rpx.partition(raw)[0]`` is what trains.
 
     Args:
       rank: The rank of the difference, between 1 and ``min(rows, columns)``.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
-      scaling: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Without ``alpha`` it says nothing.
+      scaling: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
       start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
         ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
-        singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: :math:`W^T = Q R` gives
-        ``b`` the first columns of Q and ``a`` the first rows of R, transposed, and the base gives up their product.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
-      stacked: As for :class:`Reparametrization`: axes of matrices of their own, such as experts.
-      rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
-        does not name; the first of a matrix. Rows are the inputs of a kernel ``(in, out)``; of a weight ``(out, in)``,
-        as in torch and equinox, say ``rows=1``.
-      columns: The axes that are columns. Default: those that ``rows`` does not name; the last of a matrix.
+        singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
+        ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
+        :math:`c A B`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
+      rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
+        first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
+        and equinox, pass ``rows=1``.
+      columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -81,8 +83,8 @@ class LoRA(RowsAndColumns):
         super().__post_init__()
         if isinstance(self.alpha, float) and self.alpha == 0.0 and self.start in ("pissa", "olora"):
             raise ValueError(
-                f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into the factors that "
-                f"alpha multiplies. Start with another alpha, or with start='kaiming'."
+                f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into factors that alpha "
+                f"multiplies. Use another alpha, or start='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -115,7 +117,7 @@ class LoRA(RowsAndColumns):
         return self._factor(a).astype(a.dtype) * product(a, b)
 
     def _drawn(self, x: Array, key: Array) -> Array:
-        """The start of A where that of B is zero."""
+        """The initial A, if B starts at zero."""
         shape = (x.shape[0], self.rank)
         if self.start == "gaussian":
             return jax.random.normal(key, shape, x.dtype) / self.rank
@@ -128,12 +130,12 @@ def _principal(x: Array, rank: int, factor: Array) -> tuple[Array, Array]:
     """The factors of the largest singular values."""
     left, singular, right = jnp.linalg.svd(x, full_matrices=False)
     root = jnp.sqrt(singular[:rank] / jnp.abs(factor))
-    other = jnp.where(root == 0, 1, root)  # so that one of both is not zero, and a zero matrix trains
+    other = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
     a = left[:, :rank] * (jnp.sign(factor) * root).astype(x.dtype)[None]
     return a, other.astype(x.dtype)[:, None] * right[:rank]
 
 
 def _triangular(x: Array, rank: int) -> tuple[Array, Array]:
-    """The first factors of the transposed matrix as an orthogonal one times a triangular one."""
+    """The first rows and columns of the QR decomposition of the transposed matrix."""
     q, r = jnp.linalg.qr(x.T)
     return r[:rank].T, q[:, :rank].T

@@ -1,4 +1,4 @@
-"""Weights that are turned."""
+"""Rotated weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -14,17 +14,17 @@ from reparax._stage.matrices import RowsAndColumns
 
 
 class Rotated(RowsAndColumns):
-    r"""Weights whose rows are mixed, block by block: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
+    r"""Fixed weights times a trained block-diagonal matrix: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(blocks, n, n)`` with n rows in a block, identities at the start; ``w`` (fixed),
-    the base :math:`W_0`, like ``W``. ``init`` is exact. With ``Orthogonal(stacked=0)`` to its left it is OFT: the
-    angles between the columns stay, ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. The arithmetic of
-    half-precision matrices is float32.
+    Raw values: ``r`` (main) of shape ``(blocks, n, n)`` with n rows in each block, identities at the start; ``w``
+    (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the
+    angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision matrices are
+    computed in float32.
 
     Args:
-      blocks: How many blocks the rows fall into; it must divide them.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      blocks: The number of blocks; it must divide the number of rows.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 

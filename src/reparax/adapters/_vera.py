@@ -1,4 +1,4 @@
-"""Adapters of which only vectors train."""
+"""Adapters in which only vectors train."""
 
 import math
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ from reparax._stage.matrices import RowsAndColumns
 
 
 class VeRA(RowsAndColumns):
-    r"""Vectors between random factors that are never stored: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
+    r"""Trained vectors and fixed random factors that are never stored: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
 
-    :math:`D` makes a diagonal matrix of a vector.
+    :math:`D(d)` is the diagonal matrix of a vector d.
 
     Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
-    :math:`W_0`, like ``W``. A of ``(rows, rank)`` and B of ``(rank, columns)`` are drawn from ``seed`` and their shapes
-    alone, so that all arrays of one shape share them; they are uniform with the bounds :math:`\sqrt{6 / \text{rows}}`
-    and :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``scale`` and ``b`` at zero, so that ``init`` is exact, bit
-    for bit. The arithmetic of half-precision matrices is float32.
+    :math:`W_0`, like ``W``. A of shape ``(rows, rank)`` and B of ``(rank, columns)`` depend only on ``seed`` and their
+    shapes, so all arrays of one shape share them. They are uniform with the bounds :math:`\sqrt{6 / \text{rows}}` and
+    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``scale`` and ``b`` at zero, so ``init`` is exact, bit for bit.
+    Half-precision matrices are computed in float32.
 
     Args:
-      rank: The rank of the difference, at least 1; it may be larger than the matrix, as it costs no memory.
-      scale: Where ``d`` starts.
+      rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
+      scale: The initial value of ``d``.
       seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 
@@ -75,7 +75,7 @@ class VeRA(RowsAndColumns):
 
 
 def _uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
-    """Uniform numbers, the same under every setting of JAX, and for every dtype and mesh of ``w``."""
+    """Uniform numbers that do not depend on JAX's settings or on the dtype and mesh of ``w``."""
     words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
     bound = math.sqrt(6 / max(inputs, 1))
     return (words >> 8).astype(jnp.float32) * (2 * bound / 2**24) - bound

@@ -1,4 +1,4 @@
-"""Matrices of a kind: orthogonal, of low rank, definite, stable, or of a pattern of equal and of zero entries."""
+"""Constrained matrices: orthogonal, low-rank, positive definite, stable, or with a pattern of equal or zero entries."""
 
 from reparax.matrices._definite import PositiveDefinite as PositiveDefinite
 from reparax.matrices._definite import PositiveSemidefinite as PositiveSemidefinite

@@ -1,4 +1,4 @@
-"""Symmetric matrices of eigenvalues that are positive, or not negative."""
+"""Positive definite and positive semidefinite matrices."""
 
 import math
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ def eigen(w: Array) -> tuple[Array, Array]:
 
 
 def definite(w: Array) -> tuple[Array, Array]:
-    """As ``eigen``, with eigenvalues raised to where one can tell them from zero."""
+    """Like ``eigen``, with eigenvalues raised to the smallest that rounding distinguishes from zero."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
 
 
 def cholesky(values: Array, vectors: Array) -> Array:
-    """The Cholesky factor of a matrix by its eigenvalues, however small they are."""
+    """The Cholesky factor of a matrix from its eigenvalues, which may be very small."""
     upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
     return upper.mT * jnp.where(_diagonal(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
 
@@ -44,21 +44,21 @@ def _with_diagonal(w: Array, diagonal: Array) -> Array:
 
 
 def factor(x: Array) -> Array:
-    """The lower triangular matrix of the numbers ``x``, softplus of them on its diagonal."""
+    """The lower triangular matrix with entries ``x``, and softplus of them on the diagonal."""
     lower = Triangular().apply_leaf({"x": widened(x)})
     return _with_diagonal(lower, jax.nn.softplus(_diagonal(lower)))
 
 
 def unfactored(lower: Array) -> Array:
-    """The numbers of which :func:`factor` makes ``lower``."""
+    """The inverse of :func:`factor`."""
     return Triangular().init_leaf(_with_diagonal(lower, softplus_inverse(_diagonal(lower))))["x"]
 
 
 def _exponential(s: Array) -> Array:
-    """The exponential of a symmetric matrix, as the fourth power of that of its quarter.
+    """The exponential of a symmetric matrix, as the fourth power of the exponential of a quarter of it.
 
-    The Padé approximation of ``expm`` loses digits where eigenvalues are far from zero, so their mean is taken out
-    first, and what is left is made smaller. As a square, the result has no eigenvalue below zero.
+    The Padé approximation of ``expm`` loses digits if eigenvalues are far from zero, so their mean is subtracted
+    first. The result is a square, so it has no negative eigenvalue.
     """
     mean = jnp.mean(_diagonal(s), axis=-1)[..., None, None]
     quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
@@ -67,18 +67,19 @@ def _exponential(s: Array) -> Array:
 
 
 class PositiveDefinite(Matrices):
-    r"""Symmetric matrices of positive eigenvalues: :math:`W = L L^T` or :math:`W = e^S`.
+    r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, whose diagonal is
-    softplus of these numbers (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for definite
-    matrices, as far as the dtype can tell the smallest eigenvalue from zero; other matrices are made symmetric, and
-    their eigenvalues raised to 2 n units of rounding of the largest. The numbers of S are logarithms, whose rounding
-    counts the more the larger they are. Samples are Wishart matrices of mean I.
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, with softplus
+    applied on its diagonal (``"cholesky"``), or of the symmetric S (``"expm"``). ``init`` is exact for positive
+    definite matrices, if the dtype distinguishes the smallest eigenvalue from zero. Other matrices are made symmetric,
+    and their eigenvalues are raised to at least 2 n machine epsilons times the largest. S holds logarithms, so with
+    ``"expm"`` very large and very small eigenvalues have larger relative errors. Samples are Wishart matrices with mean
+    I.
 
     Args:
-      map: ``"cholesky"``, which is cheaper, or ``"expm"``, which depends on no order of rows.
+      map: ``"cholesky"``, which is cheaper, or ``"expm"``, which does not depend on the order of rows.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -120,7 +121,7 @@ class PositiveDefinite(Matrices):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
-            raise ValueError(f"{self!r} has no log_det, but PositiveDefinite('cholesky') has. Take that map.")
+            raise ValueError(f"{self!r} has no log_det, but PositiveDefinite('cholesky') has. Use that map.")
         raw = Triangular().apply_leaf({"x": values["x"]})
         diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, factor(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
@@ -128,7 +129,7 @@ class PositiveDefinite(Matrices):
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = definite(x)  # not the raw values, whose rounding is no matter of the image
+        values, vectors = definite(x)  # not through raw values, whose rounding should not count
         inside = near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
@@ -142,17 +143,17 @@ class PositiveDefinite(Matrices):
 class PositiveSemidefinite(Matrices):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
-    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image, to within rounding; elsewhere
-    it starts at the nearest such matrix: its ``rank`` largest eigenvalues, the negative ones set to zero. Columns of
-    eigenvalue zero get a length that is lost in rounding, but lets them train. A matrix without positive eigenvalues
-    is an error: the nearest point is zero, where the gradient is zero too, so that it would never train. With
-    ``outside="project"`` it starts there. Samples are Wishart matrices of mean I.
+    Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image up to rounding; elsewhere it starts
+    at the nearest such matrix, with the ``rank`` largest eigenvalues and zero for negative ones. Columns of eigenvalue
+    zero start with a tiny norm, below rounding in W, so that they can train. A matrix without positive eigenvalues is
+    an error: the nearest point is zero, where the gradient is zero, and it would never train. With
+    ``outside="project"`` it starts there. Samples are Wishart matrices with mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 

@@ -1,4 +1,4 @@
-"""Matrices made of factors."""
+"""Matrices as products of factors."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,21 +19,21 @@ class LowRank(Matrices):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
     Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
-    singular value decomposition, the singular values split evenly between the factors; it is exact when
-    ``W`` has rank at most ``rank``, else ``apply(init(W))`` is the nearest such matrix in Frobenius norm. Where a
-    singular value is zero, the row of ``v`` is a random one of length 1, so that a zero matrix trains, whatever its
-    gradient. The arithmetic of half-precision matrices is float32.
+    singular value decomposition and splits the singular values evenly between the factors. It is exact if ``W`` has
+    rank at most ``rank``; otherwise ``apply(init(W))`` is the nearest such matrix in Frobenius norm. For a singular
+    value of zero, the row of ``v`` is random with norm 1, so that a zero matrix trains with any gradient.
+    Half-precision matrices are computed in float32.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
-      stacked: As for :class:`Reparametrization`: axes of matrices of their own.
-      rows: The axes that are rows, by number or by name, without the ``stacked`` ones. Default: those that ``columns``
-        does not name; the first of a matrix. An array of more than two dimensions needs one of ``rows``, ``columns``
-        and ``stacked``. Raw values have several rows as several axes too.
-      columns: The axes that are columns. Default: those that ``rows`` does not name; the last of a matrix.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked.
+      rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
+        first axis of a matrix. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
+        there are several row axes, the raw values have them too.
+      columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -76,7 +76,7 @@ class LowRank(Matrices):
 
 def _check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{who} takes two whole numbers as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes two integers as {name}, but got {value!r}.")
     return tuple(check_positive_whole(size, who, name) for size in value)
 
 
@@ -84,15 +84,15 @@ class Kronecker(Matrices):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
     Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is
-    exact on the image; elsewhere it starts at the nearest product in Frobenius norm, the first singular
-    triple of the entries of W arranged as those of A against those of B. ``b`` of a zero matrix is a random one of
-    length 1, so that it trains.
+    exact on the image. Elsewhere it starts at the nearest product in Frobenius norm: the first singular triple of W,
+    rearranged with the entries of A as rows and those of B as columns. For a zero matrix ``b`` is random with norm 1,
+    so that it trains.
 
     Args:
       shape: The shape of A, which must divide that of W.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -125,7 +125,7 @@ class Kronecker(Matrices):
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
     def _arranged(self, w: Array) -> Array:
-        """The entries of A against those of B, a matrix of rank 1 on the image."""
+        """W rearranged, with the entries of A as rows and those of B as columns; of rank 1 on the image."""
         blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)

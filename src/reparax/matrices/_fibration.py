@@ -1,4 +1,4 @@
-"""Stages that act on a space which the effective array is a projection of."""
+"""Projections from a larger (total) space, in which other stages act."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -11,19 +11,19 @@ from reparax._stage.leaf import Reparametrization
 
 
 class Fibration(Reparametrization):
-    r"""An array that is projected from a total space: :math:`w = \pi(x)`.
+    r"""An array that is a projection from a total space: :math:`w = \pi(x)`.
 
-    The adapter between a stage of the total space and the model: ``inner >> Fibration(project, embed)`` embeds the
-    array, lets ``inner`` (a stage, or a chain) have it, and projects what ``inner`` gives. Raw value: ``x`` (main), in
-    the total space. ``init`` gives ``x = embed(w)``; it is exact where ``project(embed(w)) == w``, and the chain is
-    where ``embed(w)`` is in the image of ``inner``.
+    It connects a stage on the total space with the model: in ``inner >> Fibration(project, embed)``, ``inner`` (a stage
+    or a chain) makes ``x``, and the model reads ``project(x)``. Raw value: ``x`` (main), in the total space. ``init``
+    gives ``x = embed(w)``; it is exact if ``project(embed(w)) == w``. The chain is exact if, in addition, ``embed(w)``
+    is in the image of ``inner``.
 
     Args:
       project: The function from the total space to the shape of the effective array.
       embed: A right inverse of it.
-      where: Which arrays to act on; the stages before it need the same one. Default: every floating or complex
+      where: Which arrays to act on; give the stages before it the same one. Default: every floating or complex
         parameter.
-      stacked: As for :class:`Reparametrization`; the stages before it need the same one.
+      stacked: As for :class:`Reparametrization`; give the stages before it the same one.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -17,16 +17,16 @@ from reparax.matrices._patterns import Skew
 
 
 def _norm(w: Array, rate: float = 0.0) -> Array:
-    """The largest sum of a row of each matrix, and the rate, of shape ``(..., 1, 1)``; 1 where both are zero."""
+    """The largest absolute row sum of each matrix plus the rate, of shape ``(..., 1, 1)``; 1 if both are zero."""
     norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + rate
     return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
 def _lyapunov(a: Array, q: Array) -> Array:
-    """The P of ``a.T P + P a = -q`` for a stable ``a``, by Newton's iteration for the sign of a matrix.
+    """The solution P of ``a.T P + P a = -q`` for a stable ``a``, by Newton's iteration for the matrix sign function.
 
-    It doubles the digits in each step, once scaling has brought the eigenvalues near to -1; 40 steps are more than any
-    precision needs. Roberts, *Linear model reduction and solution of the algebraic Riccati equation*, 1980.
+    Each step doubles the digits, once scaling has brought the eigenvalues close to -1; 40 steps are enough for every
+    precision. Roberts, *Linear model reduction and solution of the algebraic Riccati equation*, 1980.
     """
 
     def step(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -41,25 +41,25 @@ def _lyapunov(a: Array, q: Array) -> Array:
 def _check_rate(value: Any, who: str, name: str) -> float:
     rate = check_known_number(value, who, name)
     if not 0 <= rate < math.inf:
-        raise ValueError(f"{who} got {name}={rate}, but a decay rate is finite and not negative.")
+        raise ValueError(f"{who} got {name}={rate}, but takes a finite decay rate that is not negative.")
     return rate
 
 
 class Hurwitz(Matrices):
-    r"""Stable matrices: :math:`W = P (S - Q / 2) - \alpha I`, all of whose eigenvalues have real parts below -alpha.
+    r"""Stable matrices, with eigenvalues of real part below :math:`-\alpha`: :math:`W = P (S - Q / 2) - \alpha I`.
 
-    P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q``,
-    vectors of n (n + 1) / 2 numbers, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s``, one of
-    n (n - 1) / 2 numbers, the lower triangle of S. ``init`` gives a multiple of I as Q, and as P the inverse of the
-    solution of a Lyapunov equation; it is exact for matrices on the image, the less so in rounding the nearer they
-    are to its edge. Other matrices are shifted by a multiple of I, to a hundredth of their largest row sum, and of
-    alpha, inside it. The tolerance of ``contains`` is how far an eigenvalue may lie outside, in units of the largest
-    entry.
+    P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q``, vectors of n (n + 1) / 2
+    numbers, the Cholesky factors of P and Q as in :class:`PositiveDefinite`, and ``s``, a vector of n (n - 1) / 2
+    numbers, the lower triangle of S. ``init`` takes a multiple of I as Q, and as P the inverse of the solution of a
+    Lyapunov equation. It is exact on the image, with larger rounding errors close to its edge. Any other matrix is
+    shifted by a multiple of I into the image, so that its eigenvalues keep a distance of 0.01 (s + alpha) from the
+    edge, with the largest row sum s. The tolerance of ``contains`` is how far outside an eigenvalue may lie, in units
+    of the largest entry.
 
     Args:
       rate: The decay rate alpha, not negative.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -108,6 +108,6 @@ class Hurwitz(Matrices):
         return jnp.all(self._excess(x) <= tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _excess(self, w: Array) -> Array:
-        """How far the largest real part of an eigenvalue lies above ``-rate``."""
+        """The largest real part of an eigenvalue, minus ``-rate``."""
         size = _norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
         return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.rate

@@ -1,4 +1,4 @@
-"""Matrices of orthonormal columns or rows."""
+"""Matrices with orthonormal columns or rows."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 
 
 class _Orthonormal(Matrices):
-    """What the stages of this file share: a fixed base, and the free matrix that leads away from it."""
+    """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
 
     map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
 
@@ -28,7 +28,7 @@ class _Orthonormal(Matrices):
     def refuse_leaf(self, w: Array) -> str | None:
         if self.map == "householder" and jnp.iscomplexobj(w):
             return (
-                f"expected a real array, as not every unitary matrix is a product of reflections, got {w.dtype}. "
+                f"expected a real array, because reflections do not reach every unitary matrix, got {w.dtype}. "
                 f"Choose map='cayley' or 'expm'."
             )
         return self.refuse_shape(w)
@@ -48,36 +48,36 @@ class _Orthonormal(Matrices):
         return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
 
     def refuse_shape(self, w: Array) -> str | None:
-        """Why a matrix of this shape has no place here, or None."""
+        """Why a matrix of this shape is refused, or None."""
         del w
         return None
 
     def nearest(self, w: Array) -> Array:
-        """The point of the image that is nearest to ``w``."""
+        """The point of the image nearest to ``w``."""
         return polar(w)
 
     def reached(self, base: Array, x: Array) -> Array:
-        """Where ``x`` leads from ``base``, neither of them wider than tall."""
+        """The matrix that ``x`` reaches from ``base``; both have at least as many rows as columns."""
         return _MAPS[self.map](base, x)
 
 
 class Orthogonal(_Orthonormal):
-    r"""Orthonormal columns, or rows where there are fewer of them: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+    r"""Orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
 
     Raw values: ``x`` (main), like ``w``; ``base`` (fixed), a point of the image in the shape of ``w``, in float32 for
     half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
     (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
-    X, with B (``"householder"``). ``init`` gives ``x = 0``, and the base is ``w`` where that is orthogonal, else the
-    nearest such matrix, its polar factor; so ``init`` is exact on the image, and weight decay pulls towards the
+    X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
+    the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
     base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
-    Of a tall or wide matrix, no array larger than twice ``w`` is made. Samples are uniform (Haar).
+    For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
-      map: ``"cayley"``, the cheapest, which reaches all but a set of measure zero; ``"expm"``, which reaches all that
-        has the determinant of the base; ``"householder"``, which does so too, of real matrices only.
+      map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all with
+        the determinant of the base; ``"householder"`` too, but only for real matrices.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -100,12 +100,12 @@ class SpecialOrthogonal(_Orthonormal):
     r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
 
     Raw values and maps as for :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the nearest
-    rotation, which is the polar factor, turned round along the smallest singular value where its determinant is -1.
+    rotation: the polar factor, with the direction of the smallest singular value reversed if its determinant is -1.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -133,13 +133,13 @@ class SpecialOrthogonal(_Orthonormal):
 class Stiefel(_Orthonormal):
     r"""Orthonormal columns, :math:`Q^H Q = I`: frames of k vectors in a space of n dimensions, :math:`n \ge k`.
 
-    Raw values, maps and ``init`` as for :class:`Orthogonal`, which takes wide matrices too.
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, which also takes wide matrices.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -159,22 +159,22 @@ class Stiefel(_Orthonormal):
             return None
         return (
             f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
-            f"or take `Orthogonal`."
+            f"or use `Orthogonal`."
         )
 
 
 class Grassmann(_Orthonormal):
-    r"""Subspaces of k dimensions in one of n > k, each by a matrix Q of orthonormal columns that span it.
+    r"""Subspaces of dimension k in n > k dimensions, each given by orthonormal columns Q that span it.
 
-    Raw values, maps and ``init`` as for :class:`Orthogonal`, but only what X is across the base counts,
-    :math:`X - B B^H X`: the frame moves with its subspace and does not turn within it. What the model does should not
-    depend on the choice of the frame.
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, but only the part of X orthogonal to the base counts,
+    :math:`X - B B^H X`: Q moves with its subspace and does not rotate within it. The output of your model should depend
+    only on the subspace, not on the choice of Q.
 
     Args:
       map: ``"cayley"``, ``"expm"`` or ``"householder"``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -183,7 +183,7 @@ class Grassmann(_Orthonormal):
       >>> p = rpx.Grassmann()
       >>> raw = p.init({"w": jnp.eye(3, 2)})
       >>> raw["w"]["@grassmann"]["x"] = jnp.array([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
-      >>> p.apply(raw)["w"]  # the base, as this X lies in its subspace
+      >>> p.apply(raw)["w"]  # the base, because this X lies in its subspace
       Array([[1., 0.],
              [0., 1.],
              [0., 0.]], dtype=float32)

@@ -1,4 +1,4 @@
-"""Linear spaces of matrices, each by its free numbers alone: the nearest matrix has the means of the entries."""
+"""Linear spaces of matrices, stored by their free entries; the nearest matrix has the means of equal entries."""
 
 import math
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from reparax._stage.matrices import Matrices
 
 
 class _Pattern(Matrices):
-    """Square matrices whose entries are numbers of ``x`` or 0, each number at places of its own."""
+    """Square matrices in which each entry is 0 or one of the numbers in ``x``."""
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
 
@@ -37,19 +37,19 @@ class _Pattern(Matrices):
         return padded[..., self.places(*_indices(n), n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["x"].real.dtype)  # the volume is that of the numbers themselves
+        return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
 
     @abstractmethod
     def size(self, n: int) -> int:
-        """How many numbers make a matrix of n rows."""
+        """The length of ``x`` for a matrix of n rows."""
 
     @abstractmethod
     def order(self, size: int) -> int:
-        """How many rows a matrix of that many numbers has."""
+        """The number of rows of a matrix for ``x`` of this length."""
 
     @abstractmethod
     def places(self, i: Array, j: Array, n: int) -> Array:
-        """Which number of ``x`` stands at row i and column j, -1 for a zero."""
+        """The index in ``x`` of the entry at row i and column j; -1 for a zero."""
 
 
 def _indices(n: int) -> tuple[Array, Array]:
@@ -58,7 +58,7 @@ def _indices(n: int) -> tuple[Array, Array]:
 
 
 def _triangle(i: Array, j: Array, *, strict: bool) -> Array:
-    """The places of a lower triangle, row after row; -1 above it, and on the diagonal of a strict one."""
+    """The indices of a lower triangle, row by row; -1 above it, and on the diagonal if ``strict``."""
     row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
     return jnp.where(i > j if strict else i >= j, row + j, -1)
 
@@ -73,15 +73,15 @@ def _triangle_order(size: int, *, strict: bool) -> int:
 
 
 class Symmetric(_Pattern):
-    r"""Symmetric matrices: :math:`W = W^T`, of complex numbers too.
+    r"""Symmetric matrices: :math:`W = W^T`, also for complex numbers.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row after row. ``init`` gives that of
-    :math:`(W + W^T) / 2`; it is exact for symmetric matrices, else it starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row. ``init`` takes the lower
+    triangle of :math:`(W + W^T) / 2`; it is exact for symmetric matrices, and otherwise starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -103,16 +103,16 @@ class Symmetric(_Pattern):
 
 
 class Skew(_Pattern):
-    r"""Skew-symmetric matrices: :math:`W = -W^T`, of complex numbers too.
+    r"""Skew-symmetric matrices: :math:`W = -W^T`, also for complex numbers.
 
-    Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row after row.
-    ``init`` gives that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, else it starts at the
+    Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
+    ``init`` takes that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, and otherwise starts at the
     nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -145,16 +145,16 @@ class Skew(_Pattern):
 class Triangular(_Pattern):
     r"""Triangular matrices: :math:`W_{ij} = 0` for i < j, or for i > j.
 
-    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row after row, or the upper one
-    column after column; with a unit diagonal, n (n - 1) / 2. ``init`` keeps these numbers; it is exact for triangular
-    matrices, else it starts at the nearest one.
+    Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row, or the upper triangle
+    column by column; with a unit diagonal, n (n - 1) / 2. ``init`` keeps these numbers; it is exact for triangular
+    matrices, and otherwise starts at the nearest one.
 
     Args:
-      lower: Whether the zeros are above the diagonal, or below it.
-      unit_diagonal: Whether the diagonal is one of ones, which do not train.
+      lower: Lower triangular (zeros above the diagonal) if true, upper triangular if false.
+      unit_diagonal: Whether the diagonal is fixed to ones.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -184,15 +184,15 @@ class Triangular(_Pattern):
 
 
 class Diagonal(_Pattern):
-    r"""Diagonal matrices: :math:`W_{ij} = 0` for i unlike j.
+    r"""Diagonal matrices: :math:`W_{ij} = 0` for :math:`i \ne j`.
 
     Raw value: ``x`` (main), a vector of n numbers, the diagonal. ``init`` keeps it; it is exact for diagonal matrices,
-    else it starts at the nearest one.
+    and otherwise starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -226,12 +226,12 @@ class Circulant(_Pattern):
     r"""Circulant matrices, whose columns are rotations of the first: :math:`W_{ij} = x_{(i - j) \bmod n}`.
 
     Raw value: ``x`` (main), a vector of n numbers, the first column. ``init`` takes the mean of each wrapped diagonal;
-    it is exact for circulant matrices, else it starts at the nearest one.
+    it is exact for circulant matrices, and otherwise starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -263,12 +263,12 @@ class Toeplitz(_Pattern):
     r"""Square Toeplitz matrices, constant along each diagonal: :math:`W_{ij} = x_{i - j + n - 1}`.
 
     Raw value: ``x`` (main), a vector of 2 n - 1 numbers, the diagonals from the upper right to the lower left.
-    ``init`` takes the mean of each; it is exact for Toeplitz matrices, else it starts at the nearest one.
+    ``init`` takes the mean of each; it is exact for Toeplitz matrices, and otherwise starts at the nearest one.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
@@ -292,13 +292,13 @@ class BlockDiagonal(Matrices):
     r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
     Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact for
-    block diagonal matrices, else it starts at the nearest one.
+    block diagonal matrices, and otherwise starts at the nearest one.
 
     Args:
       blocks: The number of blocks, which must divide n and m.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 

@@ -1,4 +1,4 @@
-"""Matrices whose singular values keep to a set."""
+"""Matrices with constrained singular values."""
 
 import math
 from abc import abstractmethod
@@ -26,7 +26,7 @@ from reparax.matrices._base_maps import cayley
 
 
 class _SingularValues(Matrices):
-    r""":math:`W = U \operatorname{diag}(f(s)) V^H`, where U and V move from fixed bases by the Cayley map."""
+    r""":math:`W = U \operatorname{diag}(f(s)) V^H`, with U and V given by the Cayley map from fixed bases."""
 
     main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
     fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
@@ -59,11 +59,11 @@ class _SingularValues(Matrices):
         return {**values, **moved("u"), **moved("v")}
 
     def rank_of(self, w: Array) -> int:
-        """How many singular values there are."""
+        """The number of singular values."""
         return min(w.shape[-2:])
 
     def turned(self, left: Array, right: Array) -> Array:
-        """The left singular vectors to start from."""
+        """The left singular vectors at the start."""
         del right
         return left
 
@@ -73,13 +73,13 @@ class _SingularValues(Matrices):
 
     @abstractmethod
     def coordinates(self, singular: Array, least: Array) -> Array:
-        """The ``s`` of given singular values, or of the nearest ones that are possible and not below ``least``."""
+        """The ``s`` for given singular values, or for the nearest possible ones that are at least ``least``."""
 
 
 def _check_least(value: Any, who: str, name: str) -> float:
     least = check_known_number(value, who, name)
     if not 0 <= least < math.inf:
-        raise ValueError(f"{who} got {name}={least}, but a bound is finite and not negative.")
+        raise ValueError(f"{who} got {name}={least}, but takes a finite bound that is not negative.")
     return least
 
 
@@ -106,21 +106,20 @@ class _BoundedBelow(_SingularValues):
 
 
 class FixedRank(_BoundedBelow):
-    r"""A matrix of rank ``rank``, neither more nor less: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
+    r"""A matrix of rank exactly ``rank``: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which lead the singular vectors
-    away from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real.
-    Fixed: ``base_u`` and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular
-    value decomposition; it is exact for a matrix of that rank whose singular values are above ``least`` and can be
-    told from zero in the dtype. Else it starts at the nearest such matrix, with twice that bound for singular values
-    below it. :meth:`rebase` moves the bases.
+    Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which move the singular vectors
+    from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real. Fixed: ``base_u``
+    and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular value decomposition; it
+    is exact for a matrix of that rank whose singular values exceed ``least`` and rounding. Otherwise it starts at the
+    nearest such matrix, with twice that bound for smaller singular values. :meth:`rebase` moves the bases.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
-      least: The bound epsilon that all ``rank`` singular values stay above.
+      least: The lower bound epsilon of the ``rank`` singular values.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -147,15 +146,15 @@ class FixedRank(_BoundedBelow):
 class Invertible(_BoundedBelow):
     r"""An invertible square matrix: :math:`W = U (\log(1 + e^s) + \epsilon) V^H`.
 
-    Raw values as for :class:`FixedRank` of full rank. The determinant of a real matrix keeps its sign: a start of
-    positive determinant stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as for
-    :class:`FixedRank`; singular matrices start at the nearest matrix that is not.
+    Raw values as for :class:`FixedRank` with full rank. The determinant of a real matrix keeps its sign: with a
+    positive determinant at the start, W stays in the component :math:`GL^+(n)` of the identity. ``init`` is exact as
+    for :class:`FixedRank`; a singular matrix starts at the nearest matrix in the image.
 
     Args:
-      least: The bound that all singular values stay above.
+      least: The lower bound epsilon of all singular values.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -174,15 +173,15 @@ class Invertible(_BoundedBelow):
 
 
 class SpecialLinear(_SingularValues):
-    r"""A square matrix of determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
+    r"""A square matrix with determinant 1: :math:`W = U \exp(s - \bar s) V^T`, with the mean :math:`\bar s` of s.
 
-    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image; another matrix is turned round
-    along its smallest singular value where its determinant is negative, and scaled to determinant 1. Singular values
-    that rounding hides are those that make it 1, where that is possible.
+    Raw values as for :class:`FixedRank` with full rank. ``init`` is exact on the image. Any other matrix is scaled to
+    determinant 1; if its determinant is negative, the singular vector of its smallest singular value changes sign
+    first. Singular values below rounding are replaced by values that make the determinant 1, if possible.
 
     Args:
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -227,14 +226,14 @@ def _check_radius(value: Any, who: str, name: str) -> float:
 class AlmostOrthogonal(_SingularValues):
     r"""A matrix whose singular values are at most ``radius`` away from 1: :math:`W = U (1 + r \sin s) V^H`.
 
-    Raw values as for :class:`FixedRank` of full rank. ``init`` is exact on the image, to within rounding, else it
-    starts at the nearest such matrix: singular values are cut off to the interval.
+    Raw values as for :class:`FixedRank` with full rank. ``init`` is exact on the image up to rounding, and otherwise
+    starts at the nearest such matrix: singular values are clipped to the interval.
 
     Args:
-      radius: The largest distance r of a singular value from 1, more than 0 and at most 1.
+      radius: The largest distance r of a singular value from 1, greater than 0 and at most 1.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
@@ -255,6 +254,6 @@ class AlmostOrthogonal(_SingularValues):
 
     def coordinates(self, singular: Array, least: Array) -> Array:
         del least
-        # At the edge itself the sine is flat, and s would not train.
+        # At the edge the sine is flat, and s would not train.
         edge = 1 - 8 * float(jnp.finfo(singular.dtype).eps)
         return jnp.arcsin(jnp.clip((singular - 1) / self.radius, -edge, edge))

@@ -1,7 +1,7 @@
-"""Noise on weights, drawn anew in every step from a key: Gaussian noise, dropout, and casts that round at random.
+"""Noise on weights, drawn from a key in each step: Gaussian noise, dropout, weights with a distribution; and casts.
 
-A draw depends on the key and on the path of the array. Noises in a row on one array wait until somebody reads the
-array, so that ``apply`` can draw once for all of them.
+A draw depends on the key and on the array's path. Consecutive noises on one array are collected, so that ``apply``
+draws once for all of them.
 """
 
 from reparax.noise._cast import Cast as Cast

@@ -1,4 +1,4 @@
-"""Perturbations that draw by the type of an array alone, so that neighbours on one array may draw once."""
+"""Perturbations whose draw depends only on an array's type, so that consecutive ones on an array can draw once."""
 
 from abc import abstractmethod
 from typing import Any
@@ -13,25 +13,25 @@ from reparax._tree.paths import PyTree
 
 
 class Drawn(Perturbation):
-    """A perturbation in two steps: a draw, which reads the type of an array alone, and what it does to the array."""
+    """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array."""
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
-        """What an array of the type of ``like`` is perturbed by; a batch of it for a batch of keys."""
+        """A draw for an array of the type of ``like``; a batch of draws for a batch of keys."""
 
     @abstractmethod
     def perturb(self, w: Array, drawn: Array) -> Array:
-        """The effective array of ``w``, of the same shape and dtype."""
+        """The effective array, of the shape and dtype of ``w``."""
 
     @property
     def shared(self) -> Any:
-        """What the draw depends on besides the type of the array."""
+        """The settings that the draw depends on, besides the type of the array."""
         return ()
 
     def merged(self, later: Any) -> Any:
-        """One stage of the same distribution as this one and then ``later`` on one array, None where there is none.
+        """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
 
-        Only the class that defines it joins its noises.
+        Only the class that defines this method merges its noises; subclasses do not inherit it.
         """
         del later
         return None

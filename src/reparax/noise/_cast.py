@@ -1,4 +1,4 @@
-"""Dtypes of the effective tree."""
+"""Casts to the dtype that the model reads."""
 
 from typing import Any, ClassVar
 
@@ -9,10 +9,10 @@ from reparax._stage.leaf import Perturbation
 
 
 class Cast(Perturbation):
-    """Weights in another floating dtype: the optimizer moves the raw precision, the model reads ``dtype``.
+    """Weights in another floating dtype: the optimizer works in the raw dtype, the model reads ``dtype``.
 
-    The raw tree is the model's own. Gradients come back in the raw precision. Casts in a row round one after the
-    other: ``Cast("bfloat16") >> Cast("float32")`` gives float32 of few digits.
+    The raw tree is the model's own. Gradients have the raw dtype. Consecutive casts round one after the other:
+    ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
 
     Args:
       dtype: A floating dtype, or its name.

@@ -1,4 +1,4 @@
-"""The gradient that noise estimates, of a function that is only evaluated."""
+"""Gradient estimates from noise, for functions that are only evaluated."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,22 +19,22 @@ from reparax.noise._stages import VarNoise
 def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array) -> PyTree:
     r"""The estimate of evolution strategies: :math:`\frac{1}{n \sigma} \sum_i f_i \varepsilon_i`, a tree like ``raw``.
 
-    :math:`\varepsilon_i` is what ``p.apply(raw, keys[i])`` has drawn, and is drawn again, member by member, so that the
-    memory is that of one member. It estimates the gradient of the mean of f over the noise with respect to the arrays
-    that the noise stands on, and is carried on from these to the raw values by the chain rule; fixed values have zeros.
-    To descend on a loss, f is the loss; to climb on a reward, move against the estimate of its negative.
+    :math:`\varepsilon_i` is the noise of ``p.apply(raw, keys[i])``. It is drawn again for one member at a time, so the
+    memory is that of one member. The sum estimates the gradient of the mean of f over the noise, with respect to the
+    arrays that receive the noise; the chain rule carries it to the raw values. Fixed values get zeros. To minimize a
+    loss, let f be the loss; to maximize a reward, let f be the negative reward.
 
-    For mirrored pairs evaluate with ``VarNoise(std)`` and ``VarNoise(-std)`` on one key, and pass the key once with the
-    difference of both, divided by two: then a constant in f cancels.
+    For mirrored pairs, evaluate f with ``VarNoise(std)`` and ``VarNoise(-std)`` on one key, and pass that key once with
+    half the difference of the two: then a constant in f cancels.
 
     Args:
-      p: A chain with one :class:`VarNoise`, of a std that is not zero and not ``relative``, and no other random stage.
-      raw: The raw tree, around which the members were drawn.
+      p: A chain with one :class:`VarNoise`, with a nonzero ``std`` and without ``relative``, and no other random stage.
+      raw: The raw tree around which the members were drawn.
       keys: A batch of keys, one for each member.
-      fitness: A number for each member; usually with their mean taken away, or ranked.
+      fitness: A number for each member; usually centered (minus the mean) or ranked.
 
     Raises:
-      ValueError: If the chain has not one such stage, or there are not as many numbers as keys.
+      ValueError: If the chain does not have exactly one such stage, or if ``keys`` and ``fitness`` differ in length.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -54,7 +54,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
     if keys.shape[:1] != fitness.shape or fitness.ndim != 1:
         raise ValueError(
             f"noise_gradient takes a number for each key, but got fitness of shape {fitness.shape} for keys of shape "
-            f"{keys.shape}. Pass one of each for each member."
+            f"{keys.shape}. Pass one key and one number for each member."
         )
 
     leaves, treedef = jax.tree.flatten(gather_boxes(raw))
@@ -78,7 +78,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
     total, _ = jax.lax.scan(add, [widened(jnp.zeros_like(seen[i])) for i in noisy], (keys, fitness))
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
     _, pull = jax.vjp(lambda values: [jax.tree.leaves(before(values))[i] for i in noisy], [leaves[i] for i in moving])
-    # Each part of a complex number has half of the variance, and its gradient is the conjugate by JAX's convention.
+    # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
     whole = [2 * t.conj() if jnp.iscomplexobj(t) else t for t in total]
     (found,) = pull([(t * scale.astype(t.dtype)).astype(seen[i].dtype) for t, i in zip(whole, noisy, strict=True)])
     gradient = dict(zip(moving, found, strict=True))
@@ -86,19 +86,19 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
 
 
 def _still(x: Any) -> Any:
-    """The gradient of what is no floating array."""
+    """The zero gradient of a leaf that is not a floating array."""
     return jnp.zeros_like(x) if is_traceable(x) else x
 
 
 def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
-    """The place of the one stage of noise, and the stage."""
+    """The index of the noise stage in the chain, and the stage."""
     found = [i for i, stage in enumerate(stages) if stage.stochastic]
     noise: Any = stages[found[0]] if len(found) == 1 else None
     varies = isinstance(noise, VarNoise) and not isinstance(noise.std, float | jax.Array)
     is_zero = isinstance(noise, VarNoise) and isinstance(noise.std, float) and noise.std == 0.0
     if not isinstance(noise, VarNoise) or noise.relative is not None or is_zero or varies:
         raise ValueError(
-            f"{call(p, 'noise_gradient')} takes a chain with one VarNoise, of one std that is not zero and not "
-            f"relative, and no other random stage. Write such a chain."
+            f"{call(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
+            f"`relative`, and no other random stage. Pass such a chain."
         )
     return found[0], noise

@@ -1,4 +1,4 @@
-"""Weights with a distribution, of which each step draws one."""
+"""Weights with a distribution: each step draws one sample."""
 
 from typing import Any, ClassVar
 
@@ -20,20 +20,20 @@ class Gaussian(Reparametrization):
 
     Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real, with
     :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in float32 for half-precision
-    weights. ``init`` gives ``mean = w``, exactly; ``p.deterministic`` and ``fold`` have the mean. The penalty is the
-    divergence from the prior,
+    weights. ``init`` gives ``mean = w`` exactly; ``p.deterministic`` and ``fold`` use the mean. The penalty is the
+    Kullback-Leibler divergence from the prior,
 
     .. math:: KL(N(\mu, \sigma^2) \,\|\, N(0, s^2)) =
        \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
 
-    so that the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. Complex weights
-    have :math:`E|\varepsilon|^2 = 1`: a real and an imaginary part, each of half the variances.
+    so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
+    :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
 
     Args:
-      std: Where :math:`\sigma` starts, a positive number.
+      std: The initial :math:`\sigma`, a positive number.
       prior: The standard deviation :math:`s` of the prior, a positive number or a traced scalar.
-      axis: The axes each index of which has a standard deviation of its own, by number or by name, as for
-        :class:`WeightNorm`. Default: each weight has one.
+      axis: The axes with one standard deviation per index, by number or by name, as for :class:`WeightNorm`.
+        Default: one for each weight.
       where: Which arrays to act on. Default: every floating or complex parameter, biases too.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 

@@ -1,4 +1,4 @@
-"""Gates that are zero with a probability that trains."""
+"""Gates that are exactly zero with a trained probability."""
 
 import math
 from typing import Any, ClassVar
@@ -25,32 +25,32 @@ def _check_keep(value: Any, who: str, name: str) -> float:
     keep = check_known_number(value, who, name)
     if not LEAST < keep < 1:
         raise ValueError(
-            f"{who} got {name}={keep}, but takes a probability above {LEAST} and below 1, as `update` closes gates of "
-            f"less."
+            f"{who} got {name}={keep}, but takes a probability above {LEAST} and below 1: `update` closes gates with a "
+            f"smaller one."
         )
     return keep
 
 
 class HardConcrete(Reparametrization):
-    r"""Weights with gates that are exactly zero at times: :math:`w = m \, z \, x`, for an expected number of weights.
+    r"""Weights with random gates that can be exactly zero, for L0 regularization: :math:`w = m \, z \, x`.
 
     .. math:: z = \min(1, \max(0, 1.2 \, s - 0.1)), \quad
        s = \mathrm{sigm}\left(\tfrac{3}{2} \left(\log \tfrac{u}{1 - u} + \log \alpha\right)\right), \quad
        u \sim U(0, 1)
 
-    Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, 1 along the axes that share
-    one, in float32 for half-precision weights; ``mask`` (fixed), of the same shape, 1 where a gate is alive.
-    ``p.deterministic`` and ``fold`` have the mean :math:`m \, E[z] \, x`, and ``init`` inverts that, up to rounding.
-    ``update`` closes for good the gates that the paper closes at test time, where :math:`\mathrm{sigm}(\log \alpha) <
-    1 / 12`; then ``fold`` has zeros there. The penalty is the expected number of weights other than zero, :math:`\sum
-    P(z > 0)`, each gate times the weights that it has.
+    Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, of size 1 along axes that
+    share a gate, in float32 for half-precision weights; ``mask`` (fixed), m, of the same shape, 1 where a gate is open.
+    ``p.deterministic`` and ``fold`` use the mean :math:`m \, E[z] \, x`, and ``init`` inverts it, up to rounding.
+    ``update`` permanently closes the gates that the paper closes at test time, those with
+    :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero
+    weights: :math:`\sum P(z > 0)`, each gate counted once per weight.
 
     Args:
-      keep: The probability :math:`P(z > 0)` at the start, above 0.32, where ``update`` closes a gate.
-      axis: The axes each index of which has a gate of its own, by number or by name, as for :class:`WeightNorm`: ``0``
-        prunes inputs of a kernel ``(in, out)``. Default: each weight has one.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      keep: The initial probability :math:`P(z > 0)`, above 0.32; ``update`` closes gates below it.
+      axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`: ``0`` prunes inputs
+        of a kernel ``(in, out)``. Default: one gate for each weight.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -104,7 +104,7 @@ class HardConcrete(Reparametrization):
         return jnp.sum(share) * (values["w"].size // max(share.size, 1))
 
     def _shared(self, w: Array) -> tuple[int, ...]:
-        """The axes along which weights share a gate."""
+        """The axes along which weights share one gate."""
         return () if self.axis is None else others(self.axis, w)
 
     def _gated(self, values: dict[str, Array], gate: Array) -> Array:
@@ -114,7 +114,7 @@ class HardConcrete(Reparametrization):
 
 
 def _mean(log_alpha: Array) -> Array:
-    """The mean of a gate: the integral of the probability that it is above a number, by the rule of Gauss."""
+    """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
     for node, share in zip(NODES, SHARES, strict=True):
         x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)

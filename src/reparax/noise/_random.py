@@ -1,8 +1,8 @@
-"""Random arrays for the whole library, made with the sharding of the weight that they meet.
+"""Random arrays for the whole library, with the sharding of the weight that they are combined with.
 
-The numbers are those of ``jax.random`` for the same key: words and uniform numbers bit for bit, normal numbers but
-for the last bits, where a compiler may round a fused ``erf_inv`` in its own way. A batch of keys gives a batch of
-the arrays that its keys give alone, made in a loop whose body is compiled once.
+The numbers are those of ``jax.random`` for the same key. Words and uniform numbers are equal bit for bit; normal
+numbers may differ in the last bits, as compilers round a fused ``erf_inv`` differently. A batch of keys gives the same
+arrays as each key alone, in a loop whose body is compiled once.
 """
 
 import functools
@@ -25,7 +25,7 @@ def normal(key: Array, w: Array) -> Array:
 
 
 def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
-    """Numbers in [0, 1), to within 2^-23; one along each axis of ``shared``, and else one for each entry of ``w``."""
+    """Multiples of 2^-23 in [0, 1) in the shape of ``w``, with size 1 along the axes in ``shared``."""
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
     return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared))
 
@@ -39,7 +39,7 @@ def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
-    """Numbers in [0, 1): random digits behind the point of a 1, which is then subtracted."""
+    """Numbers in [0, 1): random mantissa bits give a number in [1, 2), and 1 is subtracted."""
     if key.ndim:
         return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
     if not threefry.handles(key, shape):

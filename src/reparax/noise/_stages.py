@@ -1,4 +1,4 @@
-"""Noise on weights: drawn anew at each ``apply``, gone in ``p.deterministic``."""
+"""Noise on weights: a new draw for each key, removed in ``p.deterministic``."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def _check_rate(value: Any, who: str, name: str) -> Any:
     if isinstance(rate, float) and not 0 <= rate < 1:
         raise ValueError(
             f"{who} got {name}={rate}, but a rate is at least 0 and less than 1. "
-            f"It is the share of weights that are dropped, not kept."
+            f"It is the share of weights to drop, not to keep."
         )
     return rate
 
@@ -42,37 +42,37 @@ def _check_rate(value: Any, who: str, name: str) -> Any:
 class VarNoise(Drawn):
     r"""Variational noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
-    The raw tree is the model's own. Two in a row on one array draw once, with the standard deviation
-    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`.
-    Half-precision arrays are added to in float32. With a negative :math:`\sigma` the same key draws the mirrored noise.
+    The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
+    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
+    added to half-precision arrays in float32. A negative :math:`\sigma` gives the mirrored noise for the same key.
 
-    With ``relative`` the noise is that many times as large as the weights are: :math:`\sigma` times their largest
-    magnitude (``"max"``), their standard deviation (``"std"``) or their Euclidean length (``"norm"``), of the whole
-    array or of each index of ``axis``. That size counts as a constant in gradients.
+    With ``relative``, the standard deviation is :math:`\sigma` times the size of the weights: their largest magnitude
+    (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
+    each index of ``axis``. Gradients treat this size as a constant.
 
-    With ``rank`` the noise on a matrix is of low rank, :math:`\varepsilon = A B / \sqrt r` with A of ``(rows, rank)``
-    and B of ``(rank, columns)`` drawn: each entry has variance 1, and no two entries correlate. The last axis of an
-    array is that of columns, the others are rows; arrays of one axis have noise of full rank.
+    With ``rank``, the noise on a matrix has low rank: :math:`\varepsilon = A B / \sqrt r` with random A of shape
+    ``(rows, rank)`` and B of ``(rank, columns)``. Each entry has variance 1, and no two entries correlate. Columns are
+    the last axis of an array, rows all others; noise on arrays of one axis has full rank.
 
-    What an array draws depends neither on other arrays nor on ``jax.jit``, but for the last bits: to two units in the
-    last place of the larger one of weight and noise, as compilers round by what stands beside.
+    The draw of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within two
+    units in the last place of the larger of weight and noise.
 
     Args:
       std: Standard deviation, a number or a traced scalar.
-      relative: None, ``"max"``, ``"std"`` or ``"norm"``: what the standard deviation is in units of.
-      axis: With ``relative``, the axes each index of which has a size of its own, by number or by name, as for
-        :class:`WeightNorm`. Default: the array has one.
-      rank: The rank of the noise, at least 1. Default: each entry is drawn by itself.
+      relative: None, ``"max"``, ``"std"`` or ``"norm"``: the unit of the standard deviation.
+      axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
+        Default: one size for the whole array.
+      rank: The rank of the noise, at least 1. Default: all entries are independent.
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
-      stacked: As for :class:`Perturbation`. The numbers of an array are independent already, so without ``relative``
-        and ``rank`` nothing changes.
+      stacked: As for :class:`Perturbation`. Only ``relative`` and ``rank`` depend on it, as entries are independent
+        otherwise.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.VarNoise(0.075)
       >>> p.apply({"w": jnp.ones(3)}, jax.random.key(0))["w"]
       Array([0.95527077, 1.0161126 , 0.992114  ], dtype=float32)
-      >>> def scheduled(step):  # from step 20000 on, in the decoder alone, on no bias and no norm; call it in the step
+      >>> def scheduled(step):  # from step 20000 on, on kernels of the decoder only; call it in the training step
       ...     return rpx.VarNoise({"decoder/.*kernel": jnp.where(step < 20000, 0.0, 0.075)})
       >>> scheduled(30000)
       VarNoise({'decoder/.*kernel': 0.07500000298023224})
@@ -93,8 +93,8 @@ class VarNoise(Drawn):
         super().__post_init__()
         if self.axis is not None and self.relative is None:
             raise ValueError(
-                f"VarNoise got axis={self.axis!r} without relative, but only noise in units of the weights has an "
-                f"axis. Give relative='max', 'std' or 'norm', or leave axis out."
+                f"VarNoise got axis={self.axis!r} without relative, but `axis` applies only to relative noise. "
+                f"Give relative='max', 'std' or 'norm', or leave axis out."
             )
         object.__setattr__(self, "straight_through", self.relative is not None)
 
@@ -121,7 +121,7 @@ class VarNoise(Drawn):
         return replace(self, std=_hypot(self.std, later.std)) if known and self.rank is None else None
 
     def _size(self, x: Array) -> Array:
-        """What the standard deviation is in units of, as far as it broadcasts."""
+        """The unit of the standard deviation, in a shape that broadcasts."""
         axes = others(self.axis, x)
         match self.relative:
             case "max":
@@ -133,7 +133,7 @@ class VarNoise(Drawn):
         return size.astype(x.dtype)
 
     def _low_rank(self, like: Array, key: Array) -> Array:
-        """Noise of low rank on each of the stacked matrices."""
+        """Low-rank noise for each of the stacked matrices."""
         places, rank = self._places(None), self.rank or 1
         own = [axis for axis in range(like.ndim) if axis not in places]
         stack, sizes = ([like.shape[axis] for axis in axes] for axes in (places, own))
@@ -148,17 +148,17 @@ class VarNoise(Drawn):
 class WeightDropout(Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
-    The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two in a row with equal ``broadcast``
-    on one array draw once: the keep probabilities multiply.
+    The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
+    ``broadcast`` on one array draw once: the keep probabilities multiply.
 
     Args:
-      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (whose
-        range nobody checks).
-      broadcast: Axes along which all entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
+      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (its range
+        is not checked).
+      broadcast: Axes along which entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
         columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
         :class:`WeightNorm`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Perturbation`; ``broadcast`` counts the other axes.
 
     Example:
@@ -202,7 +202,7 @@ class WeightDropout(Drawn):
 
 
 def _hypot(a: Any, b: Any) -> Any:
-    """The root of the sum of squares, of which the gradient at zero is zero; negative where both numbers are."""
+    """The root of the sum of squares, with gradient zero at zero; negative if both numbers are negative."""
     if isinstance(a, float) and isinstance(b, float):
         return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
     total = jnp.square(a) + jnp.square(b)
@@ -211,7 +211,7 @@ def _hypot(a: Any, b: Any) -> Any:
 
 
 def _keep(rate: Any) -> Any:
-    """The probability to keep a weight. Taken in at least single precision, it is not rounded to 1, nor to 0."""
+    """The probability to keep a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
     if isinstance(rate, float):
         return 1 - rate
     return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

@@ -1,4 +1,4 @@
-"""Noise on each weight whose strength trains, and which prunes."""
+"""Noise on each weight with a trained variance; weights with too much noise are pruned."""
 
 from typing import Any, ClassVar
 
@@ -15,26 +15,26 @@ from reparax.noise import _random
 
 TINY = 1e-8
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
-"""The numbers by which the paper approximates the divergence."""
+"""The constants of the paper's approximation of the divergence."""
 
 
 class VariationalDropout(Reparametrization):
     r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
 
     Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
-    float32 for half-precision weights; ``mask`` (fixed), real, 1 where a weight is alive. ``init`` gives ``theta = w``,
-    exactly; ``p.deterministic`` and ``fold`` have :math:`m \theta`. ``update`` prunes for good what is noise alone:
-    where :math:`\log \alpha` is above ``threshold``. The penalty is the divergence from the log-uniform prior, as the
-    paper approximates it,
+    float32 for half-precision weights; ``mask`` (fixed), m, real, 0 where a weight is pruned. ``init`` is exact, with
+    ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`. ``update`` permanently prunes weights that are
+    mostly noise, those with :math:`\log \alpha` above ``threshold``. The penalty is the paper's approximation of the
+    divergence from the log-uniform prior,
 
     .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
 
-    to be added to a mean loss over ``n`` examples as ``p.penalty(raw) / n``.
+    Add it to the mean loss over ``n`` examples as ``p.penalty(raw) / n``.
 
     Args:
-      std: Where :math:`\sigma` starts, a positive number.
+      std: The initial :math:`\sigma`, a positive number.
       threshold: The :math:`\log \alpha` above which a weight is pruned; 3 is a dropout rate of 0.95.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

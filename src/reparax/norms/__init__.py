@@ -1,4 +1,4 @@
-"""Weights of which length and direction train apart, or whose length, mean or variance is held."""
+"""Stages that separate, bound or fix the norm of weights, or fix their mean and variance."""
 
 from reparax.norms._norm import WeightNorm as WeightNorm
 from reparax.norms._spectral import SpectralNorm as SpectralNorm

@@ -1,4 +1,4 @@
-"""A convolution as the linear map that it is: from an image with channels to another one."""
+"""A convolution as a linear map between images with channels."""
 
 import math
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
 def check_window(value: Any, who: str, name: str) -> tuple[int, ...]:
-    """The lengths of an image, each at least 1."""
+    """The shape of an image, without empty axes."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_whole(size) and size > 0 for size in sizes):
-        raise TypeError(f"{who} takes the lengths of an image as {name}, such as (32, 32), but got {value!r}.")
+        raise TypeError(f"{who} takes the shape of an image as {name}, such as (32, 32), but got {value!r}.")
     return tuple(map(int, sizes))
 
 
 def check_sizes(value: Any, who: str, name: str) -> Sizes:
-    """A whole number of at least 1, or one for each axis of an image."""
+    """An integer of at least 1, or one for each axis of an image."""
     if is_whole(value) and value > 0:
         return int(value)
     if isinstance(value, tuple | list) and value and all(is_whole(size) and size > 0 for size in value):
         return tuple(map(int, value))
-    raise TypeError(f"{who} takes a whole number of at least 1 as {name}, or one for each axis, but got {value!r}.")
+    raise TypeError(f"{who} takes an integer of at least 1 as {name}, or one for each axis, but got {value!r}.")
 
 
 def check_padding(value: Any, who: str, name: str) -> Padding:
@@ -53,7 +53,7 @@ def _is_pair(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Convolution:
-    """What a convolution is besides its kernel: ``(..., in, out)`` on images of shape ``window``."""
+    """The settings of a convolution with a kernel ``(..., in, out)`` on images of shape ``window``."""
 
     window: tuple[int, ...]
     strides: Sizes
@@ -62,7 +62,7 @@ class Convolution:
     groups: int
 
     def refuse(self, kernel: Any) -> str | None:
-        """Why this is no convolution with such a kernel, or None."""
+        """Why the kernel does not fit this convolution, or None."""
         ndim = len(self.window)
         if kernel.ndim != ndim + 2:
             return (
@@ -74,23 +74,23 @@ class Convolution:
             if isinstance(value, tuple) and len(value) != ndim:
                 return f"expected {name} for each of the {ndim} axes of window={self.window}, got {value}. Correct it."
         if not kernel.size:
-            return f"expected a kernel with numbers in it, got shape {kernel.shape}. Leave it out with `where`."
+            return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
         if kernel.shape[-1] % self.groups:
             return f"expected outputs that groups={self.groups} divides, got shape {kernel.shape}. Correct `groups`."
         image = jax.eval_shape(self, kernel, self.start(kernel))
         if not math.prod(image.shape):
             return (
-                f"expected a window in which the kernel finds a place, got window={self.window} for shape "
+                f"expected a window at least as large as the kernel, got window={self.window} for shape "
                 f"{kernel.shape}. Enlarge it."
             )
         return None
 
     def start(self, kernel: Any) -> jax.ShapeDtypeStruct:
-        """The type of the images that it reads."""
+        """The type of the input images."""
         return jax.ShapeDtypeStruct((*self.window, kernel.shape[-2] * self.groups), kernel.dtype)
 
     def __call__(self, kernel: Array, image: Array) -> Array:
-        """The image of shape ``(..., out)`` that it makes."""
+        """The output image, of shape ``(..., out)``."""
         ndim = len(self.window)
         strides, dilation = (self._each(sizes) for sizes in (self.strides, self.dilation))
         padding: Any = self.padding
@@ -118,6 +118,6 @@ class Convolution:
         return (sizes,) * len(self.window) if isinstance(sizes, int) else sizes
 
     def adjoint(self, kernel: Array, image: Array) -> Array:
-        """What the adjoint map makes of an image of shape ``(..., out)``."""
+        """The adjoint map, applied to an image of shape ``(..., out)``."""
         transposed = jax.linear_transpose(lambda image: self(kernel, image), self.start(kernel))
         return transposed(image.conj())[0].conj()

@@ -1,4 +1,4 @@
-"""Length and direction of weights."""
+"""Weight norm: length and direction of weights."""
 
 from typing import ClassVar
 
@@ -14,15 +14,15 @@ from reparax._stage.leaf import Reparametrization
 
 
 class WeightNorm(Reparametrization):
-    r"""Length and direction apart: :math:`w = g \, v / \lVert v \rVert`.
+    r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
 
-    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, 1 along the normed axes, in float32 for
-    half-precision weights and in the precision of ``w`` else. ``init`` gives ``v = w`` and
-    :math:`g = \lVert w \rVert`; it is exact for every ``w`` whose length is a finite number. Where float32 could not
-    square ``w``, at lengths below 1e-28 or above 1e28, ``v`` is ``w`` times a power of two. A slice of zeros gets
-    ``g = 0`` and ``v = 1``: it is reproduced exactly, and still trains.
+    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
+    half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
+    :math:`g = \lVert w \rVert`; it is exact for every ``w`` with a finite norm. For norms below 1e-28 or above 1e28,
+    whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
+    ``v = 1``: it is reproduced exactly, and still trains.
 
-    The same ``axis`` by the names of other libraries:
+    The same ``axis`` in other libraries:
 
     ======================================  =============
     flax ``feature_axes=-1`` (its default)  ``axis=-1``
@@ -32,18 +32,18 @@ class WeightNorm(Reparametrization):
     torch ``dim=None``, and ``dim=-1`` too  ``axis=None``
     ======================================  =============
 
-    Where parameters carry names of their axes, as flax's do that are made with ``nn.with_partitioning`` or
-    ``nnx.with_partitioning``, every stage takes names for axes: ``axis="mlp"`` is the last axis of a kernel of
-    ``("embed", "mlp")`` and the first of one of ``("mlp", "embed")``. A parameter without that name is an error.
+    If parameters carry axis names, as in flax with ``nn.with_partitioning`` or ``nnx.with_partitioning``, every stage
+    takes names for axes: ``axis="mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first of
+    one with ``("mlp", "embed")``. A parameter without that name is an error.
 
     Args:
-      axis: The feature axes, each index of which keeps a length of its own: ``-1`` for a dense kernel of shape
-        ``(in, out)`` and for a convolution's ``(height, width, in, out)``. A tuple for several, None for one length
-        of the whole array. By number or by name.
-      detach: Whether :math:`\lVert v \rVert` counts as a constant in gradients, as in DoRA, which is
-        ``LoRA(8) >> WeightNorm(detach=True)``: the effective weight is the same, and its gradient is cheaper.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
+        convolution's ``(height, width, in, out)``. A tuple for several axes, None for one norm of the whole array. By
+        number or by name.
+      detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
+        ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

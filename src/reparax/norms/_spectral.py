@@ -1,4 +1,4 @@
-"""The largest singular value, of matrices and of convolutions."""
+"""Spectral norm: the largest singular value of matrices and convolutions."""
 
 import functools
 import math
@@ -20,37 +20,36 @@ _OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1
 
 
 class SpectralNorm(Constraint):
-    r"""A matrix of largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
+    r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
     Raw values: ``w`` (main), the matrix itself; ``u`` of shape ``(features,)`` and ``v`` of shape ``(rest,)``
-    (fixed), the singular vectors as far as power iteration has brought them, in float32 for half-precision weights.
-    ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does; ``update`` iterates ``n_steps``
-    times on the current matrix, and is to be called once a training step; ``apply`` never iterates, so all its calls
-    in a step give one weight, and ``fold`` gives the same; no gradient passes through ``u`` and ``v``. Arrays of more
-    than two dimensions are matrices of ``axis`` against all others. A zero matrix stays zero. ``apply(init(w))`` is
-    ``w`` where :math:`\sigma(w) = 1`, else ``w`` scaled to that, as far as the iteration has come; ``project`` scales
-    by the singular value decomposition.
+    (fixed), power-iteration estimates of the singular vectors, in float32 for half-precision weights. No gradient
+    passes through ``u`` and ``v``. ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does.
+    ``update`` iterates ``n_steps`` times; call it once per training step. ``apply`` and ``fold`` never iterate, so all
+    calls in a step give the same weight. Arrays of more than two dimensions become matrices of ``axis`` against all
+    other axes. A zero matrix stays zero. ``apply(init(w))`` is ``w`` if :math:`\sigma(w) = 1`; otherwise it is ``w``
+    divided by the estimate of :math:`\sigma`. ``project`` divides by the singular value from the SVD.
 
-    The matrix of a convolution's kernel is not the map that the convolution is, whose norm may be larger up to the
-    square root of the kernel's area, and which depends on strides and padding. With ``window``, the shape of the
-    images that it reads, :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window, in)`` and ``u`` that
-    of the image it makes, and ``project`` iterates 500 times. Its singular values lie close, so the iteration needs
-    more steps: ``n_steps=5``, say.
+    A convolution is a linear map of images. Its norm can exceed that of the kernel as a matrix, by up to the square
+    root of the kernel's area, and it depends on strides and padding. With ``window``, the shape of the input images,
+    :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window, in)``, ``u`` that of the output image, and
+    ``project`` iterates 500 times. The largest singular values are close to each other, so use more steps, such as
+    ``n_steps=5``.
 
     Args:
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
-      axis: The feature axis: ``-1`` for flax's kernels; torch's ``dim``, which is 0 and for transposed convolutions 1.
-        With ``window`` the last axis or the first, and the axis beside it counts the inputs: -2, or 1. A transposed
-        convolution has the norm of its adjoint: ``axis=0`` for torch's, with the images that it makes as ``window``.
-      window: The shape of the images that a convolution reads, without channels, ``(32, 32)``. Default: matrices.
-      strides: Of the convolution, a number or one for each axis of the image.
+      axis: The feature axis: ``-1`` for flax's kernels. It is torch's ``dim``: 0, and 1 for transposed convolutions.
+        With ``window``, the first or the last axis; its neighbour (1 or -2) is the input axis. A transposed convolution
+        has the norm of its adjoint: use ``axis=0`` for torch's, and the shape of its output images as ``window``.
+      window: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
+      strides: The strides of the convolution, a number or one for each axis of the image.
       padding: ``"SAME"`` and ``"VALID"`` as in flax, ``"CIRCULAR"``, a number of zeros on each side, or a pair
         ``(low, high)`` for each axis.
-      dilation: Of the kernel, a number or one for each axis of the image.
-      groups: Of channels, flax's ``feature_group_count``.
+      dilation: The dilation of the kernel, a number or one for each axis of the image.
+      groups: The number of channel groups, flax's ``feature_group_count``.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales; with ``window`` those of two dimensions more than the image.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales; with ``window``, those with two dimensions more than the image.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -62,7 +61,7 @@ class SpectralNorm(Constraint):
              [0. , 0.5]], dtype=float32)
       >>> raw = p.update(raw)
       >>> q = rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR")
-      >>> q.fold(q.init({"w": jnp.full((3, 3, 1, 1), 9.0)}))["w"].sum().round(3)  # it takes sums of nine pixels
+      >>> q.fold(q.init({"w": jnp.full((3, 3, 1, 1), 9.0)}))["w"].sum().round(3)  # this kernel sums nine pixels
       Array(1., dtype=float32)
 
     References:
@@ -90,8 +89,8 @@ class SpectralNorm(Constraint):
         given = [name for name, usual in _OF_A_CONVOLUTION.items() if getattr(self, name) != usual]
         if self.window is None and given:
             raise ValueError(
-                f"SpectralNorm got {given[0]}={getattr(self, given[0])!r} without the window that a convolution reads. "
-                f"Give `window`, such as (32, 32)."
+                f"SpectralNorm got {given[0]}={getattr(self, given[0])!r} without `window`, the shape of the input "
+                f"images. Give it, such as window=(32, 32)."
             )
 
     def default(self, w: Array) -> bool:
@@ -101,7 +100,7 @@ class SpectralNorm(Constraint):
         if self._convolution is None:
             return None
         if 0 < position(self.axis, w) < w.ndim - 1:
-            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Give one."
+            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Use one."
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
@@ -139,7 +138,7 @@ class SpectralNorm(Constraint):
         return Convolution(self.window, self.strides, self.padding, self.dilation, self.groups)
 
     def _matrix(self, w: Array) -> Array:
-        """``w`` as the transposed matrix, the rest against features, or as a kernel ``(..., in, out)``."""
+        """``w`` as a matrix of shape ``(rest, features)``, or as a kernel ``(..., in, out)``."""
         axis = position(self.axis, w)
         if self.window is not None:
             return jnp.moveaxis(widened(w), (axis - 1 if axis else 1, axis), (-2, -1))
@@ -163,7 +162,7 @@ def _unit(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _iterated(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
-    """Both singular vectors after ``n_steps`` iterations from ``v``; a program of its own, compiled once."""
+    """Both singular vectors after ``n_steps`` iterations from ``v``; jitted, so it is compiled once."""
 
     def step(v: Array) -> tuple[Array, Array]:
         u = _unit(_forward(matrix, v, convolution))

@@ -1,4 +1,4 @@
-"""Spheres and balls: vectors of a given length, or of a bounded one."""
+"""Spheres and balls: vectors of a given or a bounded norm."""
 
 from typing import Any, ClassVar
 
@@ -16,19 +16,19 @@ from reparax._stage.varied import per_array
 
 
 class Sphere(Constraint):
-    r"""Vectors of one length: :math:`w = r \, v / \lVert v \rVert`.
+    r"""Vectors of a fixed norm: :math:`w = r \, v / \lVert v \rVert`.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact where :math:`\lVert w \rVert = r`, and
-    else starts at the nearest point of the sphere. A vector of zeros, which is as near to one point as to any other,
-    gets ``v = 1``. Samples are uniform. Half-precision arithmetic is float32.
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert = r`, and
+    otherwise starts at the nearest point of the sphere. A zero vector has no unique nearest point; it gets ``v = 1``.
+    Samples are uniform. Half-precision arrays are computed in float32.
 
     Args:
       axis: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
         output of a dense kernel ``(in, out)``. None for the whole array.
-      radius: The length, a number or a traced scalar.
+      radius: The norm :math:`r`, a number or a traced scalar.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -60,21 +60,21 @@ class Sphere(Constraint):
 
 
 class MaxNorm(Constraint):
-    r"""Weights of a bounded length: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
+    r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact where :math:`\lVert w \rVert \le c`, and
-    else starts at the nearest point, ``w`` rescaled to length ``c``. Inside the ball training is that of plain
-    weights. Beyond it the map inverts at the sphere: rescaling would pass no gradient to the length there, so that
-    weights which have left the ball could never become shorter again. Half-precision arithmetic is float32.
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
+    otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, training is that of plain
+    weights. Outside, the map is the inversion in the sphere. Rescaling would pass no gradient to the norm there, so
+    weights outside the ball could never come back. Half-precision arrays are computed in float32.
 
     Args:
-      max: The largest length :math:`c`, a number or a traced scalar.
-      axis: The feature axes, each index of which has a length of its own, as for :class:`WeightNorm`: ``-1`` bounds
-        the weights of each output of a dense kernel ``(in, out)`` or of a convolution, ``0`` each row of an embedding.
-        None for the length of the whole array.
+      max: The largest norm :math:`c`, a number or a traced scalar.
+      axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
+        output of a dense kernel ``(in, out)`` or of a convolution, ``0`` each row of an embedding. None bounds the norm
+        of the whole array.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -107,7 +107,7 @@ class MaxNorm(Constraint):
         return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
 
     def _shrinkage(self, x: Array) -> Array:
-        """What brings ``x`` to the sphere, where it lies outside the ball; 1 inside."""
+        """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
         length = norm(x, others(self.axis, x))
         largest = scalar(self.max, length)
         beyond = length > largest
@@ -121,15 +121,15 @@ class PoincareBall(Constraint):
     This is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
     :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives its
     logarithm :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is exact in
-    the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point that is not in the
-    ball starts at that margin, in its own direction; the map is nearly flat there along the radius, so that its length
-    trains slowly. Samples are wrapped normal: images of normal tangent vectors. Half-precision arithmetic is float32.
+    the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point outside the ball starts
+    at that margin, in the same direction. There the map is nearly flat along the radius, so the norm trains slowly.
+    Samples are wrapped normal: images of normal tangent vectors. Half-precision arrays are computed in float32.
 
     Args:
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
       axis: The axes along which a point's coordinates lie, as for :class:`Sphere`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -164,26 +164,26 @@ class PoincareBall(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         length = self._length(v)
-        near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # where the quotient has no stable slope
+        near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # here the quotient has no stable derivative
         far = jnp.where(near, jnp.ones_like(length), length)
         image = jnp.tanh(far)
-        # At the margin, the gradient is that of the map: with none, no point could leave it again.
+        # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
         return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all points lie in the open ball, or beyond it by at most ``tolerance`` of its radius (default 0)."""
+        """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
         return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
 
     def _length(self, w: Array) -> Array:
-        """The length of each vector, in units of the ball's radius."""
+        """The norm of each vector, in units of the ball's radius."""
         length = norm(widened(w), along(self.axis, w))
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 
 def _limit(w: Array) -> float:
-    """The largest length of a point, at which rounding its coordinates leaves it inside."""
+    """The largest norm of a point that stays in the ball when its coordinates are rounded."""
     return 1 - 4 * float(jnp.finfo(w.dtype).eps)

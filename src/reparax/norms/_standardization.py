@@ -1,4 +1,4 @@
-"""Weights of zero mean and unit variance."""
+"""Weights with zero mean and unit variance."""
 
 import math
 from typing import ClassVar
@@ -16,19 +16,19 @@ from reparax._stage.constraint import Constraint
 class WeightStandardization(Constraint):
     r"""Zero mean and unit variance: :math:`w = (v - \mu) / \sigma` over the inputs of each output channel.
 
-    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact where ``w`` has mean 0 and variance 1,
-    and else starts at the nearest such point, ``w`` standardized. A channel of equal numbers is as near to one point
-    as to any other; it starts at an even ramp. Half-precision arithmetic is float32.
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if ``w`` has mean 0 and variance 1, and
+    otherwise starts at the nearest such point, ``w`` standardized. A channel of equal numbers has no unique nearest
+    point; it starts at evenly spaced numbers. Half-precision arrays are computed in float32.
 
-    A gain comes from weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization
-    of Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. There ``init`` keeps the length of
-    each channel, and is exact where its mean is 0; a channel of zeros stays zero, and trains.
+    For a gain, add weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization of
+    Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. Then ``init`` keeps the norm of each
+    channel, and is exact if its mean is 0; a channel of zeros stays zero, and still trains.
 
     Args:
-      axis: The feature axes, each index of which has a mean and a variance of its own, as for :class:`WeightNorm`.
+      axis: The feature axes, with one mean and one variance per index, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -56,7 +56,7 @@ class WeightStandardization(Constraint):
         if self._count(w) == 1:
             return (
                 f"expected several inputs for each index of axis {self.axis}, got one in shape {w.shape}. "
-                f"Leave it out with `where`, or give it a stage of its own."
+                f"Leave it out with `where`, or use a separate stage for it."
             )
         return None
 
@@ -75,5 +75,5 @@ class WeightStandardization(Constraint):
         return (math.sqrt(self._count(v)) * unit(centred, axes)).astype(v.dtype)
 
     def _count(self, w: Array) -> int:
-        """How many inputs a channel has."""
+        """The number of inputs of a channel."""
         return math.prod(w.shape[axis] for axis in others(self.axis, w))

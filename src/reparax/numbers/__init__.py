@@ -1,4 +1,4 @@
-"""Maps of each number by itself, such as to positive ones, and of numbers that add up to one."""
+"""Stages for single numbers, such as positive or bounded ones, and for probabilities along an axis."""
 
 from reparax.numbers._elementwise import Bounded as Bounded
 from reparax.numbers._elementwise import Elementwise as Elementwise

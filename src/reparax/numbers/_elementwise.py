@@ -1,4 +1,4 @@
-"""Maps of single numbers, with their inverses."""
+"""Elementwise maps with their inverses."""
 
 import math
 from abc import abstractmethod
@@ -20,7 +20,7 @@ Function = Callable[[Array], Array]
 
 
 class _Map(Constraint):
-    """The raw value ``x`` is mapped number by number; samples are the images of normal numbers."""
+    """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
 
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     aligned: ClassVar[bool] = True
@@ -33,12 +33,12 @@ class _Map(Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
-            raise ValueError(f"expected real numbers, whose volumes are known, got {values['x'].dtype}.")
+            raise ValueError(f"expected real numbers for log_det, got {values['x'].dtype}.")
         _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
         return jnp.sum(self._log_slope(values["x"], slope))
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        """The logarithm of the slope of the map, number by number."""
+        """The logarithm of the derivative of the map, elementwise."""
         del x
         return jnp.log(jnp.abs(slope))
 
@@ -64,12 +64,12 @@ class Positive(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
     :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
-    error: the nearest point is next to zero, where each map is flat, so that they would never train. With
-    ``outside="project"`` they start there, at the smallest number that the dtype's arithmetic can tell from zero.
-    Half-precision arithmetic is float32.
+    error: they would start next to zero, where each map is flat, and never train. With ``outside="project"`` they start
+    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
+    computed in float32.
 
     Args:
-      map: ``"softplus"``, ``"exp"`` or ``"square"``; the square reaches zero too.
+      map: ``"softplus"``, ``"exp"`` or ``"square"``; only the square can be exactly zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
@@ -98,7 +98,7 @@ class Positive(_Map):
         return widened(w) < _least(w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers are positive, or with a tolerance not below zero by more than that of the largest."""
+        """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
         x = widened(jnp.asarray(w))
         if tolerance is None:
             return jnp.all(x >= 0 if self.map == "square" else x > 0)
@@ -108,7 +108,7 @@ class Positive(_Map):
         return _POSITIVE[self.map][0](x)
 
     def _log_slope(self, x: Array, slope: Array) -> Array:
-        # As logarithms themselves, where the slope is too small for a number.
+        # Logarithms in closed form, as the slope itself may underflow.
         return {"softplus": jax.nn.log_sigmoid(x), "exp": x, "square": jnp.log(jnp.abs(slope))}[self.map]
 
     def _inverse(self, w: Array) -> Array:
@@ -116,7 +116,7 @@ class Positive(_Map):
 
 
 def _least(w: Array) -> float:
-    """The smallest number that the arithmetic of a dtype can tell from zero."""
+    """The smallest number that a dtype's arithmetic distinguishes from zero."""
     return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
 
 
@@ -125,8 +125,8 @@ class Bounded(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
     between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
-    there, so that they would never train. With ``outside="project"`` they start next to the bound. Half-precision
-    arithmetic is float32.
+    there, and they would never train. With ``outside="project"`` they start next to the bound. Half-precision arrays
+    are computed in float32.
 
     Args:
       low: The lower bound :math:`a`, a number or a traced scalar.
@@ -160,12 +160,12 @@ class Bounded(_Map):
             raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether all numbers lie between the bounds, which numbers that are near round to.
+        """Whether all numbers lie between the bounds, up to rounding.
 
         Args:
           w: An array.
-          tolerance: How far beyond a bound they may lie, in units of the distance of the bounds. Default: ten times
-            the machine epsilon.
+          tolerance: How far outside the numbers may be, in units of ``high - low``. Default: ten times the machine
+            epsilon.
         """
         w = jnp.asarray(w)
         t = self._share(widened(w))
@@ -190,7 +190,7 @@ class Bounded(_Map):
         return jnp.log(t) - jnp.log1p(-t)
 
     def _share(self, w: Array) -> Array:
-        """How much of the way between the bounds."""
+        """The position between the bounds: 0 at ``low``, 1 at ``high``."""
         low, high = scalar(self.low, w), scalar(self.high, w)
         return (w - low) / (high - low)
 
@@ -198,15 +198,14 @@ class Bounded(_Map):
 class Elementwise(_Map):
     r"""A pair of functions of your own: :math:`w = f(x)`.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact where ``inverse`` is a right
-    inverse of ``forward``. Numbers that ``inverse`` turns into infinity, or into a point where ``forward`` has the
-    derivative 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed
-    as float32.
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
+    inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
+    is 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed as
+    float32.
 
     Args:
-      forward: The function :math:`f`, number by number. Functions compare by identity: define it once, by name, and
-        not as a ``lambda`` in the training step, which would compile anew each time. ``to_json`` writes functions of
-        jax.
+      forward: The elementwise function :math:`f`. Functions compare by identity, so define it once, by name: a new
+        ``lambda`` in each training step would compile again each time. ``to_json`` can write functions of JAX only.
       inverse: Its right inverse.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
@@ -231,7 +230,7 @@ class Elementwise(_Map):
         with jax.ensure_compile_time_eval():
             if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
                 return None
-        return "expected numbers that `inverse` takes, got some that it turns into NaN. Correct the array."
+        return "expected numbers that `inverse` takes, got some that it maps to NaN. Correct the array."
 
     def flat_leaf(self, w: Array) -> Array:
         x = self.inverse(widened(w))
@@ -254,10 +253,10 @@ def _check_factor(value: Any, who: str, name: str) -> Any:
 
 
 class Scale(Reparametrization):
-    r"""A constant multiple: :math:`w = c \, x`, as the multipliers of muP.
+    r"""A constant multiple: :math:`w = c \, x`, such as the multipliers of muP.
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision
-    arithmetic is float32.
+    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
+    are computed in float32.
 
     Args:
       factor: :math:`c`, a number other than 0 or a traced scalar.

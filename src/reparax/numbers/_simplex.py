@@ -1,4 +1,4 @@
-"""Probabilities."""
+"""Probabilities along an axis."""
 
 from typing import Any, ClassVar
 
@@ -15,13 +15,13 @@ from reparax._stage.constraint import Constraint
 class Simplex(Constraint):
     r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
 
-    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact where ``w`` is positive and sums
-    to 1, and else starts at the nearest point of the simplex. Zeros of that point are an error: the map is flat there,
-    so that they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
-    Half-precision arithmetic is float32.
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact if ``w`` is positive and sums to
+    1, and otherwise starts at the nearest point of the simplex. Zeros in that point are an error: the map is flat
+    there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    Half-precision arrays are computed in float32.
 
-    For ``log_det`` the map is the bijection onto the simplex and one number more, :math:`\log \sum e^x`, which the
-    model does not see: give that a density of its own where raw values are sampled.
+    ``log_det`` is that of the bijection from ``x`` to the point of the simplex and the number :math:`\log \sum e^x`,
+    which the model does not read. If you sample raw values, give that number a density of its own.
 
     Args:
       axis: The axis along which the numbers sum to 1.
@@ -65,7 +65,7 @@ class Simplex(Constraint):
         return jnp.sum(jax.nn.log_softmax(values["x"], axis=position(self.axis, values["x"])))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        # Exponential numbers, divided by their sum, are uniform; their logarithms are negative Gumbel numbers.
+        # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
     def _nearest(self, w: Array) -> Array:
@@ -83,5 +83,5 @@ def _nearest(w: Array, rounding: float) -> Array:
     shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
     support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
     shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
-    # A shift by no more than rounding would change small probabilities by much, and softmax makes the sum 1 as well.
+    # A shift within rounding would change small probabilities a lot, and softmax makes the sum 1 anyway.
     return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)

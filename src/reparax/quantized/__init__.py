@@ -1,6 +1,6 @@
-"""Weights as small numbers: stored as such, or rounded to them in training.
+"""Quantized weights: stored in few bits, or rounded during training.
 
-A format is a table of numbers and a scale for each block of the array; both stages round by the same formula.
+A format is a set of numbers, with a scale for each block of the array. Both stages round with the same formula.
 """
 
 from reparax.quantized._quantize import Quantize as Quantize

@@ -1,4 +1,4 @@
-"""The numbers of each format: from an array in units of its scale to codes, and back."""
+"""The numbers of each format: encoding and decoding of arrays in units of their scale."""
 
 import functools
 import operator
@@ -13,14 +13,14 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers that an array may hold, in units of its scale.
+    """The numbers that an array can hold, in units of its scale.
 
     Attributes:
-      top: What the largest magnitude of a block becomes.
-      encode: The codes of the nearest numbers.
-      decode: The numbers of codes, as float32 or exactly representable in it.
-      dtype: What codes are held in. No two formats of as many codes share one, so that they cannot be mixed up.
-      halves: Whether a code has four bits, so that two of them share a byte.
+      top: The number for the largest magnitude of a block.
+      encode: Gives the codes of the nearest numbers.
+      decode: Gives the numbers of codes, as float32 or exactly representable in it.
+      dtype: The dtype of the codes. Formats with equally many codes have different dtypes, so they cannot be confused.
+      halves: Whether a code has four bits, so that two codes share a byte.
     """
 
     top: float
@@ -31,7 +31,7 @@ class Format:
 
 
 def whole(bits: int) -> tuple[int, int]:
-    """The least and the largest whole number of so many bits."""
+    """The smallest and largest integer of this many bits."""
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
@@ -40,7 +40,7 @@ def _rounded(bits: int) -> Callable[[Array], Array]:
 
 
 def _signed(codes: Array) -> Array:
-    """Whole numbers of four bits, of which the highest is the sign."""
+    """Four-bit integers; the highest bit is the sign."""
     return (codes ^ 8) - 8
 
 
@@ -60,7 +60,7 @@ LEVELS = np.array(
 """The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
 
 
-# Written out number by number, both run where the array lies on any mesh, and read no table from memory.
+# Written out per number, both functions work on arrays on any mesh, and read no table from memory.
 
 
 def _nearest_level(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Weights that are rounded where the model reads them, and train."""
+"""Quantization-aware training: the model reads rounded weights, the optimizer moves the full ones."""
 
 import functools
 import math
@@ -15,30 +15,29 @@ from reparax.quantized._formats import FORMATS, whole
 from reparax.quantized._scaled import Scaled, divided, largest_of
 
 BITS = {"int8": 8, "int4": 4}
-"""The formats of whole numbers."""
+"""The integer formats."""
 
 
 class Quantize(Scaled):
-    r"""Weights rounded to small numbers for the model, which train as they are: :math:`w = s \, q(x / s)`.
+    r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
 
-    The raw value is the array itself, in its own place, so that a checkpoint of the model fits. The numbers are those
-    of :class:`Stored`, bit for bit, so ``Stored(f).init(weights)`` is what such a model is deployed as; ternary numbers
-    and learned steps are no format of it. The gradient is that of the identity, as if nothing were rounded; scales
-    count as constants.
+    The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
+    numbers equal those of :class:`Stored`, bit for bit, so deploy the trained model with ``Stored(f).init(weights)``;
+    ternary numbers and learned steps are not available there. The gradient is that of the identity (straight-through),
+    and scales count as constants.
 
     With ``scale="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
-    (auxiliary), of the shape of the scales, in float32 for half-precision weights. It starts where the largest
-    magnitude gives the largest number, or where weights that are multiples of a step stay as they are. Numbers beyond
-    the range are cut off, and get no gradient;
-    :math:`\partial w / \partial s` is :math:`q - x / s` within the range and the bound beyond it, times
-    :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
+    (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude
+    to the largest number; if the weights are multiples of a step already, it takes that step and is exact. Numbers
+    outside the range are clipped, and get no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the
+    range and the bound outside, times :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
 
     Args:
       format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
       axis, block, double_quant: As for :class:`Stored`.
       scale: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -65,8 +64,8 @@ class Quantize(Scaled):
         if self.scale == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"Quantize got scale='learned' with {self.format}{twice}, but learns a step for int8 and int4, each as "
-                f"it is. Use scale='absmax'."
+                f"Quantize got scale='learned' with {self.format}{twice}, but learns steps only for int8 and int4, "
+                f"without double_quant. Use scale='absmax'."
             )
 
     @property
@@ -93,13 +92,13 @@ class Quantize(Scaled):
         return (jnp.clip(jnp.round(divided(x, scale)), -1, 1) * scale).astype(w.dtype)
 
     def _ternary_scale(self, sizes: Array) -> Array:
-        """The mean magnitude of each block; of a block that is ternary, its one magnitude, so that it stays."""
+        """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
         mean, largest = (self._each_block(reduce, sizes) for reduce in (jnp.mean, largest_of))
         either = (sizes == 0) | (sizes == self._spread(largest, sizes))
         return jnp.where(self._each_block(jnp.all, either), largest, mean)
 
     def _step(self, w: Array) -> Array:
-        """The finest step of which all numbers of a block are multiples; where there is none, that of the largest."""
+        """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
         low, high = whole(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         largest = self._each_block(largest_of, jnp.abs(x))
@@ -128,7 +127,7 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _learned(x: Array, step: Array, bits: int, size: int) -> Array:
-    """``x`` rounded to whole multiples of ``step``, of which each is shared by ``size`` numbers."""
+    """``x`` rounded to integer multiples of ``step``; ``size`` numbers share each step."""
     low, high = whole(bits)
     return jnp.clip(jnp.round(divided(x, step)), low, high) * step
 

@@ -1,4 +1,4 @@
-"""Arrays in units of their scales: where the blocks lie, what their scales are, and how codes are held."""
+"""Arrays in units of their scales: blocks, their scales, and the storage of codes."""
 
 import functools
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from reparax.quantized._formats import FORMATS, Format, whole
 
 LARGEST_CODE = whole(8)[1]
 LEAST_CODE = 8
-"""The least scale of a block: rounding changes it by less than a sixteenth, so that its largest number stays that."""
+"""The smallest scale of a block: its rounding error is below a sixteenth, so the largest number stays the largest."""
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 
 class Scaled(Reparametrization):
-    """What storing and rounding share: which entries have a scale together."""
+    """The base of both stages: decides which entries share a scale."""
 
     format: str = argument(one_of(*FORMATS))
     axis: Axes | None = argument(check_optional_axes, default=None)
@@ -36,13 +36,13 @@ class Scaled(Reparametrization):
         super().__post_init__()
         if self.double_quant and self.block is None:
             raise ValueError(
-                f"{type(self).__name__} got double_quant=True without a block, but only the scales of blocks are many. "
+                f"{type(self).__name__} got double_quant=True without a block, but it rounds the scales of blocks. "
                 f"Give a block, or leave double_quant out."
             )
         if self.double_quant and not (self.format in FORMATS and self._format.halves):
             raise ValueError(
-                f"{type(self).__name__} got double_quant=True with {self.format}, whose numbers are as fine as the "
-                f"scales would become. Use it with int4 or nf4."
+                f"{type(self).__name__} got double_quant=True with {self.format}, whose numbers have no fewer bits "
+                f"than the rounded scales. Use it with int4 or nf4."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -52,8 +52,8 @@ class Scaled(Reparametrization):
             return None
         if self.axis is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}, of which blocks may lie along any axis. Name the axes each "
-                f"index of which has scales of its own (axis), all but the one to cut, or leave it out with `where`."
+                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Name all axes but the "
+                f"one to cut with `axis`, or leave it out with `where`."
             )
         if self.axis is not None and len(others(self.axis, w)) != 1:
             return (
@@ -73,7 +73,7 @@ class Scaled(Reparametrization):
         return FORMATS[self.format]
 
     def _cut(self, w: Array) -> int:
-        """The axis along which blocks lie, and codes share bytes: the last that has no scales of its own.
+        """The axis along which blocks lie and codes share bytes: the last one without scales of its own.
 
         Without ``axis`` it is the last but one, the inputs of kernels.
         """
@@ -82,7 +82,7 @@ class Scaled(Reparametrization):
         return max(others(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, x: Array) -> tuple[Array, tuple[int, ...]]:
-        """``x`` with the axis to cut as two, blocks and the entries of one, and the axes of entries of one scale."""
+        """``x`` with the cut axis as two, (blocks, entries of a block), and the axes over which a scale is shared."""
         if self.block is None:
             return x, others(self.axis, x)
         cut = self._cut(x)
@@ -96,15 +96,15 @@ class Scaled(Reparametrization):
         return found if self.block is None else jnp.squeeze(found, axes)
 
     def _spread(self, scale: Array, x: Array) -> Array:
-        """``scale``, which has one entry for each block, for the entries of ``x``."""
+        """``scale``, which has one entry for each block, expanded to the entries of ``x``."""
         if self.block is None:
             return scale
         blocks, (within,) = self._blocks(x)
         return jnp.broadcast_to(jnp.expand_dims(scale, within), blocks.shape).reshape(x.shape)
 
     def _scales(self, w: Array) -> dict[str, Array]:
-        """The raw values from which the scales of ``w`` are read, in the dtype of ``w``."""
-        # Times a reciprocal: a compiled program would make that of a division by a constant, an eager one would not.
+        """The raw values that hold the scales of ``w``, in the dtype of ``w``."""
+        # XLA compiles a division by a constant to this product; written out, eager results are the same.
         scale = self._each_block(largest_of, jnp.abs(widened(w))) * (1 / self._format.top)
         if not self.double_quant:
             return {"scale": _narrowed(scale, w.dtype)}
@@ -113,7 +113,7 @@ class Scaled(Reparametrization):
         return {"scale": codes.astype(jnp.int8), "unit": unit}
 
     def _scale(self, values: dict[str, Array], x: Array) -> Array:
-        """The scale of each entry of ``x``, as far as it broadcasts."""
+        """The scale of each entry of ``x``, in a shape that broadcasts."""
         scale = values["scale"]
         if self.double_quant:
             unit = widened(values["unit"])
@@ -131,7 +131,7 @@ class Scaled(Reparametrization):
         return (self._format.decode(codes).astype(scale.dtype) * scale).astype(dtype)
 
     def _packed(self, codes: Array) -> Array:
-        """Codes as they are held: two in a byte where they have four bits, the first in its low ones."""
+        """Codes as they are stored: four-bit codes share a byte, the first in its low bits."""
         if not self._format.halves:
             return codes
         first, second = _pairs(codes, self._cut(codes))
@@ -146,7 +146,7 @@ class Scaled(Reparametrization):
 
 
 def _pairs(x: Array, axis: int) -> tuple[Array, Array]:
-    """The entries of even and of odd index along an axis."""
+    """The entries with even and with odd index along an axis."""
     both = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
     first, second = jnp.split(both, 2, axis=axis + 1)
     return jnp.squeeze(first, axis + 1), jnp.squeeze(second, axis + 1)
@@ -158,7 +158,7 @@ def divided(x: Array, scale: Array) -> Array:
 
 
 def _narrowed(scale: Array, dtype: Any) -> Array:
-    """``scale`` in the dtype of the weights; the next larger number where the nearest is much too small."""
+    """``scale`` in the dtype of the weights; the next larger number if the nearest is much too small."""
     near = scale.astype(dtype)
     low = near.astype(scale.dtype) < scale * (1 - 2**-7)
     return jnp.where(low, jnp.nextafter(near, jnp.asarray(jnp.inf, dtype)), near)

@@ -1,4 +1,4 @@
-"""Weights of which small numbers are stored."""
+"""Weights stored in few bits."""
 
 from typing import ClassVar
 
@@ -10,18 +10,17 @@ from reparax.quantized._scaled import Scaled
 
 
 class Stored(Scaled):
-    r"""Weights that are stored as small numbers, and do not train: :math:`w = s \, q`.
+    r"""Frozen weights stored in few bits: :math:`w = s \, q`.
 
-    Raw values, all fixed: ``q``, the small numbers, int8, float8, or bytes of two numbers of four bits each, of half
-    the length along the axis that is cut; ``scale``, one for each block, in the dtype of the weights. With
-    ``double_quant``, ``scale`` is int8 in units of ``unit``, of which there is one for each index of the other axes.
-    ``init`` rounds to the nearest numbers, in float32; the scale of a block takes its largest magnitude to the largest
-    number, with ``double_quant`` to within a sixteenth. ``apply`` gives the dtype of the weights. In a jitted step the
-    floating array lives as long as it is used. Small numbers have no gradient: ``jax.grad`` takes the part that trains,
-    ``free, fixed = rpx.partition(raw)``.
+    Raw values, all fixed: ``q``, the codes, in int8, float8, or bytes of two four-bit codes (then half as long along
+    the cut axis); ``scale``, one for each block, in the dtype of the weights. With ``double_quant``, ``scale`` is int8
+    in units of ``unit``, which has one number for each index of the other axes. ``init`` rounds to the nearest numbers
+    in float32. The scale maps the largest magnitude of a block to the largest number, up to a sixteenth with
+    ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that array lives only while it is
+    used. The codes have no gradient: pass only what trains to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
     ====================  ===================  ================================================
-    format                numbers              bytes a weight, scales of float32
+    format                numbers              bytes per weight, with scales of float32
     ====================  ===================  ================================================
     ``"int8"``            -127 to 127          1.02 by blocks of 256
     ``"int4"``            -7 to 7              0.56 by blocks of 64, 0.52 with ``double_quant``
@@ -30,17 +29,17 @@ class Stored(Scaled):
     ``"float8_e5m2"``     5 bits of exponent   1.02 by blocks of 256
     ====================  ===================  ================================================
 
-    ``Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: of an array with an adapter, the base is stored.
-    ``Stored("int8").init(p.fold(raw))`` is what to export for inference.
+    ``Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in few bits.
+    For inference, export ``Stored("int8").init(p.fold(raw))``.
 
     Args:
-      format: One of those above.
-      axis: The axes each index of which has scales of its own. Default: one scale for the whole array; with ``block``,
-        all axes but the one that is cut. By number or by name.
-      block: How many entries in a row have a scale, along the one axis that ``axis`` does not name, which is the first
-        of a matrix if ``axis`` is not given: the inputs of a kernel ``(in, out)``. It must divide that axis.
-      double_quant: Whether the scales of blocks are rounded too, as QLoRA does; for int4 and nf4.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, but biases and scales.
+      format: One of the formats above.
+      axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
+        with ``block``, all axes but the cut one.
+      block: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the cut
+        axis). Default for a matrix: the first axis, the inputs of a kernel ``(in, out)``. It must divide that axis.
+      double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for int4 and nf4.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -83,11 +82,11 @@ class Stored(Scaled):
         return self._decoded(self._unpacked(values["q"]), values)
 
     def _odd(self, w: Array) -> str | None:
-        """What is wrong with ``w`` where two codes share a byte, or None."""
+        """What is wrong with ``w`` if two codes share a byte, or None."""
         cut = self._cut(w)
         if not self._format.halves or w.shape[cut] % 2 == 0:
             return None
         return (
-            f"expected an even number of entries along axis {cut}, as two numbers of {self.format} share a byte, got "
+            f"expected an even number of entries along axis {cut}, because two {self.format} numbers share a byte, got "
             f"shape {w.shape}. Store it as int8, or leave it out with `where`."
         )

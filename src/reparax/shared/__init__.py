@@ -1,6 +1,6 @@
-"""Several arrays that share numbers: tied ones, parts of one block, and cells in the layouts of other libraries.
+"""Arrays that share numbers: tied arrays, parts of one block, and cells in the layouts of other libraries.
 
-A layout is data: which rows of which block hold which gate, in which order. One reader and one writer serve them all.
+A layout is data: it says which rows of which array hold which gate. One reader and one writer handle all layouts.
 """
 
 from reparax.shared._block import Concat as Concat

@@ -1,8 +1,8 @@
-"""Blocks: how named values stand in one array, as data that is read in both directions.
+"""Blocks: data that describes how named values are arranged in one array, for reading and writing.
 
-A value is written as text in the manner of einops: ``"input_i: n h -> h n"`` is the value ``input_i`` of shape
-``(n, h)``, which stands transposed in the array. A size is a number, or a letter whose number follows from the shapes
-of the arrays. ``h'`` is another axis of the size of ``h``.
+A value is text like in einops: ``"input_i: n h -> h n"`` is the value ``input_i`` of shape ``(n, h)``, which the array
+holds transposed. A size is a number, or a letter whose number follows from the shapes of the arrays. ``h'`` is another
+axis with the size of ``h``.
 """
 
 import functools
@@ -27,14 +27,14 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True, repr=False)
 class Concat:
-    """Values in a row along one axis of an array.
+    """Values concatenated along one axis of an array.
 
     Args:
-      parts: Values as text, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks again. A shape
-        names its axes by numbers and letters; parentheses merge axes, and ``1`` adds one.
-      axis: The axis along which the parts stand in a row, counted from the front.
-      per: A size, such as the number of heads of attention: the axis is cut into that many equal pieces, each of
-        which holds the parts in a row. The shapes of the parts have it as an axis of its own, in front of ``axis``.
+      parts: Values as text, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists its
+        axes as numbers and letters; parentheses merge axes, and ``1`` adds one.
+      axis: The axis of concatenation, counted from the front.
+      per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
+        holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
 
     Example:
       >>> import reparax as rpx
@@ -51,9 +51,9 @@ class Concat:
     def __post_init__(self) -> None:
         parts: Any = self.parts
         if not isinstance(parts, tuple | list) or not parts or not all(isinstance(x, str | Concat) for x in parts):
-            raise TypeError(f"Concat takes a tuple of texts such as 'bias: 4' and of blocks, but got {parts!r}.")
+            raise TypeError(f"Concat takes a tuple of strings such as 'bias: 4' and of blocks, but got {parts!r}.")
         if check_whole(self.axis, "Concat", "axis") < 0:
-            raise ValueError(f"Concat got axis={self.axis}, but counts axes from the front. Write it so.")
+            raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
             object.__setattr__(self, name, plain(value))
         require_unique(names(self), "Concat")
@@ -69,15 +69,15 @@ Block = str | Concat
 
 
 def require_unique(found: Sequence[str], who: str) -> None:
-    """Refuses a name that is there twice."""
+    """Refuses duplicate names."""
     for name in found:
         if found.count(name) > 1:
-            raise ValueError(f"{who} got {name!r} twice. Give each value and each array a name of its own.")
+            raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A parsed value: its own axes, and the groups of them that are the axes of the array; without axes of size 1."""
+    """A parsed value: its own axes, and how groups of them form the axes of the array; axes of size 1 are omitted."""
 
     name: str
     shape: Axis
@@ -93,7 +93,7 @@ class _Value:
 
     @property
     def order(self) -> list[int]:
-        """Where the axes of the array are in the value; those of one name in reading order."""
+        """For each axis in the array, its place in the value; axes of equal name are matched in order."""
         left = list(enumerate(self.axes))
         pairs = [left.pop(next(i for i, (_, name) in enumerate(left) if name == axis)) for axis in self.standing]
         return [place for place, _ in pairs]
@@ -108,7 +108,7 @@ def _value(text: str) -> _Value:
     groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if there is None else there)
     value = _Value(name, tuple(shape.split()), tuple(tuple((merged or one).split()) for merged, one in groups))
     if sorted(value.axes) != sorted(value.standing):
-        raise ValueError(f"A block got {text!r}, whose two shapes have other axes. Write the same axes in both.")
+        raise ValueError(f"A block got {text!r}, whose two shapes have different axes. Write the same axes in both.")
     return value
 
 
@@ -118,7 +118,7 @@ def names(block: Block) -> list[str]:
 
 
 def texts(block: Block) -> list[str]:
-    """Each value of a block, standing alone."""
+    """The text of each value in a block, without its place in the array."""
     if isinstance(block, str):
         return [f"{_value(block).name}: {' '.join(_value(block).shape)}"]
     return [text for part in block.parts for text in texts(part)]
@@ -142,11 +142,11 @@ def _shape(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 
 def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
-    """Makes ``total`` the sum of products of sizes, one of which may be found by that."""
+    """Requires ``total`` to be the sum of products of sizes; solves for one unknown size."""
     missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for term in missing for name in term})
     if len(letters) > 1 or any(len(term) > 1 for term in missing):
-        raise ValueError(f"its shape does not say how large each of {', '.join(letters)} is. Give some in `sizes`.")
+        raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
     products = _shape(terms, sizes)
     rest = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
     factor = sum(product for product, term in zip(products, missing, strict=True) if term)
@@ -166,7 +166,7 @@ def _fit_shape(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> N
 
 
 def _terms(block: Block, axis: int) -> list[Axis]:
-    """The summands of the size of a block along an axis."""
+    """The sizes of the parts of a block along an axis, each as a product."""
     if isinstance(block, str):
         return [_value(block).stands[axis]]
     if axis != block.axis:
@@ -177,9 +177,9 @@ def _terms(block: Block, axis: int) -> list[Axis]:
 
 
 def _in_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
-    """The array with an axis of equal pieces in front of ``axis``."""
+    """The array cut into equal pieces, as a new axis in front of ``axis``."""
     if not _is_known(per, sizes):
-        raise ValueError(f"its shape does not say how large {per} is. Give it in `sizes`.")
+        raise ValueError(f"its shape does not determine {per}. Give it in `sizes`.")
     pieces = _sized([per], sizes)[0]
     if array.shape[axis] % pieces:
         raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
@@ -187,7 +187,7 @@ def _in_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
 
 
 def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
-    """The values that stand in an array. Sizes that its shape tells are entered in ``sizes``."""
+    """The values in an array. Adds the sizes that follow from its shape to ``sizes``."""
     if isinstance(block, str):
         value = _value(block)
         _fit_shape(value.name, value.stands, array, sizes)
@@ -207,7 +207,7 @@ def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
 
 
 def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
-    """The array in which values stand. Sizes that their shapes tell are entered in ``sizes``."""
+    """The array that holds the values. Adds the sizes that follow from their shapes to ``sizes``."""
     if isinstance(block, str):
         value = _value(block)
         own = values[value.name]
@@ -217,7 +217,7 @@ def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
     parts = [join(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
         kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in names(block))
-        raise ValueError(f"one block has one dtype, but {kinds}. Cast them to one first.")
+        raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:
         return array

@@ -1,4 +1,4 @@
-"""Layouts: the arrays in which the cells of the field's libraries keep their values, as data."""
+"""Layouts: how the cells of popular libraries arrange their values in arrays, as data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,21 +11,21 @@ from reparax.shared._block import Block, Concat, Sizes, cut, join, names
 
 Blocks = Mapping[str, Block]
 
-# n inputs, h hidden units; kernels as flax has them, inputs in front.
+# n inputs, h hidden units; kernels as in flax, inputs first.
 _SHAPES = {"input": "n h", "hidden": "h' h", "bias": "h", "hidden_bias": "h"}
 
 
 def gates(source: str, order: str, *, out_first: bool = False) -> Block:
-    """The gates of a recurrent cell side by side in one array, in an order that the field has a word for.
+    """The gates of a recurrent cell, concatenated in one array in the given order, such as ``"ifgo"``.
 
     The values are called ``input_i``, ``hidden_f``, ``bias_g``, ``hidden_bias_o`` and so on.
 
     Args:
-      source: What the gates read: ``"input"`` or ``"hidden"`` for kernels, ``"bias"``, or ``"hidden_bias"`` for a
-        second bias, which is added to what comes from the hidden state.
-      order: The gates, a letter each: ``"ifgo"`` or ``"ifco"`` (the same), ``"cifo"``, ``"icfo"`` for LSTM, ``"rzn"``
-        for GRU.
-      out_first: Whether kernels have their outputs in front, as torch, and not behind, as flax.
+      source: The kind of array: ``"input"`` or ``"hidden"`` for kernels, ``"bias"``, or ``"hidden_bias"`` for a second
+        bias, which is added on the side of the hidden state.
+      order: The gates, one letter each: ``"ifgo"`` or ``"ifco"`` (the same), ``"cifo"``, ``"icfo"`` for LSTM,
+        ``"rzn"`` for GRU.
+      out_first: Whether kernels have the shape ``(out, in)``, as in torch, instead of ``(in, out)``, as in flax.
 
     Example:
       >>> import reparax as rpx
@@ -46,7 +46,7 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
 
 
 def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
-    """An array for each gate: ``ii/kernel``, ``if/kernel`` and so on from the path ``i{}/kernel``."""
+    """One array for each gate: the path ``i{}/kernel`` gives ``ii/kernel``, ``if/kernel`` and so on."""
     return {path.format(gate): gates(source, gate) for gate in order}
 
 
@@ -128,19 +128,19 @@ LAYOUTS: dict[str, Blocks] = {
         "proj/bias": "out_bias: m",
     },
 }
-"""The layouts by the name of the library and the cell; paths are those below the cell.
+"""The layouts by library and cell; paths are relative to the cell.
 
-``flax.lstm`` is that of ``OptimizedLSTMCell`` too; ``torch.lstm`` is that of ``LSTMCell``, and of a layer of ``LSTM``
-but for the endings of names; ``returnn.native_lstm`` is that of ``NativeLstm2``.
+``flax.lstm`` is also the layout of ``OptimizedLSTMCell``; ``torch.lstm`` is that of ``LSTMCell``, and of a layer of
+``LSTM`` except for the suffixes of names; ``returnn.native_lstm`` is that of ``NativeLstm2``.
 """
 
 
 def blocks(layout: Any) -> dict[str, Block]:
-    """The arrays of a layout that is given by its name or as data, paths and blocks."""
+    """The arrays of a layout, which is given by name or as a dict of paths and blocks."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
-        raise ValueError(f"Got {layout!r} as a layout, but the known ones are {', '.join(LAYOUTS)}. Or write a dict.")
+        raise ValueError(f"Got {layout!r} as a layout, but the known ones are {', '.join(LAYOUTS)}. Or pass a dict.")
     found = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
     if not found or not all(isinstance(path, str) and isinstance(block, Block) for path, block in found.items()):
         raise TypeError(f"A layout is a name or a dict of paths and blocks, but got {layout!r}.")
@@ -148,12 +148,12 @@ def blocks(layout: Any) -> dict[str, Block]:
 
 
 def optional(block: Block) -> bool:
-    """Whether a cell can do without the array: all of its values are biases."""
+    """Whether the array may be missing: all of its values are biases."""
     return all("bias" in name for name in names(block))
 
 
 def read(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """The values that stand in the arrays of a layout."""
+    """The values in the arrays of a layout."""
     missing = [path for path, block in layout.items() if path not in arrays and not optional(block)]
     if missing:
         raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
@@ -166,14 +166,12 @@ def read(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str,
 
 
 def write(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
-    """The arrays of a layout in which the values stand, without biases where there are none."""
+    """The arrays of a layout that hold the values; arrays of missing biases are left out."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
         lacking = [name for name in names(block) if name not in values]
         if lacking and not (optional(block) and len(lacking) == len(names(block))):
-            raise ValueError(
-                f"{path!r} is made of {lacking[0]!r} too, which is missing. Leave it out of the block, or add it."
-            )
+            raise ValueError(f"{path!r} needs {lacking[0]!r}, which is missing. Leave it out of the block, or add it.")
         if not lacking:
             with locate_errors(repr(path)):
                 arrays[path] = join(block, values, sizes)

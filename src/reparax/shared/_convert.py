@@ -1,4 +1,4 @@
-"""The parameters of a cell of one library as those of a cell of another."""
+"""Converts the parameters of a cell from one library to another."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,27 +13,27 @@ from reparax.shared._block import names
 from reparax.shared._cells import Blocks, blocks, read, write
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
-"""What a cell adds to a value when it reads it."""
+"""The constants that a cell adds to a value when it reads it."""
 
 
 def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: int) -> dict[str, Any]:
-    """The parameters of one cell, in the arrays of another library.
+    """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
-    Between layouts of the same values this moves numbers and changes none, so there and back gives the same bits.
-    Where the target has other biases the function stays, and numbers change: of two biases that a cell adds up the
-    sum remains, and a second one that the source lacks is zero; haiku's LSTM adds 1 to its forget gate by itself, so
-    that 1 is added to the bias on the way from haiku and taken from it on the way there, rounded once. From then on,
-    there and back gives the same bits. Cells that compute something else, as haiku's GRU does, are refused.
+    If both layouts hold the same values, numbers are only moved: converting there and back gives the same bits. If the
+    biases differ, numbers change but the function stays the same: two biases that a cell adds are summed, and a
+    missing second bias is zero. haiku's LSTM adds 1 to its forget gate, so 1 is added to that bias when converting
+    from haiku, and subtracted when converting to haiku, with one rounding; later conversions give the same bits. Cells
+    that compute another function, such as haiku's GRU, are refused.
 
     Args:
-      tree: The parameters of the cell, by the names that the library gives them; a ``.`` in a name is a ``/``.
+      tree: The parameters of the cell, under the library's own names; a ``.`` in a name counts as ``/``.
       source: The layout of ``tree``, ``"torch.lstm"``, ``"flax.gru"``, ``"returnn.attention"``, or a dict of paths and
         blocks, as for :class:`Pack`.
-      target: The layout to get.
-      **sizes: Sizes that the shapes do not tell, such as the number of ``heads`` of attention.
+      target: The layout of the result.
+      **sizes: Sizes that the shapes do not determine, such as the number of attention ``heads``.
 
     Returns:
-      Nested dicts. Biases are missing where the source has none.
+      Nested dicts, without biases if the source has none.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -45,7 +45,7 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     with locate_errors(f"convert from {source!r} to {target!r}"):
         old, new = blocks(source), blocks(target)
         if strange := [path for path in arrays if path not in old]:
-            raise ValueError(f"{strange[0]!r} is no array of that layout. Pass the parameters of one cell.")
+            raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
         values = _shifted(read(old, arrays, dict(sizes)), _added(source))
         wanted = [name for block in new.values() for name in names(block)]
         back = {name: -added for name, added in _added(target).items()}
@@ -59,20 +59,20 @@ def _added(layout: str | Blocks) -> Mapping[str, float]:
 def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
     if lacking := [name for name in by if name not in values]:
         raise ValueError(
-            f"one cell adds a number to {lacking[0]!r}, which the other lacks. Give that one a bias of zeros."
+            f"one cell adds a number to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
         )
     return values | {name: values[name] + one for name, one in by.items()}
 
 
 def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
-    """The wanted values: second biases are added to first ones or made of zeros where the two cells differ in them."""
+    """The wanted values: second biases are added to the first ones, or created as zeros, if the two cells differ."""
     found = {name: value for name, value in values.items() if name in wanted}
     for name in [name for name in values if name not in found]:
         first = name.removeprefix("hidden_")
-        if name != first != "bias_n" and first in found:  # what GRU's n adds to the hidden state, the reset gate scales
+        if name != first != "bias_n" and first in found:  # in a GRU, the reset gate scales n's hidden bias
             found[first] = found[first] + values[name]
         elif "bias" not in name or isinstance(values[name], Tracer) or jnp.any(values[name] != 0):
-            raise ValueError(f"there is no place for {name!r}, so the other cell cannot compute the same.")
+            raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
     for name in wanted:
         first = name.removeprefix("hidden_")
         if name not in found and first in found:

@@ -1,4 +1,4 @@
-"""The weights of cuDNN's LSTM: one flat vector, made of gates."""
+"""The weights of cuDNN's LSTM: one flat vector that holds all gates."""
 
 from typing import Any, ClassVar
 
@@ -12,21 +12,21 @@ from reparax.shared._block import Concat, Sizes, cut, join, names
 
 
 class CudnnLSTM(Reparametrization):
-    r"""The flat vector of weights that :func:`jax.experimental.rnn.lstm` takes, made of gates.
+    r"""The flat weight vector of :func:`jax.experimental.rnn.lstm`, assembled from separate gates.
 
     Raw values (main, each under a path of its own), for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction:
     the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
-    hidden_size)``, the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``; those of the
-    backward direction end in ``_reverse``. ``init`` cuts the vector apart. It is exact with two biases; one is the
-    sum of the two, so that the function is the same; with none, they are left out.
+    hidden_size)``, the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the backward
+    direction end in ``_reverse``. ``init`` splits the vector. It is exact with ``biases=2``. With 1, the two biases are
+    summed, so that the function stays the same; with 0, they are dropped.
 
     Args:
       input_size: The number of inputs of the first layer.
       hidden_size: The number of hidden units in each direction.
       num_layers: The number of layers.
       bidirectional: Whether each layer runs in both directions.
-      biases: How many biases of a gate train: 2, which cuDNN adds up, 1, as in flax and equinox, or 0. The vector
-        holds zeros for the others.
+      biases: How many biases of a gate train: 2, as in cuDNN, which adds them; 1, as in flax and equinox; or 0. The
+        vector holds zeros for the others.
       where: Which arrays to act on. Default: floating vectors of the right size.
       stacked: As for :class:`Reparametrization`.
 
@@ -84,13 +84,13 @@ class CudnnLSTM(Reparametrization):
 
     @property
     def _size(self) -> int:
-        """The kernels and biases of all gates, layers and directions."""
+        """The number of weights of all gates, layers and directions."""
         n, h, m = (self._sizes[name] for name in "nhm")
         return 4 * h * (m // h) * (n + (self.num_layers - 1) * m + self.num_layers * (h + 2))
 
     @property
     def _block(self) -> Concat:
-        """All kernels, layer by layer, and then all biases."""
+        """All kernels, layer by layer, followed by all biases."""
         directions = ("", "_reverse") if self.bidirectional else ("",)
         ends = [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 

@@ -1,4 +1,4 @@
-"""Several parameters in one block: the block is what the model reads, or what the optimizer moves."""
+"""Several parameters in one block, which either the model reads or the optimizer moves."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ Places = dict[str, int]
 
 
 class _Rearranged(Parametrization):
-    """What both directions share: the arrays of the model and the raw arrays hold the same values in two layouts.
+    """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
 
-    A raw array stands at the place of the first array of the model with which it shares a value; the other places
-    hold empty nodes.
+    A raw array is stored at the place of the first model array that shares a value with it; the other places hold
+    empty nodes.
     """
 
     layout: Any
@@ -41,14 +41,14 @@ class _Rearranged(Parametrization):
         object.__setattr__(self, "sizes", _checked_sizes(self.sizes, type(self).__name__))
         at: Any = self.at
         if not isinstance(at, str):
-            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as at, but got {at!r}.")
+            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as `at`, but got {at!r}.")
         model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
         if lacking := sorted(set(model) ^ set(stored)):
             raise ValueError(
-                f"{type(self).__name__} got two layouts of which only one holds {lacking[0]!r}. Choose two that hold "
-                f"the same values, or change the parameters of the model by `convert` first."
+                f"{type(self).__name__} got two layouts, but only one of them holds {lacking[0]!r}. Choose two that "
+                f"hold the same values, or change the model's parameters with `convert` first."
             )
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class _Rearranged(Parametrization):
         return treedef.unflatten(leaves)
 
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
-        """The arrays of the model, from what stands under the markers at their places."""
+        """The arrays of the model, from the values under the markers at their places."""
         paths = {_label(path): path for path in self._stored}
         held = {name: x for node in nodes.values() if isinstance(node, Mapping) for name, x in node.items()}
         for name, x in held.items():
@@ -114,26 +114,26 @@ class _Rearranged(Parametrization):
         effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
         if lacking := sorted(effective.keys() ^ nodes.keys()):
             raise ValueError(
-                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node, which flattened formats lose. "
-                f"Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
+                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
             )
         return effective
 
     def _home(self, stored: str) -> str:
-        """The array of the model at whose place a raw array stands."""
+        """The array of the model at whose place a raw array is stored."""
         first = names(self._stored[stored])[0]
         return next(path for path, block in self._model.items() if first in names(block))
 
     def _cells(self, method: str, arrays: list[tuple[str, int]]) -> dict[str, Places]:
-        """The cells that ``at`` names, each with the indices of its arrays by their paths in it."""
+        """The cells that ``at`` selects, each with the indices of its arrays by their relative paths."""
         found = [(_above(path, full), path, i) for full, i in arrays for path in self._model]
         chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
         cells: dict[str, Places] = {}
         for cell, path, i in found:
             if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
                 raise ValueError(
-                    f"{_at(call(self, method), cell)}: {path!r} holds several values, so it is no part of a block. "
-                    f"Put the stage that replaces it nearer to the raw tree."
+                    f"{_at(call(self, method), cell)}: {path!r} holds several values, so it cannot be part of a block. "
+                    f"Put the stage that replaces it earlier in the chain."
                 )
         if not cells:
             first = _below(self.at, next(iter(self._model)))
@@ -145,7 +145,7 @@ class _Rearranged(Parametrization):
 
 
 def _found(leaves: Sequence[Any], slots: Sequence[Slot], wanted: IsLeaf) -> list[tuple[str, int]]:
-    """The paths and indices of the wanted leaves, of those that stages may see."""
+    """The paths and indices of the wanted leaves that stages may see."""
     return [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and wanted(leaves[i])]
 
 
@@ -158,14 +158,14 @@ def _below(cell: str, path: str) -> str:
 
 
 def _above(path: str, full: str) -> str | None:
-    """The cell in which ``path`` leads to the full path, None where it does not."""
+    """The cell whose array at ``path`` has the full path, or None."""
     if full == path:
         return ""
     return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
 
 
 def _label(path: str) -> str:
-    """The name of a raw array under a marker, where '/' and '.' mean something else."""
+    """The name of a raw array under a marker, where '/' and '.' are not allowed."""
     return path.replace("/", "_").replace(".", "_")
 
 
@@ -177,27 +177,27 @@ def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
 
 def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
     if not isinstance(sizes, Mapping | tuple | list):
-        raise TypeError(f"{who} takes a dict of names and whole numbers as sizes, but got {sizes!r}.")
+        raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
     return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
 
 
 def _alone(layout: Mapping[str, Block]) -> dict[str, Block]:
-    """Each value of a layout as an array of its own."""
+    """Each value of a layout as a separate array."""
     return {names(text)[0]: text for block in layout.values() for text in texts(block)}
 
 
 class Pack(_Rearranged):
-    r"""Arrays made of parts: :math:`W = [W_i; W_f; W_g; W_o]`, the block is what the model reads.
+    r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
 
-    Raw values (main): the parts, ``input_i`` and so on, at the place of the array that they make, each under a path
-    of its own (``lstm/weight_ih/input_i``), so that earlier stages may treat them one by one. The block is made once
-    in each ``apply``, outside of any loop over time. ``init`` cuts it apart; nothing is computed, so both are exact.
+    Raw values (main): the parts, ``input_i`` and so on, at the place of their array, each under a path of its own
+    (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. The block is assembled once in each
+    ``apply``, outside any loop over time. ``init`` splits it. Nothing is computed, so both are exact.
 
     Args:
       layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
         blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
-      at: The cell in which these paths are found, or a regular expression for several.
-      sizes: Sizes that the shapes do not tell, such as ``{"heads": 8}``.
+      at: The path of the cell that holds these arrays, or a regular expression for several cells.
+      sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -205,7 +205,7 @@ class Pack(_Rearranged):
       >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
       >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
       {'input_f': (3, 2), 'hidden_f': (2, 2)}
-      >>> dropped = rpx.WeightDropout(0.5, where="lstm/linear/w/hidden_.*") >> p  # hidden to hidden alone
+      >>> dropped = rpx.WeightDropout(0.5, where="lstm/linear/w/hidden_.*") >> p  # hidden-to-hidden only
     """
 
     @property
@@ -218,19 +218,19 @@ class Pack(_Rearranged):
 
 
 class Split(_Rearranged):
-    r"""Arrays that are parts of one raw array: :math:`[W_i; W_h; b^T] = W`, the block is what the optimizer moves.
+    r"""Blocks that the optimizer moves, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
-    Raw values (main): the blocks, under the names that the layout gives them, each at the place of its first part and
-    under the path of that place and its name (``cell/Wi/W``); the other places hold the empty node
-    ``{"@split": {}}``. Gradients and optimizer states are those of the blocks. ``init`` joins the parts; nothing is
-    computed, so both are exact.
+    Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, with
+    the path of that place and its name (``cell/Wi/W``); the other places hold the empty node ``{"@split": {}}``.
+    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Nothing is computed, so both
+    are exact.
 
     Args:
       layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
-      at: The cell in which the parts are found, or a regular expression for several.
-      model: The arrays that the model reads, ``"flax.lstm"``, in the same forms; None where each value of the raw
-        blocks is an array, whose path is its name.
-      sizes: Sizes that the shapes of the raw arrays do not tell.
+      at: The path of the cell that holds the parts, or a regular expression for several cells.
+      model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
+        blocks is an array, and its path is its name.
+      sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

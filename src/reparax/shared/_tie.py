@@ -26,24 +26,24 @@ Tied = tuple[str, str, Transform | None]
 class Tie(Parametrization):
     r"""One parameter in several places: each target is its source, or a pure function of it.
 
-    The raw tree holds each parameter once, at its owner; a tied place holds the empty node ``{"@tie": {}}``, so
-    optimizer states and checkpoints have no copy, and gradients add up at the owner. A source may be tied itself. The
-    place in the chain says what is shared::
+    The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
+    optimizer states and checkpoints have no copy, and gradients are summed at the owner. A source may be tied itself.
+    The place in the chain decides what is shared::
 
         VarNoise(s) >> Tie(...)      one noise, drawn at the owner and shared
-        Tie(...) >> VarNoise(s)      a noise for each use
+        Tie(...) >> VarNoise(s)      separate noise for each use
         WeightNorm() >> Tie(...)     the normalized weight is shared, with its length
-        Tie(...) >> WeightNorm()     the direction is shared, each use has a length of its own
+        Tie(...) >> WeightNorm()     the direction is shared, each use has its own length
 
-    ``init`` verifies that each target equals its source's image, as far as values are known (under ``jax.jit`` only
-    shapes and dtypes are), and is exact there. ``p.owners(params)`` says who owns what.
+    ``init`` checks that each target equals its transformed source, and is exact then. Under ``jax.jit`` it can check
+    only shapes and dtypes. ``p.owners(params)`` shows the owner of each parameter.
 
     Args:
       ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
-        target is a path, or a regular expression for whole paths, whose groups its source may refer to; a path that
-        comes out as its own source is its owner.
-      unequal: What ``init`` does with a target that differs from its source's image: ``"refuse"`` raises,
-        ``"overwrite"`` ties it all the same, so that the model changes.
+        target is a path, or a regular expression for whole paths; its source may refer to groups of the expression. A
+        target that resolves to itself owns the parameter.
+      unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error,
+        ``"overwrite"`` ties it anyway, which changes the model.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -87,8 +87,8 @@ class Tie(Parametrization):
         for target, (source, transform) in places.items():
             if tied := [path for path in (target, source) if is_node(values[path])]:
                 raise ValueError(
-                    f"{call(self, 'init')} names {tied[0]!r}, which a later Tie of the chain has tied already. Name "
-                    f"each place as a target once, and as a source the array that owns it."
+                    f"{call(self, 'init')} names {tied[0]!r}, which a later Tie of the chain has tied already. Use "
+                    f"each path as a target once, and the owner of a tied array as the source."
                 )
             self._require_equal(target, values[target], source, values[source], transform)
         numbers = [next_number(path, self.kind) for path in named(tree, is_node)[0]]
@@ -104,12 +104,12 @@ class Tie(Parametrization):
         if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
                 f"{call(self, 'init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
-                f"{describe(wanted)}. Add the transform that takes the one to the other."
+                f"{describe(wanted)}. Add a transform from the source to the target."
             )
         if self.unequal == "refuse" and _differ(got, given, transform):
             raise ValueError(
                 f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
-                f"change the model. Set the target to that first, drop the tie, or say `unequal='overwrite'`."
+                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
@@ -120,8 +120,8 @@ class Tie(Parametrization):
         for target, _, _ in self.ties:
             if not matches(target, [slot.path for slot in held]):
                 raise ValueError(
-                    f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node, which "
-                    f"flattened formats lose. Restore into the structure that `jax.eval_shape(p.init, params)` gives."
+                    f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
+                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
                 )
         places = self._places("apply", held)
         for target in places:
@@ -147,7 +147,7 @@ class Tie(Parametrization):
         return {target: source for target, source, _ in self._resolved("owners", paths)}
 
     def _places(self, method: str, slots: list[Slot]) -> dict[str, tuple[str, Transform]]:
-        """For each tied array, by its own path: the array it is made of, and the function."""
+        """For each tied array, by its path: its source array and the transform."""
         places: dict[str, tuple[str, Transform]] = {}
         own: dict[str, list[str]] = {}
         for slot in slots:
@@ -158,14 +158,14 @@ class Tie(Parametrization):
                 image = own[source][0] if alone else source + draw.removeprefix(target)
                 if image not in own[source]:
                     raise ValueError(
-                        f"{call(self, method)}: {target!r} and {source!r} hold different values, {draw!r} has no "
-                        f"counterpart {image!r}. Put the tie last in the chain, to share the effective arrays."
+                        f"{call(self, method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
+                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
                 places[draw] = (image, transform or _same)
         return places
 
     def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
-        """The ties as they stand for the arrays of a tree, without regular expressions."""
+        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
         who = call(self, method)
         found: list[Tied] = []
         for target, source, transform in self.ties:
@@ -181,7 +181,7 @@ class Tie(Parametrization):
 
 
 def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
-    """The source of a target that was matched, with what the groups have found."""
+    """The source of a matched target, with the groups filled in."""
     if source in paths:
         return source
     try:
@@ -219,7 +219,7 @@ def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
         while (source := sources.get(loop[-1])) is not None:
             if source in loop:
                 circle = " -> ".join([*loop[loop.index(source) :], source])
-                raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied; it owns the parameter.")
+                raise ValueError(f"{who} got a loop: {circle}. Leave one of them untied, as the owner.")
             loop.append(source)
 
 
@@ -247,10 +247,10 @@ def _numbers(x: Array) -> np.ndarray:
 
 
 def _differ(target: Any, source: Any, transform: Transform) -> bool:
-    """Whether values are known and further apart than rounding."""
+    """Whether values are known and differ by more than rounding."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
-    with jax.ensure_compile_time_eval():  # of known arrays, also where `init` is called under `jax.jit`
+    with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
         got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
     eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64

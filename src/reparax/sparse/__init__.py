@@ -1,4 +1,4 @@
-"""Weights of which some are zero, or do not train: a mask is a fixed value, which ``update`` may move."""
+"""Masked, pruned and frozen weights; a mask is a fixed value, which ``update`` may change."""
 
 from reparax.sparse._freeze import Freeze as Freeze
 from reparax.sparse._global_prune import GlobalPrune as GlobalPrune

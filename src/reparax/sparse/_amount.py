@@ -1,4 +1,4 @@
-"""How many weights to prune, as users write it: a share, a number, or several one after the other."""
+"""How many weights to prune, as you write it: a share, a number, or several in turn."""
 
 from typing import Any
 
@@ -20,22 +20,22 @@ def _check_one(amount: Any, who: str, name: str) -> Any:
     """A share as a float or a traced scalar, a number as an int."""
     if isinstance(amount, int | np.integer) and not isinstance(amount, bool):
         if amount < 0:
-            raise ValueError(f"{who} got {name}={amount}, but cannot prune fewer weights than none.")
+            raise ValueError(f"{who} got {name}={amount}, but takes a number of weights that is at least 0.")
         return int(amount)
     share = check_number(amount, who, name)
-    # A share of 1 would equal the number 1, and so hit what is compiled for that.
+    # A share of 1.0 would equal the number 1, and reuse a program compiled for it.
     if isinstance(share, float) and not 0 <= share < 1:
-        raise ValueError(f"{who} got {name}={share}, but a share of weights is at least 0 and less than 1.")
+        raise ValueError(f"{who} got {name}={share}, but takes a share of weights from 0 to less than 1.")
     return share
 
 
 def amounts(sparsity: Any) -> tuple[Any, ...]:
-    """The amounts, one after the other."""
+    """The amounts in order."""
     return sparsity if isinstance(sparsity, tuple) else (sparsity,)
 
 
 def left(sparsity: Any, size: int) -> Any:
-    """How many of ``size`` weights stay: each amount counts among what the former ones leave."""
+    """How many of ``size`` weights remain; each amount is taken of what the amounts before it leave."""
     rest: Any = size
     for amount in amounts(sparsity):
         rest = rest - (amount if isinstance(amount, int) else _share(amount, rest))
@@ -43,11 +43,10 @@ def left(sparsity: Any, size: int) -> Any:
 
 
 def _share(amount: Any, count: Any) -> Any:
-    """The share ``amount`` of ``count``, rounded to a whole number, and half of one to the even one."""
+    """The share ``amount`` of ``count``, rounded to a whole number; halves go to the even one."""
     if isinstance(amount, float) and isinstance(count, int):
         return round(amount * count)
-    # A traced share is the number of float32 that it has become, in units of 2^-31, and the product one of integers, as
-    # float32 cannot count beyond 2^24.
+    # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _product(jnp.asarray(count).astype(jnp.uint32), units)
     whole, part = (high << 1) | (low >> 31), low & (2**31 - 1)
@@ -55,7 +54,7 @@ def _share(amount: Any, count: Any) -> Any:
 
 
 def _product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The upper and the lower 32 bits of a product of numbers of at most 31 bits."""
+    """The upper and lower 32 bits of a product of numbers of at most 32 bits."""
     lower = (a & 0xFFFF) * (b & 0xFFFF)
     middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)
     other = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
@@ -69,6 +68,6 @@ def too_many(sparsity: Any, size: int) -> str | None:
     if not isinstance(rest, int) or rest >= 0:
         return None
     return (
-        f"expected to prune at most {size}, as many as there are, got sparsity {sparsity}. "
+        f"expected to prune at most {size}, the number of weights or slices, got sparsity {sparsity}. "
         f"Give a share, which fits arrays of every size, or narrow the stage with `where`."
     )

@@ -1,4 +1,4 @@
-"""Weights that do not train."""
+"""Frozen weights."""
 
 from typing import ClassVar
 
@@ -9,12 +9,12 @@ from reparax._stage.leaf import Reparametrization
 
 
 class Freeze(Reparametrization):
-    """Weights that do not train: ``w`` itself, as a fixed value.
+    """Frozen weights: ``w`` itself, as a fixed value.
 
-    Raw value: ``w`` (main, fixed). No gradient passes, and :func:`reparax.optimizer` keeps optimizers and weight decay
-    away. ``init`` is exact.
+    Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
+    weight decay changes it. ``init`` is exact.
 
-    ``Freeze`` freezes what the stages before it in the chain make, with all their raw values:
+    ``Freeze`` freezes the output of the stages before it in the chain, with all their raw values:
 
     ==============================================  ==========================================================
     ``WeightNorm() >> Freeze()``                    freezes ``g`` and ``v``: the weights do not move
@@ -22,10 +22,10 @@ class Freeze(Reparametrization):
     ``WeightNorm() >> Freeze(where="encoder/.*")``  freezes a part of the model
     ==============================================  ==========================================================
 
-    To freeze or unfreeze while training is to go on with another chain: ``raw = q.init(p.fold(raw))`` keeps the
-    weights, and ``Freeze().init(p.fold(raw))`` computes nothing any more when it is applied. The optimizer starts anew
-    with the new raw tree. Of an array with an adapter, ``Freeze`` takes the base and leaves the adapter alone:
-    ``Freeze() >> LoRA(8)`` trains the adapters, and nothing else.
+    To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the
+    weights. ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the
+    optimizer again with the new raw tree, or convert its state by :func:`transfer`. If an array has an adapter,
+    ``Freeze`` acts on the base only: ``Freeze() >> LoRA(8)`` trains only the adapters.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter.
@@ -48,4 +48,4 @@ class Freeze(Reparametrization):
         return values["w"]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.zeros((), values["w"].real.dtype)  # of no free value
+        return jnp.zeros((), values["w"].real.dtype)  # no value is free

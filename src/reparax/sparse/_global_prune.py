@@ -1,4 +1,4 @@
-"""Pruning of many arrays by one ranking."""
+"""Pruning of many arrays with one ranking."""
 
 from typing import Any, ClassVar
 
@@ -18,18 +18,18 @@ from reparax.sparse._mask import largest, masked, masking
 
 
 class GlobalPrune(Reparametrization):
-    r"""Weights of a given sparsity over all selected arrays together: :math:`w = m \, x`, the largest ones of all.
+    r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    As :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree: raw values ``w`` (main) and
-    ``mask`` (fixed) for each array. ``init`` is exact where the arrays together are as sparse already.
+    Like :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main) and
+    ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
 
     Args:
-      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
-        for one after the other, each among what is left. A share may be a traced scalar, read in float32: it may
-        prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
-      stacked: None, as all arrays have one ranking.
+      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
+        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
+        differ by one for halves, and beyond 2^24 weights.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: Not available, because all arrays share one ranking.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -53,7 +53,7 @@ class GlobalPrune(Reparametrization):
         if self.stacked != ():
             raise ValueError(
                 f"GlobalPrune got stacked={self.stacked!r}, but ranks the weights of all arrays together. Leave "
-                f"`stacked` out, or prune each array by itself with MagnitudePrune."
+                f"`stacked` out, or prune each array alone with MagnitudePrune."
             )
 
     @property
@@ -74,7 +74,7 @@ class GlobalPrune(Reparametrization):
 
     def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
         del grads
-        leaves, treedef, own = self._own_nodes("update", tree, keys)  # all of them first: a mask depends on every one
+        leaves, treedef, own = self._own_nodes("update", tree, keys)  # all nodes first: each mask depends on all
         masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
         for (i, node), mask in zip(own.items(), masks, strict=True):
             leaves[i] = {node.mark: {**node.held, FIXED: {"mask": mask}}}

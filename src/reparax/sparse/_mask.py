@@ -1,4 +1,4 @@
-"""Weights of which some are zero: fixed masks."""
+"""Weights under masks."""
 
 from typing import Any, ClassVar
 
@@ -19,12 +19,12 @@ def masking(w: Array, kept: Array) -> dict[str, Array]:
 
 
 def masked(values: dict[str, Array]) -> Array:
-    """The effective weight: zero where the mask is."""
+    """The effective weight: zero where the mask is zero."""
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
 
 
 def largest(scores: Array, count: Any) -> Array:
-    """True at the ``count`` largest scores; of equal ones, at those of lower index."""
+    """True at the ``count`` largest scores; among equal scores, at those with lower index."""
     order = jnp.argsort(-scores.reshape(-1), stable=True)
     rank = jnp.argsort(order)
     return (rank < jnp.asarray(count).astype(rank.dtype)).reshape(scores.shape)
@@ -33,14 +33,14 @@ def largest(scores: Array, count: Any) -> Array:
 class Mask(Reparametrization):
     r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, 1 where ``w`` is not zero at ``init`` and
-    0 where it is. So a mask of your own is given by its zeros: ``Mask().init(jax.tree.map(jnp.multiply, params,
-    masks))``. ``init`` is exact. No gradient passes to masked entries. An array that starts as zeros stays zero: leave
-    it out. Another mask is a new ``init``.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
+    elsewhere. To use masks of your own, multiply by them first:
+    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. ``init`` is exact. No gradient passes to masked entries.
+    An array of zeros would stay zero: leave it out with ``where``. To change the mask, call ``init`` again.
 
     Args:
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:
@@ -68,20 +68,20 @@ class Mask(Reparametrization):
 
 
 class NofM(Constraint):
-    r"""N:M sparsity: of every ``m`` consecutive weights along an axis, the ``n`` largest, the others zero.
+    r"""N:M sparsity, :math:`w = m \, x`: of each ``m`` consecutive weights along an axis, only the ``n`` largest.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, of zeros and ones. ``init`` is exact where
-    ``w`` has at least ``m - n`` zeros in each group, and else starts at the nearest such point; of equal weights
-    those of lower index stay. ``update`` makes the mask anew, from the weight as earlier stages give it now. No
-    gradient passes to masked entries; their raw values stay, so that an ``update`` may bring them back.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
+    has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
+    those with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to
+    masked entries. Their raw values are kept, so a later ``update`` may bring them back.
 
     Args:
-      n: How many weights of a group may be other than zero.
-      m: The size of a group, by which the length of the axis must be divisible.
-      axis: The axis along which groups lie.
+      n: The largest number of nonzero weights in a group.
+      m: The size of a group; it must divide the length of the axis.
+      axis: The axis along which groups are formed.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:

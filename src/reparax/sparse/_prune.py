@@ -1,4 +1,4 @@
-"""Pruning: masks of a given sparsity, array by array."""
+"""Pruning: masks with a given sparsity, for each array."""
 
 import math
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from reparax.sparse._mask import largest, masked, masking
 
 
 class _Prune(Constraint):
-    """Weights under a mask of a given sparsity; the nearest ones keep their largest slices."""
+    """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
     sparsity: Any = argument(per_array(_amount.check_amount))
     axis: Axes | None = argument(check_optional_axes, default=None)
@@ -37,7 +37,7 @@ class _Prune(Constraint):
         return masked(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
-        """The raw values of ``w`` where the slices of the largest scores stay."""
+        """The raw values of ``w``; the slices with the largest scores stay."""
         return masking(w, largest(scores, _amount.left(self.sparsity, scores.size)))
 
 
@@ -49,30 +49,31 @@ def _check_order(value: Any, who: str, name: str) -> float:
 
 
 class MagnitudePrune(_Prune):
-    r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest ones.
+    r"""Weights with a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
-    ``init`` is exact where ``w`` is as sparse already, and else starts at the nearest such point; of equal weights
-    those of lower index stay.
-    ``update`` makes the mask anew, from the weight as earlier stages give it now: call it in the steps that prune,
-    with their sparsity. ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the
-    cubic schedule of Zhu and Gupta. No gradient passes to masked entries. Their raw values stay, so that an ``update``
-    may bring them back; to undo a pruning as a whole is a new ``init``, of weights that you have kept.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest such point; among equal
+    weights, those with lower index stay.
 
-    A tuple prunes twice: the second amount counts among what the first leaves, as in torch, so that ``(0.5, 0.5)``
-    leaves a quarter. Two stages in a row count all weights each. Over all arrays together, this is
+    ``update`` computes the mask again, from the current weight. Call it in the steps that prune, with the sparsity of
+    that step: ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
+    schedule of Zhu and Gupta. No gradient passes to masked entries. Their raw values are kept, so a later ``update``
+    may bring them back. To undo pruning, call ``init`` on saved weights.
+
+    A tuple prunes twice: the second amount is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
+    quarter. If you chain two stages instead, both count all weights. To prune over all arrays together, use
     :class:`GlobalPrune`.
 
     Args:
-      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
-        for one after the other. A share may be a traced scalar, read in float32: it may
-        prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
+        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
+        differ by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: single weights.
-      order: The norm by which slices compare, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -96,20 +97,20 @@ class MagnitudePrune(_Prune):
 
 
 class RandomPrune(_Prune):
-    r"""Weights of a given sparsity: :math:`w = m \, x`, with a mask :math:`m` drawn at ``init``, never changed after.
+    r"""Weights with a given sparsity: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
-    Raw values: ``w`` (main), the weight itself; ``mask`` (fixed), real, a zero or one for each weight, or each slice.
-    What is zero already is pruned first, so ``init`` is exact where ``w`` is as sparse already; else it starts at a
-    random such point, while ``project`` gives the nearest. No gradient passes to masked entries.
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise it starts at a random such
+    point, while ``project`` gives the nearest. No gradient passes to masked entries.
 
     Args:
-      sparsity: The share of weights that are zero, rounded to whole weights, or a whole number of weights; a tuple
-        for one after the other, each among what is left. A share may be a traced scalar, read in float32: it may
-        prune one weight more or less where half of one is to be rounded, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
+        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
+        differ by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
 
     Example:
@@ -129,11 +130,11 @@ class RandomPrune(_Prune):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         scores = _scores(w, self.axis, math.inf)
         drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
-        return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in an order of their own
+        return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in random order
 
 
 def _scores(w: Array, axis: Axes | None, order: float) -> Array:
-    """What slices compare by: a number that grows with their norm, 1 along the normed axes."""
+    """The scores of slices: numbers that grow with their norm, of size 1 along the normed axes."""
     x = jnp.abs(widened(w))
     if axis is None:
         return x

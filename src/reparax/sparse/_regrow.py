@@ -1,4 +1,4 @@
-"""Dynamic sparse training: masks that drop weights and grow others, at a density that stays."""
+"""Dynamic sparse training: masks that drop weights and regrow others at constant density."""
 
 from typing import Any, ClassVar
 
@@ -18,12 +18,12 @@ from reparax.sparse._mask import largest, masked, masking
 def _check_drop(value: Any, who: str, name: str) -> Any:
     share = check_number(value, who, name)
     if isinstance(share, float) and not 0 <= share <= 1:
-        raise ValueError(f"{who} got {name}={share}, but drops a share of the weights, at least 0 and at most 1.")
+        raise ValueError(f"{who} got {name}={share}, but takes a share of the weights from 0 to 1.")
     return share
 
 
 class _Regrow(Constraint):
-    """Weights under a mask of a given sparsity, of which each update drops the smallest and grows others from zero."""
+    """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
     sparsity: Any = argument(per_array(_amount.check_amount))
     drop: Any = argument(per_array(_check_drop), default=0.3)
@@ -52,10 +52,10 @@ class _Regrow(Constraint):
         return masking(jnp.where(kept, w, jnp.zeros_like(w)), kept)
 
     def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
-        """The mask without the share ``drop`` of its smallest weights, and with as many of the largest scores."""
+        """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
         w, active = values["w"], values["mask"] != 0
         size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
-        # What is no number must not let the ranking lose count: such weights stay, and such scores are the least.
+        # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
@@ -66,27 +66,28 @@ class _Regrow(Constraint):
 
 
 class RigL(_Regrow):
-    r"""Sparse weights that move to where the gradient is: :math:`w = m \, x`, at a density that stays.
+    r"""Sparse training by gradient magnitude, at constant density: :math:`w = m \, x`.
 
-    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, of zeros and ones. ``init`` draws the mask, and
-    sets to zero what it hides; what is zero already is pruned first, so it is exact where ``w`` is as sparse already.
-    ``project`` gives the nearest such array.
+    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, zeros and ones. ``init`` draws the mask, and sets
+    masked weights to zero. Zeros are pruned first, so it is exact if ``w`` is already that sparse. ``project`` gives
+    the nearest such array.
 
-    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of least magnitude, and grows
-    as many where the magnitude of the gradient is largest, from zero. ``grads`` are those by the effective tree, which
-    are dense: call it in one step of a hundred, and stop at three quarters of the training. Without ``grads`` the mask
-    stays. The paper lets the share fall, ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``.
-    A weight that grows should forget its momentum: :func:`reset_moments` sets that to zero.
+    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of smallest magnitude. It
+    regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
+    respect to the effective tree, so call it about once in a hundred steps, and stop after three quarters of the
+    training. Without ``grads`` the mask stays. The paper decays the share:
+    ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of regrown
+    weights to zero.
 
-    As ``update`` sets raw weights to zero, no stage may make them from others: put ``RigL`` before ``WeightNorm``.
+    ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
 
     Args:
       sparsity: As for :class:`RandomPrune`.
-      drop: The share of the active weights that an update replaces, a number from 0 to 1 or a traced scalar; rounded
+      drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
         down to whole weights, in float32.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:
@@ -112,18 +113,18 @@ class RigL(_Regrow):
 
 
 class SET(_Regrow):
-    r"""Sparse weights that move at random: :math:`w = m \, x`, at a density that stays.
+    r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
-    As :class:`RigL`, with the same raw values, but what grows is drawn: ``p.update(raw, key)`` drops the share ``drop``
-    of the active weights, those of least magnitude, and grows as many at random, from zero. Without a key the mask
-    stays. Call it once an epoch, or in one step of a hundred.
+    Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
+    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Without a key
+    the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPrune`.
       drop: As for :class:`RigL`; the paper's :math:`\zeta`.
       outside: As for :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, but biases and
-        scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
       stacked: As for :class:`Reparametrization`.
 
     Example:

@@ -1,6 +1,6 @@
-"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes.
+"""Tests for your own stages: ``check_laws`` checks the laws of parametrizations.
 
-A law is a function of a chain, parameters and a key that raises where the chain breaks it.
+A law is a function of a chain, parameters and a key that raises an error if the chain breaks it.
 """
 
 from reparax.testing._laws import LAWS as LAWS

@@ -1,4 +1,4 @@
-"""What the laws are judged by: programs compiled once for all laws, comparisons, and the errors that say what broke."""
+"""Tools of the laws: programs compiled once for all laws, comparisons, and errors."""
 
 import functools
 import operator
@@ -33,17 +33,17 @@ def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree
 
 
 def compiled_effective(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """The effective tree, with the key where it is needed: a chain that needs none is one program with its mean."""
+    """The effective tree; the key is passed only if needed, so a deterministic chain shares its program with fold."""
     return compiled_apply(p, raw, key if p.stochastic else None)
 
 
 def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
-    """``p.fold(raw)``, in the program that applies the deterministic chain."""
+    """``p.fold(raw)``, with the program that applies the deterministic chain."""
     return compiled_apply(p.deterministic, raw, None)
 
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """One update of ``raw``, with gradients where the chain reads any: the weights may stand for those."""
+    """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
     return p.update(raw, key, p.fold(raw)) if p.reads_grads else p.update(raw, key)
 
 
@@ -57,7 +57,7 @@ def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
 
 @partial(jax.jit, static_argnums=0)
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
-    """A generic linear function of the effective tree, and its gradient with respect to what trains."""
+    """A generic linear function of the effective tree, and its gradient with respect to the free values."""
     moving, held = trainable(raw)
 
     def objective(moving: PyTree) -> Array:
@@ -70,7 +70,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
 
 class Alone(Parametrization):
-    """One stage of a chain, on what the earlier ones give it without noise; the result still holds later markers.
+    """One stage of a chain, on the output of earlier stages without noise; the result still holds later markers.
 
     Args:
       chain: The chain.
@@ -80,7 +80,7 @@ class Alone(Parametrization):
     chain: Parametrization
     number: int
 
-    kind: ClassVar[str] = "alone_in_a_law"  # nobody's name: raw trees do not depend on whether the laws are imported
+    kind: ClassVar[str] = "alone_in_a_law"  # an unlikely name, so that importing the laws changes no other kind
     stochastic: ClassVar[bool] = True
 
     @property
@@ -103,9 +103,9 @@ class Alone(Parametrization):
 
 @partial(jax.jit, static_argnums=0)
 def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
-    """How far draws are from the mean that ``p`` claims: the claim, the sum over ``keys``, and the sum of squares.
+    """Deviations of draws from the mean that ``p`` claims: the claim, and their sum and sum of squares over ``keys``.
 
-    Each array counts by its entries, by their average, and by their average in units of the claim.
+    For each array there are the entries, their average, and their average in units of the claim.
     """
     mean = p.fold(raw)
     claimed = jax.tree.map(comparable, mean)
@@ -129,7 +129,7 @@ def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, Py
 def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The mean of ``n`` deviations and its standard error, from their sum and the sum of their squares.
 
-    What is rare may be missing from the draws of one entry, so its variance is taken to be the average one at least.
+    Rare events may be missing in the draws of one entry, so its variance is at least the average variance.
     """
     mean = total / n
     variance = np.real(squares) / n - np.square(np.abs(mean))
@@ -139,7 +139,7 @@ def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarra
 
 
 def comparable(w: Array) -> Array:
-    """``w`` in single precision at least, so that numbers add up."""
+    """``w`` in single precision or wider, so that sums are accurate."""
     return widened(w) if is_inexact(w) else w.astype(jnp.float32)
 
 
@@ -194,7 +194,7 @@ def types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
 
 
 def require_same_types(p: Parametrization, law: str, got: PyTree, want: PyTree, who: str) -> None:
-    """Refuses another structure, and for each array another shape, dtype or weakness of the dtype."""
+    """Requires the same structure, and for each array the same shape, dtype and weak type."""
     same = jax.tree.structure(got) == jax.tree.structure(want)
     require(p, law, same, f"{who} gives {jax.tree.structure(got)}, not {jax.tree.structure(want)}")
     for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
@@ -207,22 +207,22 @@ def _type(w: Array) -> str:
     return f"{weak}{w.dtype}{list(w.shape)}"
 
 
-# Numpy does these, as each operation of JAX on each shape would be a program to compile.
+# These use numpy, because JAX would compile a program for each operation and shape.
 def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
-    """What an optimizer moves, and the rest: fixed values and integers."""
+    """The values that an optimizer moves, and the rest: fixed values and integers."""
     moving = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
     rest = jax.tree.map(lambda w, other: other if w is None else None, moving, raw, is_leaf=lambda x: x is None)
     return moving, rest
 
 
 def moved(raw: PyTree, key: Array) -> PyTree:
-    """The raw tree with what trains moved at random: a point that is nowhere special, as many a start is."""
+    """The raw tree with random changes to free values: a generic point, unlike many a start."""
     moving, rest = trainable(raw)
     return combine(along(moving, normal(moving, key), 0.1), rest)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:
-    """Standard normal numbers in the place of those of ``tree``."""
+    """A tree like ``tree`` with standard normal numbers."""
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
 
     def draw(w: Array) -> Array:
@@ -241,7 +241,7 @@ def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
 
 
 def twice(tree: PyTree) -> PyTree:
-    """A batch of two, both the same."""
+    """A batch of two equal copies."""
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
 
 
@@ -257,12 +257,12 @@ def without_row(w: Array) -> Array:
 
 
 def doubled(w: Array) -> Array:
-    """``w`` in double precision, integers as they are."""
+    """``w`` in double precision; integers do not change."""
     return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if is_inexact(w) else w
 
 
 def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
-    """Whether ``p`` takes the precision of ``params`` and computes with numbers of ``bits`` bits at least."""
+    """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
     try:
         trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
     except (ValueError, TypeError):
@@ -271,14 +271,14 @@ def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
 
 
 def picklable(p: Parametrization) -> bool:
-    """Whether Python can find the classes and functions in ``p`` again by name."""
+    """Whether pickle finds the classes and functions in ``p`` by name."""
     classes = [type(stage) for stage in stages(p)]
     found = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
     return not has_functions(p) and found == classes
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Whether it holds what has no form in JSON: a predicate, or a function that is not one of jax."""
+    """Whether it holds something without a form in JSON: a predicate, or a function that is not from jax."""
     try:
         p.to_json()
     except ValueError:
@@ -291,7 +291,7 @@ def stages(p: Parametrization) -> tuple[Parametrization, ...]:
 
 
 def without_means(p: Parametrization) -> Parametrization:
-    """``p`` without the random stages whose mean is not the array itself, as ``init`` knows nothing of them."""
+    """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
     means = [stage.deterministic for stage in stages(p)]
     left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
     kept = [stage for stage, out in zip(stages(p), left_out, strict=True) if not out]

@@ -1,4 +1,4 @@
-"""A raw tree to a file and back, by each library that is installed: what the law of checkpoints runs."""
+"""Writes a raw tree to a file and reads it back, with each installed library; for the law of checkpoints."""
 
 import importlib.util
 import pickle
@@ -16,7 +16,7 @@ Way = Callable[[PyTree], PyTree]
 
 
 def by_pickle(raw: PyTree) -> PyTree:
-    """Pickled as numpy arrays."""
+    """Pickle of numpy arrays."""
     return pickle.loads(pickle.dumps(jax.tree.map(np.asarray, raw)))
 
 
@@ -58,7 +58,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
 
 def installed(raw: PyTree) -> dict[str, Way]:
-    """The ways whose library is there and takes the dtypes of ``raw``."""
+    """The formats whose library is installed and takes the dtypes of ``raw``."""
     ways: dict[str, Way] = {"pickle": by_pickle}
     leaves = jax.tree.leaves(raw)
     plain = all(issubclass(np.asarray(w).dtype.type, np.floating | np.integer) for w in leaves)

@@ -1,7 +1,7 @@
-"""The laws of parametrizations, for whoever writes a stage: run ``check_laws`` on it, on parameters that it takes.
+"""The laws of parametrizations: run ``check_laws`` on your own stage.
 
-Each law is a function of a parametrization, a tree of arrays and a key that raises an ``AssertionError`` where the
-law is broken, naming the stage, the path and by how much.
+Each law is a function of a parametrization, a tree of arrays and a key. If the law is broken, it raises an
+``AssertionError`` with the stage, the path and the size of the deviation.
 """
 
 import copy
@@ -64,21 +64,22 @@ Law = Callable[[Parametrization, PyTree, Array], None]
 def check_laws(
     p: Parametrization, params: PyTree, key: Array | None = None, *, laws: Iterable[Law] | None = None
 ) -> None:
-    """Runs the laws of parametrizations on ``p``.
+    """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    They are about the right inverse, types, value semantics, transformations of JAX, keys, means, purity, gradients,
-    ``update``, ``rebase``, checkpoints and plain trees. A stage whose gradient is not that of its formula, as of a
-    rounding, says ``straight_through = True``; a random one whose mean is not the array itself defines ``mean_leaf``.
+    The laws are about the right inverse, types, value semantics, JAX transformations, keys, means, purity, gradients,
+    ``update``, ``rebase``, checkpoints and plain trees. If the gradient of your stage is not that of its formula, as
+    for rounding, set ``straight_through = True``. If the mean of a random stage is not the array itself, define
+    ``mean_leaf``.
 
     Args:
       p: A stage or a chain.
-      params: A tree of arrays that ``p`` takes, of a generic value: not zero, not symmetric. Small ones: the laws draw
-        a thousand times, and compile some ten programs.
-      key: The key of all draws; ``jax.random.key(0)`` where there is none.
-      laws: Some of ``LAWS``; all of them where there is none.
+      params: A tree of arrays that ``p`` takes, with generic values: not zero, not symmetric. Use small arrays: the
+        laws draw a thousand times, and compile about ten programs.
+      key: The key of all draws. Default: ``jax.random.key(0)``.
+      laws: Some of ``LAWS``. Default: all of them.
 
     Raises:
-      AssertionError: Naming the law, and where and by how much it is broken.
+      AssertionError: If a law is broken; the error says which, where and by how much.
 
     Example:
       >>> import jax, reparax as rpx
@@ -90,11 +91,11 @@ def check_laws(
 
 
 def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
-    """``apply(init(w)) == w`` for every ``w`` on the image, within the rounding of the coarsest dtype involved.
+    """``apply(init(w)) == w`` for every ``w`` in the image, up to rounding of the coarsest dtype involved.
 
-    A point of the image is made by moving the free values at random. Where a stage holds fixed values, these belong
-    to the point from which they were made; there ``apply(init(...))`` must be a projection: twice is once. A random
-    stage whose mean is not the array itself (``mean_leaf``) is left out, as ``init`` leaves it out.
+    A point of the image is found by changing the free values at random. Fixed values belong to the point from which
+    they were made; with these, ``apply(init(...))`` must be a projection: applied twice, it gives the same. Random
+    stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
     raw, q = compiled_init(p, params, key), without_means(p)
     point = compiled_fold(q, moved(raw, key))
@@ -105,10 +106,10 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Structure, shapes, dtypes and shardings are those of the model, unless the stage exists to change them."""
+    """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
     raw = compiled_init(p, params, key)
     for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
-        require(p, "types", paths(effective) == paths(params), "the effective tree has other paths")
+        require(p, "types", paths(effective) == paths(params), "the effective tree has different paths")
         for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
             require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
@@ -116,7 +117,7 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
-    """An effective array has its sharding, where a raw value of its path and shape has it."""
+    """An effective array keeps its sharding if a raw value of its path and shape has it."""
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
 
@@ -135,7 +136,7 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Equal builds are equal, hash equal and trace once; a parametrization holds no array, and copies are equal."""
+    """Copies are equal, have equal hashes and are traced only once; a parametrization has no leaves."""
     twins = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
     require(p, "value semantics", jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
@@ -153,7 +154,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
 
-    # All in one program, as most of the time goes to compiling.
+    # All in one program, because compilation takes most of the time.
     @jax.jit
     def ways(params: PyTree, raw: PyTree, raws: PyTree) -> dict[str, PyTree]:
         def step(carry: int, k: Array) -> tuple[int, PyTree]:
@@ -184,19 +185,19 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
     same = types(abstract) == types(raw)
-    require(p, "transformations", same, "eval_shape of init gives other shapes or dtypes")
+    require(p, "transformations", same, "eval_shape of init gives different shapes or dtypes")
 
 
 def keys(p: Parametrization, params: PyTree, key: Array) -> None:
-    """The same key gives the same values, and what is deterministic needs none; leaves are drawn independently."""
+    """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
     raw, mean = compiled_init(p, params, key), p.deterministic
     drawn = compiled_apply(p, raw, key)
     fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
     require(p, "keys", fixed, "its deterministic chain is random")
     require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
     changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), drawn)
-    said = "" if p.stochastic else "not "
-    require(p, "keys", changes == p.stochastic, f"it says that it is {said}stochastic, but draws otherwise")
+    values = "the same values" if p.stochastic else "other values"
+    require(p, "keys", changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
         require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
         _require_independent(p, raw, key)
@@ -208,9 +209,9 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
-    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated within sampling error.
+    """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated up to sampling error.
 
-    The draws of one key may depend on each other, so those of 128 keys are what counts.
+    The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
     shared = {parameter(path) for path in empty_nodes(raw)}
     many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
@@ -226,7 +227,7 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
 
 
 def purity(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Inputs are the same afterwards, and what draws leaves the raw tree alone."""
+    """Inputs do not change, and random stages leave the raw tree unchanged."""
     raw = compiled_init(p, params, key)
     mine = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
     before = jax.tree.map(np.array, mine)
@@ -243,11 +244,11 @@ def purity(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def mean(p: Parametrization, params: PyTree, key: Array) -> None:
-    """The mean of what each random stage gives is what ``deterministic`` has in its place.
+    """The mean of each random stage equals its replacement in ``deterministic``.
 
-    Each stage is measured by itself, on what the earlier ones give it without noise: noise in front of a stage that is
-    not linear has another mean behind it, and no chain of means has that one. The draws of 1024 keys may be off by six
-    standard errors, which are estimated from the draws: by entry, in the average of an array, and along the array.
+    Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
+    stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
+    draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
     """
     for i, stage in enumerate(stages(p)):
         if stage.stochastic:
@@ -263,17 +264,17 @@ def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares
             stage,
             "mean",
             excess[worst] <= 0,
-            f"the mean of 1024 draws is not what `deterministic` gives at {path!r}: it is off by "
-            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; say the mean in `mean_leaf`, or "
-            f"define `deterministic`",
+            f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
+            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
+            f"`deterministic`",
         )
 
 
 def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Gradients of what trains are those of finite differences, finite at zero, and move every array.
+    """Gradients agree with finite differences, are finite also for zeros, and are not all zero for any array.
 
-    They must move it at a point that is nowhere special: at the start, where a factor may be zero, so may they. Finite
-    differences are taken in double precision, or in single where the stage takes no other, and not at all where it says
+    The last is tested at a generic point: at the start, a gradient may be zero because another factor is zero. Finite
+    differences use double precision, or single if the stage takes no other. They are skipped for stages with
     ``straight_through = True``.
     """
     name, start = "gradients", compiled_init(p, params, key)
@@ -311,19 +312,19 @@ def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, 
         p,
         "gradients",
         abs(given - found) < bound * (1 + abs(found)),
-        f"the slope is {found:.8g}, but {given:.8g} by the gradient; where that is meant, say "
+        f"the slope is {found:.8g}, but {given:.8g} by the gradient; if that is intended, set "
         f"`straight_through = True`",
     )
 
 
 def update(p: Parametrization, params: PyTree, key: Array) -> None:
-    """``update`` gives fixed values other numbers, and nothing else: the same ones for the same raw tree and key."""
+    """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
     raw = moved(compiled_init(p, params, key), key)
     first, again = updated(p, raw, key), updated(p, raw, key)
-    require(p, "update", equal(first, again), "the same raw tree and key give another one each time")
+    require(p, "update", equal(first, again), "the same raw tree and key give different results")
     compiled = partial(compiled_update, p, key=key)
     ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
-    for who, advanced in ways.items():  # one after the other, as a stage cannot read what a wrong update gave
+    for who, advanced in ways.items():  # in order, because a stage cannot read the result of a wrong update
         got = advanced()
         require_same_types(p, "update", got, raw, who)
         if any(stage.moves_weights for stage in stages(p)):
@@ -333,7 +334,7 @@ def update(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
-    """``rebase`` keeps the effective tree, within rounding, and the types of the raw one."""
+    """``rebase`` keeps the effective tree, up to rounding, and the types of the raw tree."""
     raw = moved(compiled_init(p, params, key), key)
     based = compiled_rebase(p, raw)
     require_same_types(p, "rebase", based, raw, "it")
@@ -342,33 +343,33 @@ def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Raw trees and configurations come back from every file format that is installed; wrong ones are refused."""
+    """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     raw, name = compiled_init(p, params, key), "checkpoints"
     for way, there_and_back in _formats.installed(raw).items():
         restored = there_and_back(raw)
-        require(p, name, equal(restored, raw), f"{way} gives another raw tree back")
+        require(p, name, equal(restored, raw), f"{way} returns a different raw tree")
         p.check(restored, like=params)
     if not has_functions(p):
-        require(p, name, from_json(p.to_json()) == p, "to_json and from_json give another one back")
+        require(p, name, from_json(p.to_json()) == p, "to_json and from_json return a different one")
     leaves, treedef = jax.tree.flatten(raw)
-    for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and one is in each way
+    for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
         i = turn % len(leaves)
         other = np.int16 if leaves[i].dtype == np.int8 else np.int8
         wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
-        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check takes a wrong tree")
+        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check accepts a wrong tree")
     if paths(raw) != paths(params) and not any(overrides(stage, "init", "apply") for stage in stages(p)):
-        require_raises(p, name, lambda: p.apply(params, key), "apply takes a tree that never went through init")
-        require_raises(p, name, lambda: p.init(raw, key), "init takes a raw tree")
-        require_raises(p, name, lambda: Chain().apply(raw), "another chain takes its raw tree")
+        require_raises(p, name, lambda: p.apply(params, key), "apply accepts a tree that never went through init")
+        require_raises(p, name, lambda: p.init(raw, key), "init accepts a raw tree")
+        require_raises(p, name, lambda: Chain().apply(raw), "another chain accepts its raw tree")
 
 
 def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
-    """``p.fold(raw)`` is an ordinary tree of plain arrays, as the model had before."""
+    """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
     folded = p.fold(compiled_init(p, params, key))
     same = jax.tree.structure(folded) == jax.tree.structure(params)
     require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
-    require(p, "plain trees", all(is_array(w) for _, w in arrays(folded)), "fold gives what is no array")
+    require(p, "plain trees", all(is_array(w) for _, w in arrays(folded)), "fold gives a leaf that is not an array")
 
 
 LAWS: tuple[Law, ...] = (

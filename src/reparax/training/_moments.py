@@ -1,4 +1,4 @@
-"""Optimizer states of weights that a mask has just let in."""
+"""Optimizer states of weights that have just become active under a mask."""
 
 from collections import Counter
 from typing import Any
@@ -11,27 +11,27 @@ from reparax._tree.raw import FIXED, aligned
 
 
 def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """The state of an optimizer, with zeros where a weight became active between two raw trees.
+    """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 
-    A weight that a mask hid has moments of gradients that it never had, or of long ago. This sets them to zero where
-    the ``mask`` of a stage lets an entry through in ``after`` that it hid in ``before``: those of :class:`RigL`,
-    :class:`SET`, :class:`MagnitudePrune`, :class:`NofM` and :class:`GlobalPrune`.
+    While a mask hides a weight, its moments do not belong to its own gradients, or are old. This sets them to zero
+    wherever a mask is 0 in ``before`` and 1 in ``after``: the masks of :class:`RigL`, :class:`SET`,
+    :class:`MagnitudePrune`, :class:`NofM` and :class:`GlobalPrune`.
 
-    It is for states that sum over gradients, as those of SGD, Adam and Lion, both moments of Adam included, as in the
-    reference of RigL. Optimizers that hold weights or step sizes in their states (``schedule_free``, ``rprop``) would
-    lose these.
+    Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
+    reset, as in the reference code of RigL. Optimizers with weights or step sizes in their states (``schedule_free``,
+    ``rprop``) would lose these.
 
     Args:
-      state: The state of an optimizer of the raw tree, such as Adam's. Arrays count that stand under the path of a
-        masked weight and have its shape; a factored moment, of another shape, stays.
-      before: The raw tree that ``update`` took, as a whole: masks are fixed values.
-      after: The raw tree that ``update`` gave.
+      state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight that
+        have its shape are reset; a factored moment, of another shape, is not.
+      before: The whole raw tree that you passed to ``update``, with its fixed values, the masks.
+      after: The raw tree that ``update`` returned.
 
     Returns:
-      A state of the same structure.
+      A state with the same structure.
 
     Raises:
-      ValueError: If the two trees hold other masks, or none.
+      ValueError: If the two trees hold different masks, or none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -45,7 +45,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     hidden = _hidden(_grown(before, after), after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
     paths, leaves, treedef = named(state)
-    # A name in a state may be that of a field or of a parameter: where most raw paths fit, there a raw tree begins.
+    # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
 
     def flags(path: Names) -> Array | None:
@@ -56,7 +56,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
 
 def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
-    """For the path of each value that stands under masks, which entries or slices of it became active."""
+    """For the path of each masked value, which of its entries or slices became active."""
     found: dict[Names, Array] = {}
     for path, x in items(raw):
         for node, flags in grown.items():
@@ -67,17 +67,17 @@ def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
 
 
 def _grown(before: PyTree, after: PyTree) -> dict[Names, Array]:
-    """For the names that lead to each node with a mask, where that lets through what it hid."""
+    """For the path of each node with a mask, where the mask changes from 0 to 1."""
     old, new = _masks(before), _masks(after)
     if not new:
         raise ValueError(
-            "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not their free "
-            "part alone."
+            "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only their "
+            "free part."
         )
     if old.keys() != new.keys() or any(old[node].shape != mask.shape for node, mask in new.items()):
         raise ValueError(
-            "reset_moments takes the raw trees before and after an update of one chain, but got two whose masks stand "
-            "in other places or have other shapes. Call `reset_moments(state, raw, p.update(raw, ...))`."
+            "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
+            "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`."
         )
     return {node: (old[node] == 0) & (mask != 0) for node, mask in new.items()}
 

@@ -1,4 +1,4 @@
-"""Optimizers that leave fixed values alone."""
+"""Optimizers that leave fixed values unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,26 +11,25 @@ from reparax.training._partition import combine, partition
 
 
 def optimizer(tx: Any) -> Any:
-    """An optimizer for a whole raw tree: ``tx`` on what trains, and nothing at all on the rest.
+    """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
-    ``tx`` never sees what :func:`partition` calls fixed: it holds no state for it, its weight decay does not reach it,
-    and its norms do not count it. Fixed values get updates of zero, under which every bit of them stays. What has no
-    addition, such as a PRNG key or a function, gets None, as from equinox; there, update the free part alone.
+    ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
+    and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves without addition, such as
+    PRNG keys and functions, get None, as in equinox; if your tree has such leaves, update only the free part.
 
-    Put everything that moves values inside: what is chained behind, such as another weight decay, moves fixed values
-    too. Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a
-    function or a tree of the structure of ``raw``, and so may be what optax's line searches take, ``grad`` and
-    ``value_fn``.
+    Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values.
+    Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
+    or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
     Args:
-      tx: A transformation of optax, or any named tuple of two functions ``init`` and ``update``; or what makes one by
-        its method ``gradient_transformation``, as ``optax.MultiSteps`` does.
+      tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
+        method ``gradient_transformation``, such as ``optax.MultiSteps``.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
 
     Raises:
-      TypeError: If ``tx`` is no transformation.
+      TypeError: If ``tx`` is not a transformation.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -46,7 +45,7 @@ def optimizer(tx: Any) -> Any:
     inner = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
     if getattr(inner, "_fields", ()) != ("init", "update"):
         raise TypeError(
-            f"optimizer takes a transformation of optax, but got a value of type {type(tx).__name__!r}. "
+            f"optimizer takes an optax transformation, but got a value of type {type(tx).__name__!r}. "
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
 
@@ -63,7 +62,7 @@ def optimizer(tx: Any) -> Any:
 
 
 def _of_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
-    """An extra argument as ``tx`` takes it: without fixed values, and a function of raw trees as one of free values."""
+    """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _on_free(value, free, fixed)
     alike = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
@@ -83,9 +82,9 @@ def _is_none(x: object) -> bool:
 
 
 def _unmoved(x: Any) -> Any:
-    """What keeps every bit of ``x`` when it is added to it; None where there is no addition."""
+    """A zero that keeps every bit of ``x`` when added to it; None if ``x`` cannot be added to."""
     if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
         return jnp.zeros(x.shape, bool)
     if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
-    return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # 0.0 would make 0.0 of -0.0
+    return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # adding 0.0 would turn -0.0 into 0.0

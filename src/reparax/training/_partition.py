@@ -1,4 +1,4 @@
-"""What trains and what does not: a raw tree in two, and a label for each of its arrays."""
+"""Splits a raw tree into free and fixed values, and labels its arrays."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from reparax._tree.raw import FIXED, flatten_slots
 
 
 def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
-    """Splits a raw tree into the values that train and all others.
+    """Splits a raw tree into the values that train (free) and all others (fixed).
 
-    Free are the floating (and complex) arrays. Fixed are the values under ``"@fixed"``; model state (variables of nnx
-    that are no ``Param``, collections of linen beside ``params``); and what has no gradient: integers, booleans, PRNG
-    keys, and what is no array, such as an activation function in a module of equinox. Both results have the structure
-    of ``raw`` with None where a value belongs to the other one, so ``free`` goes straight into ``jax.grad`` and optax.
+    Free values are floating and complex arrays. Fixed values are those under ``"@fixed"``; model state (nnx variables
+    other than ``Param``, linen collections beside ``params``); and leaves without a gradient: integers, booleans, PRNG
+    keys, and leaves that are not arrays, such as an activation function in an equinox module. Both results have the
+    structure of ``raw``, with None where a value belongs to the other one, so you can pass ``free`` to ``jax.grad`` and
+    optax.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -41,7 +42,7 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def combine(free: PyTree, fixed: PyTree) -> PyTree:
-    """The raw tree of which :func:`partition` made ``free`` and ``fixed``."""
+    """The raw tree that :func:`partition` split into ``free`` and ``fixed``."""
 
     def is_none(x: object) -> bool:
         return x is None
@@ -51,16 +52,16 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
 
 
 def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
-    """A label for each value of a raw tree, by its role: for optax's ``partition`` and for decay masks.
+    """A label for each value of a raw tree, by its role; for ``optax.partition`` and weight decay masks.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
       main: Label of free main values, and of free arrays that no stage replaced.
       aux: Label of free auxiliary values, such as the ``g`` of weight norm.
-      fixed: Label of all that :func:`partition` calls fixed.
+      fixed: Label of everything that :func:`partition` calls fixed.
 
     Returns:
-      A tree of the structure of ``raw``.
+      A tree with the structure of ``raw``.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx

@@ -1,4 +1,4 @@
-"""Parameters that go back onto the image of a chain after each step."""
+"""Projection of parameters after each optimizer step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ from reparax._tree.paths import PyTree
 
 
 class Projection(NamedTuple):
-    """A transformation as optax has them."""
+    """A transformation with optax's interface."""
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
 
 
 def projected(p: Parametrization) -> Projection:
-    """A transformation of optax that puts parameters back onto the image of ``p`` after each step.
+    """An optax transformation that projects parameters onto the image of ``p`` after each step.
 
-    For those who keep the model's own tree: there is no raw tree; ``optax.chain(optax.adam(1e-3), projected(p))``
-    moves parameters by what leads to ``p.fold(p.init(params + updates))``, the nearest point that ``p`` can make, or
-    the one that its stages name. Put it last. Where the step is to be taken in raw values, train these instead.
+    Use it to train the model's own parameters, without a raw tree. ``optax.chain(optax.adam(1e-3), projected(p))``
+    changes the updates so that parameters become ``p.fold(p.init(params + updates))``: the nearest point in the image
+    of ``p``, unless its stages define another one. Put it last in the optax chain.
 
     Args:
-      p: A chain of stages that ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
+      p: A chain of stages whose ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
 
     Raises:
       ValueError: If ``update`` is called without parameters.
@@ -43,14 +43,14 @@ def projected(p: Parametrization) -> Projection:
     """
 
     def init(params: PyTree) -> PyTree:
-        p.deterministic.init_tree(params, Keys(None))  # what it cannot take, it refuses before the first step
+        p.deterministic.init_tree(params, Keys(None))  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         del extra
         if params is None:
             raise ValueError(
-                f"{call(p, 'projected')} needs the parameters that it puts back, but got none. Pass them: "
+                f"{call(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
                 f"`tx.update(grads, state, params)`."
             )
         moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)

@@ -1,4 +1,4 @@
-"""What a parametrization makes of a model's parameters, for people to read."""
+"""A readable table of the raw tree of a model's parameters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ _CELL = "white-space: nowrap; padding: 0 0.5em"
 
 @dataclass(frozen=True)
 class Row:
-    """One array of the raw tree, or a place that holds no value of its own.
+    """One array of the raw tree, or a place without a value of its own.
 
     Attributes:
       path: The parameter's path.
-      value: The markers and the name under which it stands in the raw tree; empty for an array that no stage replaced.
-      type: Its dtype and shape; empty where there is no array.
-      free: How many numbers of it train.
-      fixed: How many do not, as :func:`partition` has it.
+      value: The markers and the name under which the raw tree holds it; empty for an array that no stage replaced.
+      type: Its dtype and shape; empty if there is no array.
+      free: How many of its numbers train.
+      fixed: How many do not train, according to :func:`partition`.
       bytes: Its size.
       stages: The names of the stages that act on the parameter, in the order in which they run.
     """
@@ -62,9 +62,9 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """What stands where in a raw tree; it shows itself as a table, to ``rich.print`` and a notebook as one of theirs.
+    """The contents of a raw tree; prints as a table of text, of rich in ``rich.print``, and of HTML in a notebook.
 
-    Parameters that differ in a number of their path alone share a line, which holds their sums: ``layers/0..11``.
+    Parameters whose paths differ only in a number share one line, with their sums: ``layers/0..11``.
 
     Attributes:
       chain: The parametrization, as text.
@@ -81,7 +81,7 @@ class Summary:
         return Row("total", "", "", *sums, sum(row.bytes for row in self.rows), ())
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of all lines; of a parameter of several raw values, its path and stages stand in the first."""
+        """The cells of all lines; for a parameter with several raw values, only the first has its path and stages."""
         groups = [(path, tuple(rows)) for path, rows in groupby(self.rows, key=lambda row: row.path)]
         unnamed = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
         body = [
@@ -120,9 +120,9 @@ class Summary:
 
 
 def summary(p: Parametrization, params: PyTree) -> Summary:
-    """What ``p`` makes of a model's parameters: stages, raw values, types, numbers that train, and sizes.
+    """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, and sizes.
 
-    Nothing is computed: ``p`` is traced. A place that holds no value of its own, such as a tied one, counts nothing.
+    Nothing is computed: ``p`` is only traced. A place without a value of its own, such as a tied one, counts as 0.
 
     Args:
       p: A stage or a chain.
@@ -143,7 +143,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 
 class _Watched(Chain):
-    """A chain that says which of its stages act on a parameter."""
+    """A chain that records which of its stages act on each parameter."""
 
     def acting(self, params: PyTree) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}

@@ -1,4 +1,4 @@
-"""Raw trees, and the states of optimizers, from one chain to another."""
+"""Converts raw trees, and optimizer states, from one chain to another."""
 
 import dataclasses
 import functools
@@ -19,28 +19,28 @@ from reparax.training._partition import are_free
 
 
 def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTree = None) -> PyTree:
-    """Carries a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model stays the same.
+    """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
-    A value stays where the same stage (whatever its ``where``) made it at the same path, and all stages around it are
-    the same; all others start by the right inverse, from the weights as they are now. In an optimizer's state, moments
-    of values that stay are kept, and others start at zero; counters stay.
+    A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
+    are the same. All other values are computed by ``init`` from the current weights. In an optimizer's state, the
+    moments of kept values are kept, other moments start at zero, and counters are kept.
 
-    A state that has moments for some of the values that train alone, as under ``optax.masked``, keeps those of values
-    that stay; where new values would need some, it is refused, for nothing tells which of them are to have any.
+    A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
+    values are kept, but new values are an error, because the state does not show which of them need moments.
 
-    It reads raw trees of older versions, too, in which markers were numbered over the whole tree:
+    It also reads raw trees of older versions, in which markers were numbered over the whole tree:
     ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
 
     Args:
-      raw: A raw tree, or the state of an optimizer: a tuple in which trees like the raw one lie.
+      raw: A raw tree, or the state of an optimizer: a tuple that contains trees like the raw tree.
       old: The chain that made it.
-      new: The chain to carry it to.
-      like: The raw tree of ``old`` itself, where ``raw`` is a state that has nothing for fixed values, as that of
-        :func:`optimizer`, or that is no tuple, or where ``old`` leaves no marker by which moments are found.
+      new: The chain to convert it to.
+      like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
+        :func:`optimizer`, or is not a tuple, or if ``old`` leaves no markers, by which moments are found.
 
     Raises:
-      ValueError: If ``old`` did not make ``raw``, some part of a state is not like its raw tree, or a state
-        tells not which moments to start.
+      ValueError: If ``old`` did not make ``raw``, if a part of a state does not fit the raw tree, or if the state does
+        not show which moments to start.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -56,13 +56,13 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
 
 @dataclass(frozen=True)
 class _Carried:
-    """A new raw tree, and the paths of the nodes in it that hold what the old one held."""
+    """A new raw tree, and the paths of its nodes that were kept from the old one."""
 
     tree: PyTree
     nodes: frozenset[Names]
 
     def keeps(self, path: Names) -> bool:
-        """Whether all that leads to an array of the new tree is as it was."""
+        """Whether all nodes on the path to an array of the new tree were kept."""
         marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
         return all(plain(path[:i]) in self.nodes for i in marks)
 
@@ -92,7 +92,7 @@ class _Reading(Chain):
     kind: ClassVar[str] = "reading_a_raw_tree"
 
     def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
-        """The effective tree, and each marker dict that was taken away, with its stage."""
+        """The effective tree, and each marker dict that was consumed, with its stage."""
         found: Nodes = {}
         for stage in Chain((self.deterministic,)):
             before, tree = _marked(tree, stage.kind), stage.apply_tree(tree, Keys(None))
@@ -105,7 +105,7 @@ class _Writing(Chain):
     kind: ClassVar[str] = "writing_a_raw_tree"
 
     def carried(self, params: PyTree, nodes: Nodes) -> _Carried:
-        """The raw tree of ``params`` in which each of ``nodes`` stands again that the same stage makes at its path."""
+        """The raw tree of ``params``, with each of ``nodes`` put back if the same stage makes it at its path."""
         tree, kept = params, set[Names]()
         for stage in reversed(self.stages):
             before, tree = _marked(tree, stage.kind), stage.init_tree(tree, Keys(None))
@@ -126,7 +126,7 @@ def plain(path: Names) -> Names:
 
 
 def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
-    """What stands under the innermost markers of a kind, by the path of each."""
+    """The values under the innermost markers of a kind, by path."""
     is_node = node_predicate(kind)
     pairs = items(tree, is_node)
     return {plain(path): x[own_mark(x, kind)] for path, x in pairs if is_node(x)}
@@ -144,7 +144,7 @@ def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]])
 
 
 def _same(a: Parametrization, b: Parametrization) -> bool:
-    """Whether two stages do the same to an array that both select."""
+    """Whether two stages act in the same way on an array that both select."""
     names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
     return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
 
@@ -166,14 +166,14 @@ def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: P
     if not any(map(part, leaves)) or outer_markers(treedef.unflatten([None if part(x) else x for x in leaves])):
         raise ValueError(
             f"transfer found no raw tree of {old!r} in some part of the state. Pass the raw tree that the state "
-            f"belongs to as `like`; a state of `rpx.optimizer` has nothing for fixed values, which `like` tells the "
-            f"shapes of."
+            f"belongs to as `like`: a state of `rpx.optimizer` has no entries for fixed values, so their shapes come "
+            f"from `like`."
         )
     return treedef.unflatten([_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves])
 
 
 def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
-    """What a part of a state that is like ``raw`` becomes."""
+    """Converts a part of a state that has the structure of ``raw``."""
     kept: list[_Carried] = []
 
     def of_types(raw: PyTree) -> PyTree:
@@ -197,8 +197,8 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         if not has_all:
             raise ValueError(
                 f"transfer cannot start a moment for {path_text(path)!r}: the state has none for some values that "
-                f"train, or of other shapes than theirs, so it tells not what this one is to have. Make the state anew "
-                f"by `tx.init`."
+                f"train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
+                f"`tx.init`."
             )
         dtype = next(iter(held.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
@@ -218,18 +218,18 @@ def _free_paths(tree: PyTree) -> set[Names]:
 
 
 def _is_nothing(x: object) -> bool:
-    """Whether ``x`` stands in a state for what has no moment: None, or the empty named tuple of optax."""
+    """Whether ``x`` is a placeholder for a value without a moment: None, or optax's empty named tuple."""
     return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
 
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
-    """Whether ``x`` holds moments, or what stands for none, at paths of ``like`` alone."""
+    """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
     inside = {path_text(path) for path in named(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
     return bool(inside) and inside <= {path_text(path) for path in named(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
-    """Whether ``x`` is a raw tree of ``old``, which its markers tell, and none of those that hold one."""
+    """Whether ``x`` itself is a raw tree of ``old``, by its markers, and not a node that contains one."""
     if any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state))) or not outer_markers(x):
         return False
     try:
@@ -240,5 +240,5 @@ def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
 
 
 def _is_state(x: object) -> bool:
-    """Whether ``x`` is a part of a state that holds other parts."""
+    """Whether ``x`` is a part of a state that contains other parts."""
     return isinstance(x, tuple) and bool(x)

@@ -1,0 +1,49 @@
+"""Each claim runs at a tiny size from an empty file, goes on where it stopped, and gives the same numbers twice."""
+
+import importlib
+
+import pytest
+
+from benchmarks.evidence import CLAIMS
+from benchmarks.evidence.record import Size, found, runs
+
+TINY = Size(seeds=2, tiny=True)
+
+
+@pytest.fixture(scope="module", params=CLAIMS)
+def claim(request):
+    return importlib.import_module(f"benchmarks.evidence.{request.param}")
+
+
+@pytest.fixture(scope="module")
+def folder(claim, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    cells = claim.cells(TINY)
+    assert [name for name, _ in runs("claim", cells, TINY, folder)] == list(cells)
+    return folder
+
+
+def test_what_is_on_file_is_not_run_again(claim, folder):
+    assert list(runs("claim", claim.cells(TINY), TINY, folder)) == []
+
+
+def test_the_same_seed_gives_the_same_numbers(claim, folder):
+    name, cell = next(iter(claim.cells(TINY).items()))
+    before = found("claim", folder)[name]
+    assert {what: value.tolist() for what, value in cell(TINY.keys).items()} == {
+        what: value.astype("float32").tolist() for what, value in before.items()
+    }
+
+
+def test_the_reader_gets_a_table_a_picture_and_a_sentence(claim, folder):
+    numbers = found("claim", folder)
+    head, _, *rows = claim.table(numbers).split("\n")
+    assert rows
+    assert {row.count("|") for row in rows} == {head.count("|")}
+    assert claim.picture(numbers).axes
+    assert claim.sentence(numbers).endswith(".")
+
+
+def test_the_page_says_the_protocol_in_five_lines(claim):
+    lines = claim.__doc__.partition("Protocol:\n")[2].strip().split("\n")
+    assert 3 <= len(lines) <= 5
