@@ -86,6 +86,7 @@ from reparax.sparse import RandomPrune as RandomPrune
 from reparax.sparse import RigL as RigL
 from reparax.training import Summary as Summary
 from reparax.training import combine as combine
+from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition

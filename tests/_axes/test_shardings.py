@@ -360,3 +360,23 @@ def test_the_state_needs_a_sharding_for_each_raw_array(raw, shardings, path):
     )
     with raises(ValueError, message):
         rpx.state_shardings(state, raw, shardings)
+
+
+def test_one_spec_for_all_a_raw_tree_and_specs_of_a_state_are_told():
+    params = shapes(w=(8, 4), b=(4,))
+    p, given = rpx.WeightNorm(), {"w": P(), "b": P()}
+    with raises(
+        ValueError,
+        "WeightNorm().shardings got one spec for a tree of 2 arrays. Give one PartitionSpec for each array, such as "
+        "jax.tree.map(lambda w: PartitionSpec(), params).",
+    ):
+        p.shardings(P(), MESH, like=params)
+    raw = jax.eval_shape(p.init, params)
+    with raises(
+        ValueError,
+        "WeightNorm().shardings got the raw tree as `like`: it holds 'w/@weight_norm/g'. Pass the model's parameters, "
+        "or their shapes.",
+    ):
+        p.shardings(given, MESH, like=raw)
+    with raises(ValueError, "state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec."):
+        rpx.state_shardings(raw, raw, jax.tree.map(lambda _: P(), raw))

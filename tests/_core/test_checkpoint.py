@@ -400,9 +400,8 @@ def test_a_transform_of_ones_own_has_no_form_in_json() -> None:
 def test_a_traced_hyperparameter_has_no_form_in_json() -> None:
     text = _message(ValueError, lambda: jax.jit(lambda std: rpx.VarNoise(std).to_json())(0.1))
     assert text == (
-        "VarNoise(<traced float32>).to_json cannot write std=<traced float32>: only numbers, strings, stages "
-        "and functions of jax have a form in JSON. Use a regular expression or `rpx.selected` as `where`, or "
-        "keep this stage in code."
+        "VarNoise(<traced float32>).to_json cannot write std, which is traced. Write the chain for a known number, "
+        "outside of the jitted function; a schedule stays in code."
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from flax import linen as nn
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -129,3 +130,32 @@ def test_labels_of_the_caller_stand_for_all_that_does_not_train(fixed: Any) -> N
     raw = rpx.WeightNorm(where="w").init({"w": jnp.ones((2, 2)), "steps": jnp.int32(1), "f": jnp.tanh})
     labels = rpx.labels(raw, main="main", aux="aux", fixed=fixed)
     assert labels == {"w": {"@weight_norm": {"g": "aux", "v": "main"}}, "steps": fixed, "f": fixed}
+
+
+def test_half_of_a_raw_tree_is_told_so():
+    p = rpx.Freeze() >> rpx.LoRA(2, where="w")
+    adapters, base = rpx.partition(p.init({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}))
+    with raises(
+        ValueError,
+        "Freeze().apply at 'b': expected an array as 'w', got NoneType: this is one half of `rpx.partition`. Join both "
+        "halves with `rpx.combine` first.",
+    ):
+        p.apply(adapters)
+    with pytest.raises(
+        ValueError, match=r"^combine takes the two halves of one raw tree, but got trees of different"
+    ) as e:
+        rpx.combine(adapters, {"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
+    assert str(e.value).endswith("make its other half with `rpx.partition(p.init(params))[1]`.")
+    assert jax.tree.structure(rpx.combine(adapters, base)) == jax.tree.structure(
+        p.init({"w": jnp.ones((4, 4)), "b": X[0, 0]})
+    )
+
+
+def test_a_state_of_nnx_without_its_structure_is_told_so():
+    raw = {"w": {"@weight_norm": {"g": {"value": jnp.ones((1, 2))}, "v": {"value": jnp.ones((3, 2))}}}}
+    with raises(
+        ValueError,
+        "WeightNorm().apply at 'w': expected an array as 'g', got dict: a state of nnx that was restored without its "
+        "structure. Restore it with a template, or save `nnx.to_pure_dict(raw)`.",
+    ):
+        rpx.WeightNorm().apply(raw)

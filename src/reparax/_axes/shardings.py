@@ -55,6 +55,8 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     """
     shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
     known = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
+    if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
+        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
     if lacking := sorted(shapes.keys() - known.keys()):
         raise ValueError(
             f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
@@ -77,6 +79,15 @@ def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]
     if found and not arrays:
         raise ValueError(
             f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
+        )
+    if "" in found and "" not in arrays:
+        raise ValueError(
+            f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
+            f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
+        )
+    if marked := next((path for path in arrays if "/@" in f"/{path}"), None):
+        raise ValueError(
+            f"{who} got the raw tree as `like`: it holds {marked!r}. Pass the model's parameters, or their shapes."
         )
     for path in sorted(arrays.keys() ^ found.keys()):
         holder, other = ("parameters", "specs") if path in arrays else ("specs", "parameters")

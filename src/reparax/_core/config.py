@@ -121,6 +121,11 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         return {"class": class_name(type(value)), **_fields(value)}
     if callable(value) and (public := function_name(value)) is not None:
         return {"function": public}
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{stage!r}.to_json cannot write {name}, which is traced. Write the chain for a known number, outside of "
+            f"the jitted function; a schedule stays in code."
+        )
     raise ValueError(
         f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
         f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."

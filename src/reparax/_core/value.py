@@ -40,6 +40,9 @@ class Static:
     """Whether the main values are parts of the array; other stages then see each part under a path of its own."""
     aligned: ClassVar[bool] = False
     """Whether the main values have the same axes as the array, so that axis names apply to them too."""
+    decays: ClassVar[bool] = True
+    """Whether weight decay of the main values is a decay of the array: smaller values make a smaller array, as those of
+    an orthogonal matrix or of a logarithm do not. :func:`decay_mask` leaves out values of stages without it."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -357,6 +358,21 @@ class Reparametrization(_Leafwise):
         read: Any = cls.update_reads
         if not isinstance(read, tuple) or not set(read) <= {"grad", "key"}:
             raise TypeError(f"{cls.__name__} got update_reads={read!r}, but takes a tuple of 'grad' and 'key'.")
+        cls._require_well_formed()
+
+    @classmethod
+    def _require_well_formed(cls) -> None:
+        """Refuses a class whose attributes or formulas cannot be meant so."""
+        for name in ("main", "fixed", "base_values"):
+            if isinstance(getattr(cls, name), str):
+                given = getattr(cls, name)
+                raise TypeError(f"{cls.__name__} got {name}={given!r}, but takes a tuple of names: ({given!r},).")
+        formula: Any = cls.__dict__.get("init_leaf")
+        if inspect.isfunction(formula) and len(_required(formula)) > 2:
+            raise TypeError(
+                f"{cls.__name__}.init_leaf takes {', '.join(_required(formula))}, but is called with (self, w). If the "
+                f"start is random, define draw_leaf(self, w, key) instead."
+            )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it."""
@@ -602,11 +618,16 @@ class Reparametrization(_Leafwise):
         array = jnp.asarray(w)
         with locate_errors(who):
             values = _together(Reparametrization._values, self, array, key)
-            require_named_arrays("init_leaf", values, self.main, self.fixed)
+            require_named_arrays(self._start, values, self.main, self.fixed)
             effective = self._abstract(values)
             if not self.changes_type:
                 require_type("apply_leaf", effective, array)
         return node_of(values, self.fixed)
+
+    @property
+    def _start(self) -> str:
+        """The method that gives the raw values at the start."""
+        return "init_leaf" if type(self).draw_leaf is Reparametrization.draw_leaf else "draw_leaf"
 
     def _abstract(self, values: Mapping[str, Array]) -> Any:
         """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
@@ -717,6 +738,13 @@ class Reparametrization(_Leafwise):
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             return None
         return {name: value.shape for name, value in values.items()}
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that a function needs."""
+    given = inspect.signature(function).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in given if each.kind in positional and each.default is inspect.Parameter.empty]
 
 
 def _written_in(cls: type[Any], method: str) -> type[Any]:

@@ -221,6 +221,9 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
     if not unique:
         return "the tree holds no array. Pass the model's parameters."
     if isinstance(where, str):
+        below = [path for path in unique if path.startswith(f"{where}/")]
+        if below:
+            return f"{where!r} is no array, but {len(below)} paths begin with it. Write {f'{where}/.*'!r} for these."
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
             f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."

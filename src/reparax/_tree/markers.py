@@ -39,7 +39,21 @@ def require_values(node: Mapping[str, Any], mark: str) -> None:
             raise ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
     for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
-            raise ValueError(f"expected an array as {name!r}, got {type(value).__name__}: {OTHER_CHAIN}")
+            raise ValueError(
+                f"expected an array as {name!r}, got {type(value).__name__}: {_other_than_an_array(value)}"
+            )
+
+
+def _other_than_an_array(value: Any) -> str:
+    """Where a value that is not an array may come from, and what to do."""
+    if value is None:
+        return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
+    if isinstance(value, Mapping) and set(value) == {"value"}:
+        return (
+            "a state of nnx that was restored without its structure. Restore it with a template, or save "
+            "`nnx.to_pure_dict(raw)`."
+        )
+    return OTHER_CHAIN
 
 
 def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]] | None) -> None:
@@ -131,5 +145,6 @@ def require_type(method: str, got: Any, expected: Array) -> None:
     if describe(got) != describe(expected):
         raise ValueError(
             f"{method} must return {describe(expected)}, like the model's array, but returns "
-            f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class."
+            f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
+            f"{', or `min_ndim = 2` to leave vectors alone' if expected.ndim < 2 else ''}."
         )

@@ -26,6 +26,7 @@ class Kind(Protocol):
     base_values: tuple[str, ...]
     parts: bool
     aligned: bool
+    decays: bool
 
 
 _kinds: dict[str, Kind] = {}
@@ -55,6 +56,7 @@ class Slot:
       fixed: Whether optimizers must leave it alone.
       visible: Whether an earlier stage may select it.
       added: Whether it is added to a base that represents the array; only its place selects it.
+      decays: Whether a smaller value makes a smaller array, in each stage on its path.
     """
 
     path: str
@@ -65,6 +67,7 @@ class Slot:
     fixed: bool
     visible: bool
     added: bool
+    decays: bool
 
 
 def own_mark(x: Any, kind: str) -> str | None:
@@ -172,7 +175,7 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
 
     def slot(path: Names) -> Slot:
         shown = draw = own = parameter(path)
-        all_main, visible, added = True, True, False
+        all_main, visible, added, decays = True, True, False, True
         for value in _values(path, bases=bases):
             if value.seen:
                 shown, draw = f"{shown}/{value.name}", f"{draw}/{value.node[-1]}/{value.name}"
@@ -181,7 +184,8 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
             all_main = all_main and value.main
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
-        return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added)
+            decays = decays and _stage(value.node, -1).decays
+        return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added, decays)
 
     return [slot(path) for path in paths]
 

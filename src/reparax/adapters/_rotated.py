@@ -42,6 +42,7 @@ class Rotated(RowsAndColumns):
 
     blocks: int = argument(check_positive_whole)
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("r",)
     fixed: ClassVar[tuple[str, ...]] = ("w",)
     base_values: ClassVar[tuple[str, ...]] = ("w",)

@@ -96,6 +96,7 @@ class PositiveDefinite(Matrices):
 
     map: str = argument(one_of("cholesky", "expm"), default="cholesky")
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     dtypes: ClassVar[Any] = jnp.floating
 

@@ -41,6 +41,7 @@ class Fibration(Reparametrization):
     project: Callable[[Array], Array] = argument(check_function)
     embed: Callable[[Array], Array] = argument(check_function)
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -75,6 +75,7 @@ class Hurwitz(Matrices):
 
     rate: float = argument(_check_rate, default=0.0)
 
+    decays: ClassVar[bool] = False
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:

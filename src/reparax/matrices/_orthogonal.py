@@ -21,6 +21,7 @@ class _Orthonormal(Matrices):
 
     map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     fixed: ClassVar[tuple[str, ...]] = ("base",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "columns"), "base": ("rows", "columns")}

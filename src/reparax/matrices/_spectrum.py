@@ -28,6 +28,7 @@ from reparax.matrices._base_maps import cayley
 class _SingularValues(Matrices):
     r""":math:`W = U \operatorname{diag}(f(s)) V^H`, with U and V given by the Cayley map from fixed bases."""
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
     fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {

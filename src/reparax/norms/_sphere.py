@@ -45,6 +45,7 @@ class Sphere(Constraint):
     axis: Axes | None = argument(check_optional_axes, default=-1)
     radius: Any = argument(per_array(check_positive_number), default=1.0)
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)

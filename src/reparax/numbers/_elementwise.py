@@ -22,6 +22,7 @@ Function = Callable[[Array], Array]
 class _Map(Constraint):
     """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     aligned: ClassVar[bool] = True
 

@@ -44,6 +44,7 @@ class Simplex(Constraint):
 
     axis: Axis = argument(check_axis, default=-1)
 
+    decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     min_ndim: ClassVar[int] = 1
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)

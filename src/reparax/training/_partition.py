@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._stage.where import is_state
+from reparax._stage.where import is_bias_or_scale, is_state
 from reparax._tree.paths import PyTree, is_array, items, with_names
 from reparax._tree.raw import FIXED, flatten_slots
 
@@ -42,17 +42,27 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def combine(free: PyTree, fixed: PyTree) -> PyTree:
-    """The raw tree that :func:`partition` split into ``free`` and ``fixed``."""
+    """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
+
+    Raises:
+      ValueError: If the two have different structures.
+    """
 
     def is_none(x: object) -> bool:
         return x is None
 
     trees = with_names(free, is_none), with_names(fixed, is_none)
-    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
+    try:
+        return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            f"combine takes the two halves of one raw tree, but got trees of different structures: {error} If `free` "
+            f"was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
+        ) from error
 
 
 def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
-    """A label for each value of a raw tree, by its role; for ``optax.partition`` and weight decay masks.
+    """A label for each value of a raw tree, by its role; for ``optax.partition``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -69,12 +79,50 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
       >>> rpx.labels(raw)
       {'b': {'@freeze': {'@fixed': {'w': 'fixed'}}}, 'w': {'@weight_norm': {'g': 'free', 'v': 'free'}}}
       >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
-      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # a mask for weight decay
+      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # which values are main
       {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
     """
     _, slots, treedef = flatten_slots(raw)
     pairs = zip(slots, are_free(raw), strict=True)
     return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
+
+
+def decay_mask(raw: PyTree) -> PyTree:
+    """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
+
+    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, ``b``,
+    ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape; for auxiliary values, such as the ``g`` of weight
+    norm; for fixed values; and for stages in which a smaller value is not a smaller weight, such as ``Orthogonal``,
+    ``Positive`` and ``Simplex`` (stages say so by ``decays = False``).
+
+    Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
+    shrink weights that are normed, decay ``g``: ``rpx.labels(raw, main=True, aux=True, fixed=False)``.
+
+    Args:
+      raw: A raw tree, its gradients or updates, or their shapes and dtypes.
+
+    Returns:
+      A tree of booleans with the structure of ``raw``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, reparax as rpx
+      >>> p = rpx.Orthogonal(where="q") >> rpx.WeightNorm(where="w")
+      >>> raw = p.init({"w": jnp.ones((2, 2)), "q": jnp.eye(2), "bias": jnp.zeros(2)})
+      >>> mask = rpx.decay_mask(raw)
+      >>> mask["w"], mask["q"]["@orthogonal"]["x"], mask["bias"]
+      ({'@weight_norm': {'g': False, 'v': True}}, False, False)
+      >>> tx = rpx.optimizer(optax.adamw(1e-3, mask=rpx.decay_mask))
+
+    References:
+      Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019.
+    """
+    leaves, slots, treedef = flatten_slots(raw)
+    return treedef.unflatten(
+        [
+            free and slot.main and slot.decays and leaf.ndim >= 2 and not is_bias_or_scale(slot)
+            for leaf, slot, free in zip(leaves, slots, are_free(raw), strict=True)
+        ]
+    )
 
 
 def are_free(raw: PyTree) -> list[bool]:

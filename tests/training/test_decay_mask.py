@@ -1,0 +1,80 @@
+"""What weight decay shrinks: weights, and no lengths, biases, coordinates or fixed values."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.tree_util import keystr, tree_leaves_with_path
+
+import reparax as rpx
+
+PARAMS = {
+    "up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones((2, 4))},
+    "square": {"kernel": jnp.eye(4)},
+    "norm": {"scale": jnp.ones((2, 4)), "tau": jnp.ones(4)},
+}
+
+
+def decaying(tree):
+    return {keystr(path, simple=True, separator="/") for path, flag in tree_leaves_with_path(tree) if flag}
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),
+    [
+        (rpx.Chain(), {"up/kernel", "square/kernel"}),
+        (rpx.WeightNorm(), {"up/kernel/@weight_norm/v", "square/kernel/@weight_norm/v"}),
+        (rpx.Freeze(where="up/.*"), {"square/kernel"}),
+        (rpx.Orthogonal(where="square/kernel"), {"up/kernel"}),
+        (rpx.WeightNorm(where="square/kernel") >> rpx.Orthogonal(where="square/kernel"), {"up/kernel"}),
+        (rpx.Positive(where="up/kernel"), {"square/kernel"}),
+        (rpx.Simplex(where="up/kernel"), {"square/kernel"}),
+        (rpx.PositiveDefinite(where="square/kernel"), {"up/kernel"}),
+        (rpx.Invertible(where="square/kernel"), {"up/kernel"}),
+        (rpx.Freeze() >> rpx.LoRA(2, where="up/kernel"), {"up/kernel/@lora/a", "up/kernel/@lora/b"}),
+        (rpx.LowRank(2, where="up/kernel"), {"up/kernel/@low_rank/u", "up/kernel/@low_rank/v", "square/kernel"}),
+        (rpx.MagnitudePrune(0.5, where="up/kernel"), {"up/kernel/@magnitude_prune/w", "square/kernel"}),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, rpx.Parametrization) else "",
+)
+def test_weights_decay_and_nothing_else(p, expected):
+    assert decaying(rpx.decay_mask(p.init(PARAMS))) == expected
+
+
+@pytest.mark.parametrize("name", ["Positive", "Orthogonal", "Simplex", "PositiveDefinite", "Invertible", "Sphere"])
+def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
+    stage = getattr(rpx, name)()
+    raw = stage.init({"w": jnp.full((3, 3), 0.1) + 0.9 * jnp.eye(3)})
+    main, rest = rpx.partition(raw)
+    at_zero = stage.fold(rpx.combine(jax.tree.map(jnp.zeros_like, main), rest))["w"]
+    assert float(jnp.max(jnp.abs(at_zero))) > 0.05 or name == "Sphere"  # which has no point at zero
+    assert not stage.decays
+
+
+def test_biases_of_attention_have_two_axes_and_do_not_decay():
+    model = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    mask = rpx.decay_mask(
+        rpx.WeightNorm(axis=(-2, -1), where="(query|key|value)/kernel").init(nnx.state(model, nnx.Param))
+    )
+    found = {path.removesuffix("/value") for path in decaying(mask)}
+    assert found == {"out/kernel", *(f"{name}/kernel/@weight_norm/v" for name in ("query", "key", "value"))}
+
+
+def test_a_step_without_gradients_shrinks_these_alone_by_rate_times_decay():
+    p = rpx.Orthogonal(where="square/kernel") >> rpx.WeightNorm(where="up/kernel")
+    raw = p.init(PARAMS)
+    tx = rpx.optimizer(optax.adamw(0.1, weight_decay=0.5, mask=rpx.decay_mask))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, raw), tx.init(raw), raw)
+    after = optax.apply_updates(raw, updates)
+    np.testing.assert_allclose(after["up"]["kernel"]["@weight_norm"]["v"], 0.95, rtol=1e-6)
+    after["up"]["kernel"]["@weight_norm"]["v"] = raw["up"]["kernel"]["@weight_norm"]["v"]
+    assert all(map(np.array_equal, jax.tree.leaves(after), jax.tree.leaves(raw)))
+
+
+def test_a_module_with_functions_and_shapes_alone():
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    assert decaying(rpx.decay_mask(model)) == {"layers/0/weight", "layers/1/weight"}
+    assert decaying(rpx.decay_mask(jax.eval_shape(rpx.WeightNorm().init, PARAMS["up"]))) == {"kernel/@weight_norm/v"}
