@@ -508,19 +508,19 @@ REFUSED = {
         lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)).init(CONV), rpx.Orthogonal(stacked=(0, 1))),
         ValueError,
         "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and of torch are in the last two "
-        "axes, but these axes differ between the two. {PLAIN}",
+        f"axes, but these axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices that are stacked along another axis": (
         lambda: rpx.to_torch(rpx.Orthogonal(stacked=1).init(CUBE), rpx.Orthogonal(stacked=1)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(stacked=1) and of torch are in the last two axes, but these "
-        "axes differ between the two. {PLAIN}",
+        f"axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
         lambda: rpx.to_torch(rpx.Orthogonal(rows=0).init(CUBE), rpx.Orthogonal(rows=0)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
-        "differ between the two. {PLAIN}",
+        f"differ between the two. {PLAIN}",
     ),
     "lengths of stacked arrays": (
         lambda: rpx.to_torch(rpx.WeightNorm(stacked=0).init(CUBE), rpx.WeightNorm(stacked=0)),

@@ -130,7 +130,7 @@ def test_a_wrong_command_line_is_refused_before_training(arguments, message, cap
 def test_a_missing_extra_ends_in_one_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "reparax.demo")
     monkeypatch.setitem(sys.modules, "optax", None)
-    with pytest.raises(SystemExit, match=r"^The demo needs optax; .* pip install 'reparax\[demo\]'$"):
+    with pytest.raises(SystemExit, match=r"^The demo needs optax\. Install it with: pip install 'reparax\[demo\]'$"):
         importlib.import_module("reparax.demo")
 
 

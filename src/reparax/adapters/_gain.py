@@ -23,7 +23,7 @@ class Gain(Reparametrization):
       axis: The axes with one factor per index, by number or by name. Default: one factor for the whole array.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

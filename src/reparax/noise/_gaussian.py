@@ -35,7 +35,7 @@ class Gaussian(Reparametrization):
       axis: The axes with one standard deviation per index, by number or by name, as for :class:`WeightNorm`.
         Default: one for each weight.
       where: Which arrays to act on. Default: every floating or complex parameter, biases too.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -51,7 +51,7 @@ class HardConcrete(Reparametrization):
         of a kernel ``(in, out)``. Default: one gate for each weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -159,7 +159,7 @@ class WeightDropout(Drawn):
         :class:`WeightNorm`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Perturbation`; ``broadcast`` counts the other axes.
+      stacked: As for :class:`Perturbation`; ``broadcast`` refers to the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -29,7 +29,7 @@ class Sphere(Constraint):
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -76,7 +76,7 @@ class MaxNorm(Constraint):
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -131,7 +131,7 @@ class PoincareBall(Constraint):
       axis: The axes along which a point's coordinates lie, as for :class:`Sphere`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

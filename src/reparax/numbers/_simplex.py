@@ -27,7 +27,7 @@ class Simplex(Constraint):
       axis: The axis along which the numbers sum to 1.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -38,7 +38,7 @@ class Quantize(Scaled):
       axis, block, double_quant: As for :class:`Stored`.
       scale: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -40,7 +40,7 @@ class Stored(Scaled):
         axis). Default for a matrix: the first axis, the inputs of a kernel ``(in, out)``. It must divide that axis.
       double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for int4 and nf4.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` counts the other axes.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
