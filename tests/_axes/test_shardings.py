@@ -348,7 +348,6 @@ def test_parts_of_an_axis_are_of_one_size():
     ("raw", "shardings", "path"),
     [
         pytest.param(LIKE, SHARDINGS, "b", id="parameters for the raw tree"),
-        pytest.param(RAW, specs(SHARDINGS), "b/@freeze/@fixed/w", id="specs for shardings"),
         pytest.param(RAW, {**SHARDINGS, "w": NamedSharding(MESH, BOTH)}, "w/@weight_norm/g", id="another stage"),
     ],
 )

@@ -416,8 +416,8 @@ WRONG_TREES = {
         rpx.WeightNorm().apply,
         lambda: _node(v=None),
         ValueError,
-        f"WeightNorm().apply at 'k': expected an array as 'v', got NoneType: another chain made this raw tree. "
-        f"{OTHER_CHAIN}",
+        "WeightNorm().apply at 'k': expected an array as 'v', got NoneType: this is one half of `rpx.partition`. Join "
+        "both halves with `rpx.combine` first.",
     ),
     "missing_value": Fault(
         rpx.WeightNorm().apply,
@@ -509,8 +509,8 @@ SELECTIONS = {
         rpx.VarNoise(0.1, where="dense").apply,
         lambda: (_params(), _key()),
         ValueError,
-        "VarNoise(0.1, where='dense').apply selects nothing: no path matches 'dense' as a whole. The nearest "
-        "of 3 paths are 'dense/bias', 'dense/kernel', 'step'. Correct the expression; `.*` matches any text.",
+        "VarNoise(0.1, where='dense').apply selects nothing: 'dense' is no array, but 2 paths begin with it. Write "
+        "'dense/.*' for these.",
     ),
     "predicate": Fault(
         rpx.WeightNorm(where=nothing).init,

@@ -143,8 +143,9 @@ def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None,
 
 def require_type(method: str, got: Any, expected: Array) -> None:
     if describe(got) != describe(expected):
+        vector = method == "apply_leaf" and expected.ndim < 2
         raise ValueError(
             f"{method} must return {describe(expected)}, like the model's array, but returns "
             f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
-            f"{', or `min_ndim = 2` to leave vectors alone' if expected.ndim < 2 else ''}."
+            f"{', or `min_ndim = 2` to leave vectors alone' if vector else ''}."
         )
