@@ -371,7 +371,7 @@ def test_a_tie_takes_numpy_arrays_of_double_precision():
 
 @pytest.mark.parametrize("entries", ["[3]", '[{"class": []}]', "[[]]"])
 def test_entries_of_a_manifest_that_are_no_stages_are_refused(entries):
-    with pytest.raises(ValueError, match=r"^from_json needs the text that `p.to_json\(\)` of format 1 wrote"):
+    with pytest.raises(ValueError, match=r"^from_json needs a text from `p.to_json\(\)` in format 1"):
         rpx.from_json(f'{{"reparax": 1, "stages": {entries}}}')
 
 
