@@ -344,8 +344,8 @@ class Parametrization(Static, ABC):
     def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
-        An axis is not sharded if it follows none, or if the mesh axes do not divide it. Nothing is computed: each
-        stage is traced a few times for each type of array.
+        A raw axis is not sharded if it follows none, or if the mesh axes do not divide it; an axis of a parameter that
+        they do not divide is an error. Nothing is computed: each stage is traced a few times for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.

@@ -36,16 +36,18 @@ def from_torch(
       state: A dict of names and tensors, or arrays.
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
       like: The model's parameters, or their shapes and dtypes.
-      names: The torch names of parameters, by regular expressions for whole paths:
-        ``{r"block_(\d)/kernel": r"blocks.\1.weight"}``. The first match counts, and each ``/`` becomes a ``.``.
-        Default: the path, with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
+      names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
+        in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
+        ``torch.nn.Sequential`` and flax's. The first match counts, and each ``/`` becomes a ``.``. Default: the path,
+        with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
       layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
         ``(out, in, *spatial)`` in torch; the default for arrays named ``kernel``. ``"conv_transpose"``: the same here,
         ``(in, out, *spatial)`` in torch; for flax's transposed convolutions without ``transpose_kernel=True``.
         ``"same"``: the default for all other arrays. For recurrent cells, use :func:`convert`.
 
     Returns:
-      A raw tree, with None where ``like`` holds no array.
+      A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
+      puts its functions back.
 
     Raises:
       ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error

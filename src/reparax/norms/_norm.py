@@ -38,8 +38,9 @@ class WeightNorm(Reparametrization):
 
     Args:
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
-        convolution's ``(height, width, in, out)``. A tuple for several axes, None for one norm of the whole array. By
-        number or by name.
+        convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
+        ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array.
+        By number or by name.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
