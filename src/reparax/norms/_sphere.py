@@ -86,7 +86,6 @@ class MaxNorm(Constraint):
              [0.8, 0.4]], dtype=float32)
 
     References:
-      Srebro and Shraibman, *Rank, Trace-Norm and Max-Norm*, 2005.
       Hinton, Srivastava, Krizhevsky, Sutskever and Salakhutdinov, *Improving neural networks by preventing
       co-adaptation of feature detectors*, 2012.
     """
