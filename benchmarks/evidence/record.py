@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -47,6 +48,12 @@ class Size:
 def over_seeds(run: Callable[[Array], Any]) -> Cell:
     """The cell of a run that takes the key of one seed."""
     return jax.jit(jax.vmap(run))
+
+
+def over_settings(run: Callable[..., Any]) -> Callable[..., Cell]:
+    """What makes cells of numbers, where a run takes the key of one seed and those numbers; compiled once for all."""
+    all_seeds = jax.jit(lambda keys, settings: jax.vmap(lambda key: run(key, *settings))(keys))
+    return lambda *settings: lambda keys: all_seeds(keys, [jnp.float32(setting) for setting in settings])
 
 
 def missing(claim: str, cells: Mapping[str, Cell], size: Size, folder: Path = FOLDER) -> list[str]:

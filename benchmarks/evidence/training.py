@@ -20,8 +20,10 @@ def fit(
     optimizer: optax.GradientTransformation,
     steps: int,
     key: Array,
+    *,
+    penalty: Array | float = 0.0,
 ) -> tuple[PyTree, Array]:
-    """Trains, in one scan; returns the raw tree and the loss of each step.
+    """Trains; returns the raw tree and the loss of each step.
 
     Args:
       p: Makes the weights that the loss reads.
@@ -31,6 +33,31 @@ def fit(
       optimizer: Moves the raw tree.
       steps: How many.
       key: Of all draws.
+      penalty: How often the loss has ``p.penalty`` in it.
+    """
+    raw, losses, _ = fit_and_look(
+        p, params, loss, batch, optimizer, steps, key, look=lambda raw: (), looks=1, penalty=penalty
+    )
+    return raw, losses
+
+
+def fit_and_look(
+    p: rpx.Parametrization,
+    params: PyTree,
+    loss: Callable[[PyTree, Any, Array], Array],
+    batch: Callable[[Array], Any],
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    key: Array,
+    *,
+    look: Callable[[PyTree], PyTree],
+    looks: int,
+    penalty: Array | float = 0.0,
+) -> tuple[PyTree, Array, PyTree]:
+    """Trains as :func:`fit` does, and looks at the raw tree after each of ``looks`` equal parts of the steps.
+
+    Returns:
+      The raw tree, the loss of each step, and what ``look`` has returned, stacked along a first axis.
     """
     tx = rpx.optimizer(optimizer)
     key_init, key_steps = jax.random.split(key)
@@ -40,9 +67,19 @@ def fit(
         raw, state = carry
         of_batch, of_weights, of_model = jax.random.split(key, 3)
         drawn = batch(of_batch)
-        value, grads = jax.value_and_grad(lambda raw: loss(p.apply(raw, of_weights), drawn, of_model))(raw)
-        updates, state = tx.update(grads, state, raw)
+
+        def paid(raw: PyTree) -> Array:
+            return loss(p.apply(raw, of_weights), drawn, of_model) + penalty * p.penalty(raw)
+
+        value, grads = jax.value_and_grad(paid)(raw)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+            updates, state = tx.update(grads, state, raw)
         return (optax.apply_updates(raw, updates), state), value
 
-    (raw, _), losses = jax.lax.scan(step, (raw, tx.init(raw)), jax.random.split(key_steps, steps))
-    return raw, losses
+    def part(carry: tuple[PyTree, PyTree], keys: Array) -> tuple[tuple[PyTree, PyTree], tuple[Array, PyTree]]:
+        carry, losses = jax.lax.scan(step, carry, keys)
+        return carry, (losses, look(carry[0]))
+
+    keys = jax.random.split(key_steps, (looks, steps // looks))
+    (raw, _), (losses, seen) = jax.lax.scan(part, (raw, tx.init(raw)), keys)
+    return raw, losses.reshape(-1), seen
