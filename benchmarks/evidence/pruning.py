@@ -5,8 +5,8 @@ Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for
 1911.11134; Mocanu and others, *Scalable training of artificial neural networks with adaptive sparse connectivity
 inspired by network science*, 2018, arXiv 1707.04780.
 
-What was tried: a first run chose settings by the mean with 99 % in it. There the schedule and pruning at the end were no
-different, as the latter spreads widely over the seeds.
+What was tried: a first run chose settings by the mean with 99 % in it. There the schedule and pruning at the end were
+no different, as the latter spreads widely over the seeds.
 
 Protocol:
 Data: 1000 digits. An MLP (64-100-100-10), both hidden kernels pruned; Adam at 0.003, batches of 50, 1500 steps for all.
