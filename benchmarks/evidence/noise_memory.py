@@ -221,8 +221,8 @@ def picture(found: Found) -> Figure:
         axes.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
         axes.margins(x=0.25)
         axes.grid(alpha=0.3, axis="x")
-    left.set(xlabel="kept of weights, unrolled layers, KiB")
-    right.set(xlabel="XLA's temporaries, scanned layers, MiB")
+    left.set(xlabel="kept of weights,\nunrolled layers, KiB")
+    right.set(xlabel="XLA's temporaries,\nscanned layers, MiB")
     left.invert_yaxis()
     return figure
 
