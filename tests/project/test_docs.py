@@ -86,3 +86,7 @@ def test_the_api_pages_have_every_public_name_once():
     assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
     index = re.findall(r"^   ~(\S+)$", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
     assert sorted(index) == sorted(documented)
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {rpx.__version__}\n" in (ROOT / "CITATION.cff").read_text()
