@@ -367,8 +367,8 @@ def test_mutable_arrays_are_refused():
 
     with raises(
         TypeError,
-        "remat(counting) met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
-        "it out of the function, and return its value beside the loss.",
+        "remat(counting) found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+        "function, and return its value together with the loss.",
     ):
         rpx.remat(counting)(RAW, ROOT, X)
 
