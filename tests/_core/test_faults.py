@@ -1343,7 +1343,7 @@ THIRD_PARTIES = {
         ReadsAnother().init,
         _one,
         ValueError,
-        "ReadsAnother().init at 'k': apply_leaf reads a value 'x', but init_leaf gives only 'w'.",
+        "ReadsAnother().init at 'k': apply_leaf reads a value 'x', but init_leaf returns only 'w'.",
     ),
     "missing_fixed_value": Fault(
         ForgetsAFixedValue().init,

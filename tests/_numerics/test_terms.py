@@ -61,9 +61,9 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
 
 
 WRONG = {
-    "is no spec. Write the letters of each array and of the result, as 'ir,rj->ij'.": ("ir rj", A, B),
+    "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'.": ("ir rj", A, B),
     "names 2 arrays, but got 1.": ("ir,rj->ij", A),
-    "gives 'i' to an array of the shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
+    "gives 'i' to an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
     "has a letter twice in 'ii'. Take the diagonal first.": ("ii->i", B[:, :2]),
     "gives 'r' to axes of 2 and of 4 entries.": ("ir,jr->ij", A, B),
     "has 'k' in the result, but in no array.": ("ir,rj->ik", A, B),

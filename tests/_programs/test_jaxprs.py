@@ -295,8 +295,8 @@ def test_other_equations_are_not_written_again():
 def unreadable(what):
     return raises(
         RuntimeError,
-        f"remat, saved and factored cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX "
-        f"0.8.0 to {jaxprs.NEWEST}. Install one of these, or a newer reparax.",
+        f"remat, saved and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was tested with "
+        f"JAX 0.8.0 to {jaxprs.NEWEST}. Install one of these versions, or a newer reparax.",
     )
 
 

@@ -149,7 +149,7 @@ def test_terms_that_are_none():
         def terms_leaf(self, values):
             return []
 
-    with pytest.raises(TypeError, match=r"^terms_leaf gives a list of one Term or more, but gave \[\]\."):
+    with pytest.raises(TypeError, match=r"^terms_leaf must return a list of one Term or more, but returned \[\]\."):
         Empty().init({"w": W})
 
 
@@ -159,8 +159,8 @@ def test_terms_of_another_shape():
             return [rpx.Term("ij->i", values["u"])]
 
     text = (
-        r"^Other\(\).init at 'w': terms_leaf gives terms of shape \(6,\), but apply_leaf an array of shape \(6, 6\)\. "
-        r"The sum of the terms is the array\."
+        r"^Other\(\).init at 'w': terms_leaf returns terms of shape \(6,\), but apply_leaf returns an array of "
+        r"shape \(6, 6\)\. The sum of the terms must equal the array\."
     )
     with pytest.raises(ValueError, match=text):
         Other().init({"w": W})

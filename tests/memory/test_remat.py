@@ -353,8 +353,8 @@ def test_what_names_no_argument_is_refused(argnums):
 def test_an_argument_that_is_not_there_is_refused():
     with raises(
         TypeError,
-        "remat(loss) was told argnums=(0, 3), but was called with 3 positional arguments, so there is no argument 3. "
-        "Pass what argnums names by position.",
+        "remat(loss) got argnums=(0, 3), but was called with 3 positional arguments, so there is no argument 3. "
+        "Pass the arguments that argnums names by position.",
     ):
         rpx.remat(loss, argnums=(0, 3))(RAW, ROOT, X)
 
@@ -367,8 +367,8 @@ def test_mutable_arrays_are_refused():
 
     with raises(
         TypeError,
-        "remat(counting) met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
-        "it out of the function, and return its value beside the loss.",
+        "remat(counting) found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+        "function, and return its value together with the loss.",
     ):
         rpx.remat(counting)(RAW, ROOT, X)
 

@@ -241,7 +241,7 @@ def test_a_random_stage_that_says_no_mean_is_told_so():
         kind = "no_mean"
         mean_leaf = rpx.Reparametrization.mean_leaf
 
-    with pytest.raises(TypeError, match=r"^NoMean is stochastic, but says no mean\. Define mean_leaf\(values\)\."):
+    with pytest.raises(TypeError, match=r"^NoMean is stochastic, but defines no mean_leaf\(values\)\. Define it\."):
         NoMean().init({"w": normal(2)})
 
 

@@ -271,6 +271,6 @@ def test_what_a_stage_says_of_its_update_is_checked():
     with raises(
         ValueError,
         "Moves().update at 'w': update_leaf gives 'x', which is not one of the fixed values []. Leave it to the "
-        "optimizer, or say `moves_weights = True`.",
+        "optimizer, or set `moves_weights = True`.",
     ):
         Moves().update(Moves().init({"w": jnp.ones(2)}))

@@ -1,9 +1,9 @@
-"""Lengths of vectors, in arithmetic that neither overflows nor dies at zero.
+"""Lengths of vectors, without overflow and with finite gradients at zero.
 
-Weight norm in one line is ``w = g * v / jnp.sqrt(jnp.sum(v * v))``. In float32 the squares of numbers beyond 2e19 are
-infinite and those of numbers below 1e-23 are zero, and the gradient of a root at zero is NaN, also where another branch
-is chosen afterwards. So numbers are brought near 1 before they are squared, and a length of zero is replaced before its
-root is taken.
+Weight norm in one line is ``w = g * v / jnp.sqrt(jnp.sum(v * v))``. In float32, squares of numbers above 2e19 are
+infinite and squares of numbers below 1e-23 are zero. The gradient of a root at zero is NaN, even if ``jnp.where``
+chooses another branch afterwards. So we scale numbers to about 1 before we square them, and replace a length of zero
+before we take its root.
 """
 
 import functools
@@ -16,7 +16,7 @@ Indices = tuple[int, ...]
 
 
 def scale(x: Array, axes: Indices) -> Array:
-    """The largest magnitude along ``axes``, 1 where all are zero: dividing by it makes squares safe."""
+    """The largest magnitude along ``axes``, or 1 if all are zero: after division by it, squares cannot overflow."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
 
@@ -27,7 +27,7 @@ def is_zero(x: Array, axes: Indices) -> Array:
 
 
 def _positive(u: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, 1 where it is zero, with finite gradients everywhere."""
+    """The Euclidean length along ``axes``, or 1 if it is zero, with finite gradients everywhere."""
     total = _squares(u, axes)
     return jnp.sqrt(jnp.where(total == 0, 1, total))
 
@@ -44,7 +44,7 @@ def unit(x: Array, axes: Indices) -> Array:
 
 
 def centred(x: Array, length: Array) -> Array:
-    """``x`` times a power of two where its length is so far from 1 that ``stretched`` could not square it."""
+    """``x``, times a power of two if its length is too far from 1 for ``stretched`` to square it."""
     far = 2.0 ** (3 * jnp.finfo(length.dtype).maxexp // 4)
     one = jnp.ones_like(length)
     power = jnp.where(length > far, one / far, jnp.where(length < 1 / far, one * far, one))
@@ -54,16 +54,16 @@ def centred(x: Array, length: Array) -> Array:
 def stretched(x: Array, length: Array, axes: Indices) -> Array:
     """``x`` with the given length along ``axes``; zero stays zero.
 
-    Along ``axes`` are summed two arrays at once, and one more for the gradients, which is all that devices need to
-    exchange where ``axes`` are spread over them. For gradients that is a sum over ``x`` itself, which need not be
-    divided by its length in memory first.
+    The formula sums two arrays along ``axes`` at once, and one more for the gradients. If ``axes`` are sharded, devices
+    exchange only these sums. The sum for the gradients is over ``x`` itself, so a normalized copy of ``x`` is not
+    stored.
     """
     return x * _stretch(x, length, axes).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _stretch(x: Array, length: Array, axes: Indices) -> Array:
-    """What ``x`` is multiplied by to have the given length."""
+    """The factor that gives ``x`` the given length."""
     return length / _length(x, axes)
 
 
@@ -75,17 +75,16 @@ def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Ar
 
 
 def stretched_detached(x: Array, length: Array, axes: Indices) -> Array:
-    """As :func:`stretched`, where gradients take the length that ``x`` has for a constant."""
+    """Like :func:`stretched`, but gradients treat the length of ``x`` as a constant."""
     return x * (length / jax.lax.stop_gradient(_length(x, axes))).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _length(x: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, 1 where it is zero.
+    """The Euclidean length along ``axes``, or 1 if it is zero.
 
-    Squares are taken of ``x`` made larger and made smaller, and the second sum is read where the first overflows, so
-    that ``x`` need not be divided by its largest magnitude first. In float32 that is right for lengths from 4e-34 to
-    5e33.
+    It sums the squares of ``x`` scaled up and of ``x`` scaled down, and uses the second sum if the first overflows.
+    This saves a pass to find the largest magnitude. In float32 it is right for lengths from 4e-34 to 5e33.
     """
     far = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
     total = _squares(x * far, axes)
@@ -105,7 +104,7 @@ def _along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
 
 
 def norm(x: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, real; at zero, where it has no gradient, that is zero."""
+    """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero."""
     size = scale(x, axes)
     length = size * _positive(x / size.astype(x.dtype), axes)
     return jnp.where(is_zero(x, axes), 0, length)

@@ -1,4 +1,4 @@
-"""Terms, which are products of arrays, and how a program tells of what terms an array is the sum."""
+"""Terms, which are products of arrays, and how a traced program records that an array is a sum of terms."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 _INPUT = r"[a-z]*(?:\([a-z]-[a-z]\))?"
 _SPEC = re.compile(rf"{_INPUT}(?:,{_INPUT})*->(?:[a-z]|\([a-z]+\))*")
-_CODES = {"->": "T", "-": "M", ",": "A", "(": "B", ")": "E"}  # a name is of letters, digits and underscores
+_CODES = {"->": "T", "-": "M", ",": "A", "(": "B", ")": "E"}  # names allow letters, digits and underscores only
 _MARK = "sum_of_terms"
 
 
@@ -29,7 +29,7 @@ class Spec:
 
     @property
     def inputs(self) -> list[str]:
-        """The letters of each array, with two for the last axis of a circulant matrix."""
+        """The letters of each array; the last axis of a circulant matrix has two."""
         return [re.sub("[()-]", "", each) for each in self.text.split("->")[0].split(",")]
 
     @property
@@ -39,23 +39,23 @@ class Spec:
 
     @property
     def axes(self) -> list[str]:
-        """The letters of each axis of the product, several where they are merged."""
+        """The letters of each axis of the product, several if axes are merged."""
         return [axis.strip("()") for axis in re.findall(r"[a-z]|\([a-z]+\)", self.text.split("->")[1])]
 
     def encoded(self) -> str:
-        """This spec as a part of the name of a function."""
+        """This spec as part of a function name."""
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
     def decoded(cls, text: str) -> "Spec":
-        """The spec that was encoded so."""
+        """The spec from its encoded text."""
         return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
 
 
 class Term:
-    r"""A product of arrays, summed over the letters that the result has not, as in :func:`jax.numpy.einsum`.
+    r"""A product of arrays, summed over the letters that are not in the result, as in :func:`jax.numpy.einsum`.
 
-    What ``terms_leaf`` of a stage returns, so that :func:`factored` never forms their sum:
+    ``terms_leaf`` of a stage returns a list of terms, so that :func:`factored` never forms their sum:
 
     ===========================  ===============================================
     an array as it is            ``Term("ij->ij", w)``
@@ -69,8 +69,8 @@ class Term:
     ===========================  ===============================================
 
     Args:
-      spec: The letters of the axes of each array, and those of the result: lowercase, in brackets where axes are
-        merged. A letter that stands twice in the result makes a diagonal. A last axis ``(i-j)`` is read at the
+      spec: The lowercase letters of the axes of each array and of the result; letters in brackets are merged into one
+        axis. A letter that occurs twice in the result makes a diagonal. A last axis ``(i-j)`` is indexed by the
         difference of two letters, modulo its size.
       arrays: The arrays.
 
@@ -109,13 +109,13 @@ class Term:
 def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
     """What is wrong with a spec for these arrays, or None."""
     if not _SPEC.fullmatch(spec.text):
-        return "is no spec. Write the letters of each array and of the result, as 'ir,rj->ij'."
+        return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
     if len(spec.inputs) != len(arrays):
         return f"names {len(spec.inputs)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
     for letters, x in zip(spec.inputs, _shapes(spec, arrays), strict=True):
         if len(letters) != x.ndim:
-            return f"gives {letters!r} to an array of the shape {x.shape}. Write one letter for each axis."
+            return f"gives {letters!r} to an array of shape {x.shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
             return f"has a letter twice in {letters!r}. Take the diagonal first."
         for letter, n in zip(letters, x.shape, strict=True):
@@ -133,7 +133,7 @@ def wound(x: Array) -> Array:
 
 
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
-    """``x``, with one axis for each different name, laid out on all ``axes``: zero off the diagonals of equal names."""
+    """``x``, which has one axis per name, expanded to all ``axes``: equal names make diagonals, zero elsewhere."""
     for i, name in enumerate(axes):
         first = axes.index(name)
         if first != i:
@@ -144,7 +144,7 @@ def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
 
 
 def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
-    """The arrays of a spec, with two axes for the last of a circulant matrix."""
+    """The arrays of a spec; a circulant matrix gets two axes for its last one."""
     pairs = zip(arrays, spec.circles, strict=True)
     return [jax.eval_shape(wound, x) if circle and x.ndim else x for x, circle in pairs]
 
@@ -155,17 +155,17 @@ def summed(terms: Any) -> Array:
 
 
 def _checked(terms: Any) -> Sequence[Term]:
-    """What ``terms_leaf`` gives, if it is a sequence of terms."""
+    """``terms``, after a check that it is a sequence of terms."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
-        raise TypeError(f"terms_leaf gives a list of one Term or more, but gave {kinds}.")
+        raise TypeError(f"terms_leaf must return a list of one Term or more, but returned {kinds}.")
     return terms
 
 
 def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
-    """``formula(*args)``; where it is traced, in a call whose name and whose other results tell the terms.
+    """``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
 
-    The name of a call is what every transformation of JAX leaves as it is.
+    Every transformation of JAX keeps the name of a call.
     """
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return formula(*args)
@@ -181,7 +181,7 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
         return summed(made)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
-    # Where it is batched, jax.checkpoint has the batch first in each output.
+    # Under vmap, jax.checkpoint puts the batch axis first in each output.
     batched = jax.checkpoint(both, prevent_cse=False)
 
     def call(*args: Any) -> Any:
@@ -191,14 +191,14 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
     effective = jax.jit(call)(*args)[0]
     if effective.shape != shape:
         raise ValueError(
-            f"terms_leaf gives terms of shape {shape}, but apply_leaf an array of shape {effective.shape}. The sum of "
-            f"the terms is the array."
+            f"terms_leaf returns terms of shape {shape}, but apply_leaf returns an array of shape {effective.shape}. "
+            f"The sum of the terms must equal the array."
         )
     return effective
 
 
 def specs_told(name: str) -> list[Spec] | None:
-    """The specs of the terms that a call of this name tells, or None."""
+    """The specs of the terms in the name of a call, or None."""
     if not name.startswith(_MARK):
         return None
     return [Spec.decoded(text) for text in name[len(_MARK) + 1 :].split("_")]

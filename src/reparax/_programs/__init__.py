@@ -1,1 +1,1 @@
-"""Traced programs: how JAX writes them down, what depends on what in them, and where weights start."""
+"""Traced programs: how JAX represents them, which values depend on which inputs, and where weights start."""

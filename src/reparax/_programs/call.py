@@ -1,4 +1,4 @@
-"""The arguments of a user's function as flat arrays: which of them the user has named, and by what path they go."""
+"""The arguments of a user's function as flat arrays: which of them the user named, and their paths."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ Argnums = int | Sequence[int] | None
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call. What is no array, such as a function or a flag of Python, stays where it is."""
+    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, stay in place."""
 
     fun: Callable[..., Any]
     leaves: list[Any]
@@ -29,7 +29,7 @@ class Arguments:
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """The arguments of ``fun(*args, **kwargs)``, of which ``argnums`` are given."""
+        """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are given."""
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
         chosen = _chosen(who, argnums, args)
         flags = [i in chosen for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -39,12 +39,12 @@ class Arguments:
 
     @property
     def arrays(self) -> list[Any]:
-        """The arguments, without what is no array."""
+        """The arrays among the arguments."""
         return [self.leaves[i] for i in self.places]
 
     @property
     def paths(self) -> list[str]:
-        """For each array, the name of its argument and its path in it."""
+        """For each array, the name of its argument and its path in that argument."""
         names = named(self.treedef.unflatten(self.leaves))[0]
         try:
             parameters = list(inspect.signature(self.fun).parameters)
@@ -59,7 +59,7 @@ class Arguments:
         return [path(names[i]) for i in self.places]
 
     def call(self, arrays: Sequence[Any]) -> Any:
-        """The function's value at other arrays."""
+        """The function's result for other arrays."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, arrays, strict=True):
             leaves[i] = x
@@ -67,7 +67,7 @@ class Arguments:
         return self.fun(*args, **kwargs)
 
     def traced(self) -> "Traced":
-        """The program of what is traced in the result."""
+        """The program of the traced leaves of the result."""
         found: list[Any] = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -89,10 +89,10 @@ class Traced:
     """The program of one call.
 
     Attributes:
-      program: It, without constants: these are its first inputs.
+      program: The program, with its constants as first inputs.
       inputs: The value of each input.
-      given: Which inputs the user has named.
-      restored: Makes the whole result of the outputs.
+      given: Which inputs the user named.
+      restored: Makes the whole result from the outputs.
     """
 
     program: Jaxpr
@@ -102,13 +102,13 @@ class Traced:
 
 
 def caller(method: str, fun: Any, argnums: Any) -> str:
-    """How errors name a call that takes ``fun`` and ``argnums``, which are checked."""
+    """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
     if not callable(fun):
         raise TypeError(f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}.")
     named = fun
     while isinstance(named, functools.partial):
         named = named.func
-    # Not by its repr, which may hold arrays.
+    # Not its repr, which may hold arrays.
     who = f"{method}({getattr(named, '__name__', type(named).__name__)})"
     several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
@@ -120,7 +120,7 @@ def caller(method: str, fun: Any, argnums: Any) -> str:
 
 
 def _shown(x: Any) -> Any:
-    """``x`` as an error shows it, with the types of arrays in the place of their numbers."""
+    """``x`` as an error shows it: arrays as shape and dtype."""
     return jax.tree.map(lambda leaf: describe(leaf) if is_array(leaf) else leaf, x)
 
 
@@ -130,14 +130,14 @@ def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     if missing := [i for i in sorted(chosen) if i >= len(args)]:
         raise TypeError(
-            f"{who} was told argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
-            f"argument {missing[0]}. Pass what argnums names by position."
+            f"{who} got argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
+            f"argument {missing[0]}. Pass the arguments that argnums names by position."
         )
     return chosen
 
 
 def _is_keys(arg: Any) -> bool:
-    """Whether an argument is made of PRNG keys, typed or legacy."""
+    """Whether an argument consists of PRNG keys, typed or legacy."""
 
     def is_key(x: Any) -> bool:
         typed = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

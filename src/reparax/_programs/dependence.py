@@ -1,4 +1,4 @@
-"""Traced programs as data: which values come from given inputs alone, and programs cut along that line."""
+"""Which values of a traced program depend on given inputs only, and how to split the program accordingly."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -21,7 +21,7 @@ def smooth(atom: Any) -> bool:
 
 
 def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, in which ``special`` may name another function for an equation."""
+    """Evaluates a program without constants; ``special`` may return another function for an equation."""
     env = dict(zip(jaxpr.invars, args, strict=True))
     functions = {id(eqn): special(eqn) for eqn in jaxpr.eqns}
     segments = [list(eqns) for _, eqns in groupby(jaxpr.eqns, lambda eqn: functions[id(eqn)])]
@@ -41,15 +41,15 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
 
 
 def flags(env: Known, atoms: Iterable[Any]) -> Flags:
-    """What is known of each atom; literals come from nowhere."""
+    """Whether each atom is known; literals always are."""
     return [isinstance(v, Literal) or env[v] for v in atoms]
 
 
 def known(jaxpr: Jaxpr, given: Flags) -> Known:
-    """For each value of a program, whether it comes from the given inputs and constants alone.
+    """For each value of a program, whether it depends on given inputs and constants only.
 
-    Such a value can be made again without the other inputs, though the equation that makes it may mix: a scan with
-    other outputs beside it, or a cond on data, of which the branch taken is kept.
+    Such a value can be recomputed without the other inputs. The equation that makes it may still read others: a scan
+    with other outputs, or a cond on data, whose chosen branch is stored.
     """
     env: Known = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
@@ -62,7 +62,7 @@ def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 
 def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
-    # Of an equation that takes nothing known, a program inside may make something of numbers that stand in it.
+    # Even if no input is known, a body may compute known values from its own literals.
     programs, n, once = jaxprs.inner(eqn), len(eqn.outvars), jaxprs.has_effects(eqn)
     if once or all(given):
         return [not once] * n
@@ -74,7 +74,7 @@ def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
 
 
 def steady(scan: JaxprEqn, given: Flags) -> Flags:
-    """What is known inside of a scan at every step, where ``given`` is known before the first."""
+    """Which inputs of a scan's body are known at every step, if ``given`` are known before the first."""
     n_consts, n_carry = jaxprs.counts(scan)
     while True:
         carried = given[n_consts : n_consts + n_carry]
@@ -86,9 +86,9 @@ def steady(scan: JaxprEqn, given: Flags) -> Flags:
 
 
 def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
-    """``jaxpr`` as an early program, of the given inputs alone, and a late one that takes its outputs.
+    """``jaxpr`` as an early program, which reads given inputs only, and a late one that reads its outputs.
 
-    What is known of an equation that mixes is made there, so all that follows from it is late.
+    An equation that mixes known and other inputs is late, and so is all that depends on its outputs.
     """
     early, made = list[JaxprEqn](), {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
     for eqn in jaxpr.eqns:
@@ -101,7 +101,7 @@ def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 
 def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
-    """The program that makes the known values ``wanted`` again, from inputs and the unknown values it cannot make."""
+    """The program that recomputes the known values ``wanted``, from inputs and the unknown values that it needs."""
     needed, eqns = set(wanted), list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
         used = [v for v in eqn.outvars if v in needed]

@@ -1,8 +1,8 @@
-"""How JAX writes programs down: all that this library knows of it, and on which versions of JAX it was tested.
+"""All that reparax assumes about jaxprs, and the versions of JAX with which it was tested.
 
-Little of this is documented, so each fact has a test in ``tests/_programs/test_jaxprs.py``, which names the version of
-JAX that moved it last. Where a type tells as much as the name of a parameter, the type is read. What is not known is
-refused.
+JAX documents little of this, so each assumption has a test in ``tests/_programs/test_jaxprs.py``, which names the
+version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
+error for anything unknown.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +21,13 @@ OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
 
-# One class with Jaxpr since jax 0.11.0, and a name that may go.
+# Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 
 # Equations that hold one program and run it once, on their own operands.
 _CALLS = {"jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map", "reparax_split", "reparax_linear"}
 
-# The parameters of the equations that are written again: those that are read, and those from which nothing is lost.
+# The parameters of the equations that we rebuild: those that we read, and those that we can ignore.
 _SCAN = ("length", "reverse", "unroll")
 _SCAN_UNREAD = {
     "jaxpr",
@@ -39,20 +39,20 @@ _AXES = ("newly_manual_axes", "manual_axes")  # the first since jax 0.10.2, the 
 
 
 def is_tested() -> bool:
-    """Whether the JAX that runs is no newer than those that were tested."""
+    """Whether the running JAX is not newer than the tested versions."""
     return jax.__version_info__ <= tuple(map(int, NEWEST.split(".")))
 
 
 def unreadable(what: str) -> RuntimeError:
-    """The error for a program that this library cannot read."""
+    """The error for a program that reparax cannot read."""
     return RuntimeError(
-        f"remat, saved and factored cannot read {what}, as JAX {jax.__version__} writes it: reparax was tested on JAX "
-        f"{OLDEST} to {NEWEST}. Install one of these, or a newer reparax."
+        f"remat, saved and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was tested with "
+        f"JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
     )
 
 
 def rehearse(works: Callable[[], bool]) -> None:
-    """Refuses a JAX that was not tested, and on which small programs are not read as on those that were."""
+    """Raises an error if JAX is newer than the tested versions and ``works`` fails or returns False."""
     if is_tested():
         return
     try:
@@ -67,7 +67,7 @@ def rehearse(works: Callable[[], bool]) -> None:
 
 
 def opened(program: Any) -> tuple[Jaxpr, list[Any]]:
-    """A program whose constants are its first inputs, and these constants."""
+    """The program with its constants as first inputs, and these constants."""
     jaxpr = _open(program)
     consts = list(getattr(program, "consts", ()))
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), consts
@@ -83,7 +83,7 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
-    """The value of each atom, as an array: that of a literal may be of a private type of JAX."""
+    """The value of each atom, as an array, because literals may have a private type of JAX."""
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
 
 
@@ -93,7 +93,7 @@ def types(program: Any) -> list[Any]:
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
-    """The program of some equations of ``jaxpr``, whose inputs are what they take from elsewhere."""
+    """The program of some equations of ``jaxpr``; its inputs are the values that they read from elsewhere."""
     made = {v for eqn in eqns for v in eqn.outvars}
     taken = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
     invars = [v for v in taken if v not in made]
@@ -101,7 +101,7 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 
 def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
-    """A program that reads other atoms in place of some inputs, which are no inputs any more."""
+    """The program with other atoms instead of some inputs, which are removed from its inputs."""
 
     def atoms(old: Iterable[Any]) -> list[Any]:
         return [v if isinstance(v, Literal) else names.get(v, v) for v in old]
@@ -114,30 +114,30 @@ def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
 
 
 def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
-    """The program of ``invars`` that runs one part after the other and gives the outputs of the last."""
+    """The program of ``invars`` that runs the parts in order and returns the outputs of the last."""
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
     return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """A program without the equations that none of its outputs needs."""
+    """The program without the equations that no output needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def pruned(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """A program of the used outputs and of the inputs that these need; which inputs they are."""
+    """The program with only the used outputs and the inputs that they need, and which inputs these are."""
     return partial_eval.dce_jaxpr(jaxpr, list(used))
 
 
 def batched(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
-    """A program of a batch, with its constants as first inputs; these; and where its outputs have the batch, if at all.
+    """The batched program with its constants as first inputs, these constants, and the batch axis of each output.
 
-    What does not depend on the batch must stay without one: JAX decides by that about the outputs of the whole.
+    Outputs that do not depend on the batch must not get a batch axis, because JAX expects this.
     """
-    name = None if type(axis.name) is object else axis.name  # an axis without a name has a bare object for one
+    name = None if type(axis.name) is object else axis.name  # the name of an unnamed axis is a bare object
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     places: list[int | None] = []
 
@@ -157,7 +157,7 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
-    """What a function of ``jax.linearize`` keeps, and the structure that makes the function of it again."""
+    """What a function from ``jax.linearize`` stores, and the structure to rebuild the function from it."""
     return jax.tree.flatten(linear)
 
 
@@ -176,7 +176,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
 
 
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation holds."""
+    """The programs inside an equation."""
     return [_open(program) for program in _held(eqn)]
 
 
@@ -186,23 +186,23 @@ def _held(eqn: JaxprEqn) -> list[Any]:
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
-    """The one program that an equation holds, with its constants as first inputs; these constants."""
+    """The one program inside an equation, with its constants as first inputs, and these constants."""
     return bodies(eqn)[0]
 
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
-    """The programs that an equation holds, each with its constants as first inputs; these constants."""
+    """The programs inside an equation, each with its constants as first inputs, and these constants."""
     return [opened(program) for program in _held(eqn)]
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
-    """Whether a call of ``jax.jit`` says where its inputs or outputs lie."""
+    """Whether a call of ``jax.jit`` gives shardings of its inputs or outputs."""
     places = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in places)
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation must run exactly once. Naming an axis of a mesh is no such effect."""
+    """Whether an equation must run exactly once. The use of a mesh axis is not such an effect."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -217,12 +217,12 @@ def is_scan(eqn: JaxprEqn) -> bool:
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
-    """Whether an equation chooses one of the programs that it holds by its first operand, and runs it on all others."""
+    """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
     return eqn.primitive.name == "cond"
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs the one program that it holds once, on its own operands."""
+    """Whether an equation runs its one program once, on its own operands."""
     return eqn.primitive.name in _CALLS
 
 
@@ -232,7 +232,7 @@ def is_jit(eqn: JaxprEqn) -> bool:
 
 
 def counts(scan: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried; all others are taken in steps."""
+    """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
     _parameters(scan, _SCAN, _SCAN_UNREAD)
     inside = inner(scan)[0]
     carried = len(scan.outvars) - _steps(scan.outvars, inside.outvars)
@@ -240,36 +240,36 @@ def counts(scan: JaxprEqn) -> tuple[int, int]:
 
 
 def _steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many values a scan takes or gives in steps: these have one axis more outside."""
+    """How many values a scan slices or stacks: these have one more axis outside."""
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
 
 def as_written_by(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context in which new equations are of the lines of source that made ``eqn``."""
+    """A context in which new equations get the source lines of ``eqn``."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def origin(eqn: JaxprEqn) -> int:
-    """A number for the lines of source that made an equation."""
+    """A number that identifies the source lines of an equation."""
     return id(eqn.source_info.traceback)
 
 
 def lines(eqn: JaxprEqn) -> list[str]:
-    """The lines of source that made an equation, the innermost first."""
+    """The source lines of an equation, the innermost first."""
     return source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
 
 
-# ---- equations, written again with another body
+# ---- equations, rebuilt with another body
 
 
 def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """A function of another body and the operands that runs the equation with this body, where this is possible."""
+    """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
     function = {"jit": _jit, "scan": _scan, "shard_map": _shard_map}.get(eqn.primitive.name)
     return function and (lambda body, *args: function(eqn, body, *args))
 
 
 def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[str, Any]:
-    """The parameters ``names`` of an equation, which has no other parameters than these and ``others``."""
+    """The parameters ``names`` of an equation; raises an error if it has others than these and ``others``."""
     kind = eqn.primitive.name
     if missing := [name for name in names if name not in eqn.params]:
         raise unreadable(f"a {kind} without the parameter {missing[0]!r}")
@@ -279,7 +279,7 @@ def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[s
 
 
 def _jit(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
-    # Its other parameters say how it is compiled, not what it computes.
+    # The other parameters affect compilation only.
     settings = _parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not is_placed(eqn):
         return body(*args)
@@ -313,7 +313,7 @@ def sharded(eqn: JaxprEqn, body: Callable[..., tuple[Any, ...]], in_specs: Any, 
 
 
 def varied(eqn: JaxprEqn, x: Any) -> Any:
-    """Another array, told to vary over the axes of a mesh that ``pvary`` names."""
+    """Another array, marked as varying over the mesh axes of ``eqn``."""
     axes = tuple(eqn.params["axes"])
     pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -1,4 +1,4 @@
-"""Where weights start in a program: at what parametrizations read."""
+"""Where weights start in a program: the inputs of ``apply``."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 
 def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
-    """``given``, and whatever parametrizations read: their inputs, and the keys and numbers that these come from."""
+    """``given``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
     read, behind = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
         own = _read(eqn)
@@ -32,7 +32,7 @@ def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 
 def _read(eqn: JaxprEqn) -> list[Any]:
-    """What an equation takes that is ``apply``, or that the ``apply`` inside of it reads."""
+    """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
     if is_apply(eqn):
         return jaxprs.variables(eqn.invars)
     if jaxprs.rebound(eqn) is None or not holds_apply(eqn):
@@ -49,5 +49,5 @@ def _is_key_or_number(v: Any) -> bool:
 
 
 def holds_apply(eqn: JaxprEqn) -> bool:
-    """Whether the ``apply`` of a parametrization stands in a body of an equation."""
+    """Whether a body of an equation contains the ``apply`` of a parametrization."""
     return any(is_apply(e) or holds_apply(e) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""The lines of source that made a value."""
+"""The source lines that made a value."""
 
 import os
 import re
@@ -14,9 +14,9 @@ _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
 def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
-    """For each equation, told by its traceback, the user's line that wrote it or the program that holds it.
+    """For each equation, identified by its traceback, the user's line that made it or the program around it.
 
-    JAX cuts the tracebacks of a program inside of an equation off where that program begins.
+    In a program inside an equation, JAX cuts tracebacks off where that program begins.
     """
     found: dict[int, str] = {}
     for eqn in program.eqns:
@@ -28,13 +28,13 @@ def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The innermost line of an equation outside of this library, if it is known; in a notebook, that of a cell."""
+    """The innermost source line of an equation outside reparax, if known; in a notebook, the line in the cell."""
     found = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
     return _CELL.sub("<cell>", found)
 
 
 def source(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
-    """The line that made the ``i``-th value of an equation; inside of a ``jit``, the line in it where it is known."""
+    """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
     for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
         v = program.outvars[i]
         for inside in program.eqns:

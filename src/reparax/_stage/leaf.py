@@ -1,4 +1,4 @@
-"""From a formula on one array to a map of trees: the two kinds of stage that need no tree code."""
+"""Stages defined by a formula on one array: the base classes map it over trees."""
 
 import inspect
 from abc import abstractmethod
@@ -45,7 +45,7 @@ from reparax._tree.paths import IsLeaf, Names, PyTree, is_array, items, named
 from reparax._tree.raw import FIXED, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
 
 Known = dict[tuple[AxisNames | None, Types], dict[str, tuple[int, ...]] | None]
-"""The shapes that raw values must have, for values of these types on an array of these axis names."""
+"""The shapes that raw values must have, by the array's axis names and the types of the values."""
 
 
 class _Leafwise(Parametrization):
@@ -54,26 +54,26 @@ class _Leafwise(Parametrization):
 
     draws_late: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 0
-    """The fewest dimensions of an array that the stage takes by default. With two or more, the stage leaves alone by
-    default what is called a bias or a scale, whatever its dimensions."""
+    """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
+    excludes biases and scales by name, whatever their dimensions."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
     takes_base: ClassVar[bool] = False
-    """Whether the stage acts on the base of an adapter, in the array's place, and leaves the adapter alone."""
+    """Whether the stage acts on the base of an adapter instead of on the adapter."""
     axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes. Users may give these by name; where a formula runs, they are numbers."""
+    """The fields that hold axes. Users may give these by name; in a formula they are numbers."""
 
     def default(self, w: Array) -> bool:
-        """Whether the stage acts on ``w``, by its type, where no ``where`` is given."""
+        """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
         return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
 
     def refuse_leaf(self, w: Array) -> str | None:
-        """Why the formula cannot take ``w`` (expected, got; what to do), or None where it can."""
+        """Why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
         del w
         return None
 
     def refuse(self, w: Array) -> str | None:
-        """Why the stage cannot act on ``w``, or None where it can."""
+        """Why the stage cannot act on ``w``, or None if it can."""
         return self._wrong_dtype(w) or self._out_of_bounds(w) or self.refuse_leaf(w)
 
     def _wrong_dtype(self, w: Array) -> str | None:
@@ -97,7 +97,7 @@ class _Leafwise(Parametrization):
         return lacks_axes(w, stacked) is None and self.default(one_stacked(w, stacked))
 
     def _selection(self, method: str, tree: PyTree) -> tuple[list[tuple[Any, Slot, Self | None]], Any]:
-        """Each leaf with what is known of it and the stage that acts on it, if any, its axes by number."""
+        """Each leaf with its slot and the stage that acts on it, if any, with axes by number."""
         leaves, slots, treedef = flatten_slots(tree, bases=self.takes_base)
         who = call(self, method)
         names = self._axis_names(tree, len(leaves))
@@ -119,7 +119,7 @@ class _Leafwise(Parametrization):
         ], treedef
 
     def _at_arrays(self, method: str, tree: PyTree, keys: Keys, change: Callable[[str, Self, Array], Array]) -> PyTree:
-        """``tree`` with each array that the stage acts on changed, by who, the stage for it, and the array."""
+        """``tree`` with each array that the stage acts on replaced by ``change(who, stage, array)``."""
         found, treedef = self._selection(method, tree)
         leaves, who = [w for w, _, _ in found], call(self, method)
         acting = {i: (slot, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
@@ -135,7 +135,7 @@ class _Leafwise(Parametrization):
         return {name: value for name, value in held.items() if isinstance(value, ByPath | ByArray)}
 
     def for_array(self, path: str, w: Any) -> Self:
-        """This stage with the numbers of one array, of which functions get the type."""
+        """This stage with the numbers for one array; functions of the array get its shape and dtype."""
         if not (varied := self._varied):
             return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
@@ -143,12 +143,12 @@ class _Leafwise(Parametrization):
 
     @property
     def _typical(self) -> Self:
-        """This stage with some number where they differ, to ask it for types."""
+        """This stage with a placeholder for each number that varies, to ask it for shapes and dtypes."""
         varied = self._varied
         return replace(self, **dict.fromkeys(varied, TYPICAL)) if varied else self
 
     def _taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Self:
-        """This stage for an array that it can take."""
+        """This stage for one array; raises an error if it cannot take the array."""
         with locate_errors(who):
             own = self.for_array(path, w)
             stage = own._numbered(names)
@@ -163,7 +163,7 @@ class _Leafwise(Parametrization):
         return stage
 
     def _axis_names(self, tree: PyTree, count: int, is_leaf: IsLeaf | None = None) -> list[AxisNames | None]:
-        """The axis names of each leaf, where this stage asks for any."""
+        """The axis names of each leaf, if this stage needs any."""
         asks = self._named_axes or has_names(self.stacked)
         return names_of_leaves(tree, is_leaf) if asks else [None] * count
 
@@ -193,35 +193,35 @@ class _Leafwise(Parametrization):
         return self if self.stacked == () else replace(self, stacked=())
 
     def _places(self, names: AxisNames | None) -> tuple[int, ...]:
-        """The stacked axes of an array of these axis names; a name that it does not have is none of them."""
+        """The stacked axes of an array of these axis names; names that it does not have are ignored."""
         return find_axes(self.stacked, names)
 
 
 class Perturbation(_Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
-    A subclass writes ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` where the mean over all keys is not ``w``
-    itself; ``stochastic = False`` says that it needs no key, ``min_ndim = 2`` that it leaves vectors alone, and biases
-    and scales, where ``where`` does not name them, ``axis_fields = ("axis",)`` that users may give the field ``axis``
-    by name, ``straight_through = True`` that its gradient is not that of its formula. A chain with perturbations and
-    the chain without share one raw structure, one optimizer state and one checkpoint.
+    A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
+    itself. It may set ``stochastic = False`` if it needs no key, ``min_ndim = 2`` to exclude vectors, biases and scales
+    by default, ``axis_fields = ("axis",)`` so that users may give the field ``axis`` by name, and
+    ``straight_through = True`` if its gradient is not that of its formula. A chain with perturbations and the same
+    chain without them have the same raw structure, so they can share optimizer states and checkpoints.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
         ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with
-        an ``@`` must match the whole place in the raw tree instead, as ``.*/@kronecker/b``. Default: every
+        an ``@``, such as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every
         floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
-        stage says otherwise. With two or more, biases and scales are left alone, by what libraries call them:
+        stage sets another number. With two or more, arrays with the usual names of biases and scales are excluded:
         ``bias``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
-      stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index of them as on
-        an array of its own, with draws of its own. By number, counted from the front, or by name; several as a tuple.
-        Nothing else counts them: of kernels of ``(layers, in, out)``, ``stacked=0`` leaves matrices, which have two
-        dimensions, and whose ``axis=0`` is ``in``. Default: none.
+      stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index separately,
+        with separate noise. By number, counted from the front, or by name; several as a tuple. Other arguments do not
+        count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)`` count as matrices whose ``axis=0``
+        is ``in``. Default: none.
 
-    Where a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, it takes one for each array
-    too: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, of which an
-    array that none matches is left alone; or a function ``(path, array) -> number``, which may look at the array's
-    shape and dtype.
+    If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
+    array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
+    stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
+    at the array's shape and dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -244,7 +244,7 @@ class Perturbation(_Leafwise):
         """The effective array of ``w``, of the same shape and dtype."""
 
     def mean_leaf(self, w: Array) -> Array:
-        """The mean of ``apply_leaf(w, key)`` over all keys: what ``p.deterministic`` has in its place."""
+        """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
 
     @property
@@ -281,7 +281,7 @@ class Perturbation(_Leafwise):
         return self._at_arrays("fold", tree, keys, lambda who, stage, w: stage._changed(who, "mean_leaf", w))
 
     def _changed(self, who: str, method: str, before: Array, *keys: Array | None) -> Array:
-        """What ``apply_leaf`` or ``mean_leaf`` makes of an array."""
+        """The result of ``apply_leaf`` or ``mean_leaf`` on an array."""
         with locate_errors(who):
             after = map_stacked(self._places(None), getattr(self, method))(before, *keys)
             if not self.changes_type:
@@ -295,11 +295,11 @@ class _Node:
 
     Attributes:
       who: How errors name it.
-      path: The path on which its draws depend.
+      path: The path on which its noise depends.
       place: The path in the raw tree.
-      stage: The stage, its axes by number where it is known to act here.
+      stage: The stage, with axes by number once it is known to act here.
       mark: The marker.
-      held: What stands under it.
+      held: The content of the marker dict.
     """
 
     who: str
@@ -318,21 +318,24 @@ class _Node:
 class Reparametrization(_Leafwise):
     """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
 
-    A subclass writes ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w``, or ``terms_leaf(values)``, a list of :class:`Term` whose sum the array is. It
-    may declare ``main``, the values that stages nearer to the raw tree see under the parameter's own path (default:
-    every free one), ``fixed``, the values that do not train, ``parts = True``, that the main values are parts of the
-    array, each seen under a path of its own, ``aligned = True``, that their axes are those of the array, and
-    ``axis_fields``, as for :class:`Perturbation`.
+    A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
+    ``apply_leaf(init_leaf(w)) == w``. Instead of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of
+    :class:`Term` whose sum is the array. It may also set:
 
-    With ``stochastic = True`` the effective array is drawn: the formula is ``apply_leaf(values, key)``, and
-    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` has in its place; ``init`` inverts the
-    mean. ``penalty_leaf(values)`` is what the stage adds to ``p.penalty(raw)``.
+    - ``main``: the values on which earlier stages act, under the parameter's own path (default: every free value);
+    - ``fixed``: the values that do not train;
+    - ``parts = True``: each main value is a part of the array and has its own path;
+    - ``aligned = True``: the axes of the main values are those of the array;
+    - ``axis_fields``: as for :class:`Perturbation`.
+
+    With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
+    ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead; ``init`` inverts the
+    mean. The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
-      stacked: As for :class:`Perturbation`. Each raw value has the stacked axes in the places that the array has them
-        in, or as near to these as it has axes.
+      stacked: As for :class:`Perturbation`. The stacked axes of each raw value are at the same positions as in the
+        array; if the raw value has too few axes, as near to these as possible.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -349,7 +352,7 @@ class Reparametrization(_Leafwise):
     """
 
     update_reads: ClassVar[tuple[str, ...]] = ()
-    """What ``update_leaf`` takes besides the values: ``"grad"``, ``"key"``, or both."""
+    """Further arguments of ``update_leaf``, after the values: ``"grad"``, ``"key"``, or both."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -362,7 +365,7 @@ class Reparametrization(_Leafwise):
 
     @classmethod
     def _require_well_formed(cls) -> None:
-        """Refuses a class whose attributes or formulas cannot be meant so."""
+        """Raises an error for likely mistakes in a class's attributes or formulas."""
         for name in ("main", "fixed", "base_values"):
             if isinstance(getattr(cls, name), str):
                 given = getattr(cls, name)
@@ -379,53 +382,54 @@ class Reparametrization(_Leafwise):
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        """``init_leaf`` for a stage whose start is drawn: such a stage defines this instead."""
+        """``init_leaf`` for a stage with a random start: such a stage defines this instead."""
         del key
         return self.init_leaf(w)
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
-        """The effective array of the raw values, fixed ones included; a stage that draws takes a key after them.
+        """The effective array of the raw values, including fixed ones; a stochastic stage takes a key after them.
 
-        Of a stage that writes ``terms_leaf`` alone, it is the sum of these.
+        If a stage defines only ``terms_leaf``, this is the sum of the terms.
         """
 
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
         """The effective array as a sum of terms, which :func:`factored` does not form.
 
-        Where the formula of ``apply_leaf`` multiplies matrices, numbers and vectors, and adds, that is read in it, and
-        you need not say so.
+        You do not need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: then reparax
+        finds the terms itself.
         """
         raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
-        """The mean of ``apply_leaf(values, key)`` over all keys, where the stage is random."""
+        """The mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic."""
         del values
-        raise TypeError(f"{type(self).__name__} is stochastic, but says no mean. Define mean_leaf(values).")
+        raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """What the raw values of one array add to the loss, such as a divergence from a prior."""
+        """The penalty for the raw values of one array, such as a KL divergence from a prior, to add to the loss."""
         del values
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        """The logarithm of the absolute determinant of the derivative of ``apply_leaf``, where that is a bijection."""
+        """The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection."""
         del values
         return jnp.zeros(())
 
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """The fixed values that one training step changes, from the values as the earlier stages give them now.
+        """The new fixed values after one training step, from the current values, as computed by earlier stages.
 
-        Free values are not among them, unless the class says ``moves_weights = True``.
+        It must not return free values, unless the class sets ``moves_weights = True``.
 
         The formula is ``update_leaf(values)``. With ``update_reads = ("grad", "key")`` it is ``update_leaf(values,
-        grad, key)``: the gradient of the loss by the effective array, and a key. It is called where these are given.
+        grad, key)``, with the gradient of the loss with respect to the effective array, and a key. It is only called if
+        the caller passes these to ``update``.
         """
         del args, kwargs
         return {}
 
     def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """All raw values of the same effective array, with the base at the current point, where there is a base."""
+        """Raw values of the same effective array, with the base, if there is one, at the current point."""
         return values
 
     @property
@@ -434,7 +438,7 @@ class Reparametrization(_Leafwise):
 
     @property
     def bare(self) -> bool:
-        """Whether the raw value is the array itself, its only main value, in its own place and under no marker."""
+        """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
 
     @property
@@ -447,7 +451,7 @@ class Reparametrization(_Leafwise):
 
     @property
     def _draws(self) -> bool:
-        """Whether the start is drawn."""
+        """Whether the start is random."""
         return type(self).draw_leaf is not Reparametrization.draw_leaf
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
@@ -478,7 +482,7 @@ class Reparametrization(_Leafwise):
         return made, {path: origin if path in known else of(path) for path, origin in keep_origins(made).items()}
 
     def _followed(self, types: Types) -> dict[str, Places]:
-        """For each raw value of an array of that type, which axes of the array its own follow."""
+        """For each raw value of an array of that type, which axes of the array its axes follow."""
         w = abstract(types)
         origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)
         return {path[-1]: places for path, (_, places) in origins.items()}
@@ -520,7 +524,7 @@ class Reparametrization(_Leafwise):
         formula: Callable[[Self], Callable[..., Array]],
         counts: Callable[[str], bool] = lambda _: True,
     ) -> Array:
-        """The sum of a number of each array, of which half precision is widened first."""
+        """The sum of one number per array, computed in at least float32."""
 
         def number(node: _Node) -> Array:
             with locate_errors(node.who):
@@ -531,7 +535,7 @@ class Reparametrization(_Leafwise):
         return add_up([number(node) for node in own.values() if counts(node.place)])
 
     def _in_place(self, tree: PyTree, keys: Keys) -> PyTree:
-        """``tree`` with each selected array, which is its own raw value, as its effective one."""
+        """``tree`` with each selected array, which is its own raw value, replaced by the effective array."""
 
         def closed(who: str, stage: Self, w: Array) -> Array:
             with locate_errors(who):
@@ -553,7 +557,8 @@ class Reparametrization(_Leafwise):
             drawn = self._node_keys(keys, own)
             given["key"] = {i: node.stage._each_key(drawn[i], node.stage._like(node.values)) for i, node in own.items()}
         if self.reads_grads:
-            # By their names: where a stage of this kind acted before, its marker is open here, and closed in ``grads``.
+            # Matched by path: ``tree`` may still hold the marker of an earlier stage of this kind, but ``grads`` does
+            # not.
             paths, slopes = named(tree, node_predicate(self.kind))[0], dict(items(grads))
             given["grad"] = {i: slopes[paths[i]] for i in own}
         for i, node in own.items():
@@ -565,11 +570,11 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten(leaves)
 
     def _require_may_move(self, anew: Mapping[str, Array]) -> None:
-        """Refuses values that ``update`` may not move."""
+        """Raises an error for values that ``update`` may not change."""
         if moved := [name for name in anew if name not in self.fixed and not self.moves_weights]:
             raise ValueError(
                 f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {list(self.fixed)}. Leave it to "
-                f"the optimizer, or say `moves_weights = True`."
+                f"the optimizer, or set `moves_weights = True`."
             )
 
     def rebase_tree(self, tree: PyTree) -> PyTree:
@@ -579,7 +584,7 @@ class Reparametrization(_Leafwise):
         return self._at_nodes("rebase", tree, Keys(None), rebased)
 
     def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """A formula on one array for each of the stacked ones."""
+        """The formula, mapped over the stacked axes."""
         return map_stacked(self._places(None), formula)
 
     def _values(self, w: Array, key: Array | None) -> dict[str, Array]:
@@ -589,7 +594,7 @@ class Reparametrization(_Leafwise):
         return self._over(self.draw_leaf)(w, self._each_key(jax.random.key(0) if key is None else key, w))
 
     def _closed(self, values: Mapping[str, Array], key: Array | None = None) -> Array:
-        """The effective array of raw values; without a key its mean, where it is drawn."""
+        """The effective array of raw values; for a stochastic stage without a key, its mean."""
         if not self.stochastic:
             return self._over(self._formula)(dict(values))
         if key is None:
@@ -600,9 +605,9 @@ class Reparametrization(_Leafwise):
         return drawn
 
     def _formula(self, *args: Any) -> Array:
-        """The effective array, which tells its terms where they cannot be read."""
+        """The effective array, with its terms if the class declares them."""
         formula, terms = (_written_in(type(self), name) for name in ("apply_leaf", "terms_leaf"))
-        # A class that writes another formula has other terms than those that it inherits.
+        # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         fit = terms is not Reparametrization and issubclass(terms, formula) and formula.apply_leaf is not _sum_of_terms
         return told(self.apply_leaf, self.terms_leaf, *args) if fit else self.apply_leaf(*args)
 
@@ -626,19 +631,19 @@ class Reparametrization(_Leafwise):
 
     @property
     def _start(self) -> str:
-        """The method that gives the raw values at the start."""
+        """The name of the method that makes the first raw values."""
         return "init_leaf" if type(self).draw_leaf is Reparametrization.draw_leaf else "draw_leaf"
 
     def _abstract(self, values: Mapping[str, Array]) -> Any:
-        """Shape and dtype of the effective array; a formula that fails should do so in ``init``."""
+        """Shape and dtype of the effective array, traced in ``init`` so that a wrong formula fails early."""
         try:
             return self._like(values)
         except KeyError as error:
             given = ", ".join(map(repr, values))
-            raise ValueError(f"apply_leaf reads a value {error}, but init_leaf gives only {given}.") from error
+            raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {given}.") from error
 
     def _at_nodes(self, method: str, tree: PyTree, keys: Keys, change: Callable[[_Node], Any]) -> PyTree:
-        """``tree`` with each marker dict of the stage changed."""
+        """``tree`` with ``change`` applied to each marker dict of the stage."""
         leaves, treedef, own = self._own_nodes(method, tree, keys)
         for i, node in own.items():
             with locate_errors(node.who):
@@ -646,10 +651,10 @@ class Reparametrization(_Leafwise):
         return treedef.unflatten(leaves)
 
     def _own_nodes(self, method: str, tree: PyTree, keys: Keys) -> tuple[list[Any], Any, dict[int, _Node]]:
-        """The leaves of ``tree``, where marker dicts of the kind are leaves too, and the stage's own among these.
+        """The leaves of ``tree``, counting marker dicts of the kind as leaves, and those that belong to this stage.
 
-        Another stage of the kind may have made some of them, on arrays that this one does not select: where the type
-        of an array decides that, whatever this stage could not have made is none of its own.
+        Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
+        looks at shapes or dtypes, this stage takes only the dicts that it could have made.
         """
         is_node, who = node_predicate(self.kind), call(self, method)
         leaves, slots, treedef = flatten_slots(tree, is_node, bases=self.takes_base)
@@ -686,14 +691,14 @@ class Reparametrization(_Leafwise):
         return _Node(who, slot.draw, slot.place, self, mark, x[mark])
 
     def _varied_node(self, node: _Node, path: str, names: AxisNames | None) -> _Node:
-        """``node`` with the stage of its own numbers."""
+        """``node`` with the stage that has the numbers for this array."""
         with locate_errors(node.who):
             return replace(node, stage=self.for_array(path, self._type(node, names))._numbered(names))
 
     def _all_fitting(
         self, nodes: Mapping[int, _Node], names: Sequence[AxisNames | None], known: Known
     ) -> dict[int, _Node]:
-        """Those of the nodes that the stage could have made."""
+        """The nodes that the stage could have made."""
         found: dict[int, _Node] = {}
         for i, node in nodes.items():
             with suppress(Exception):  # a formula may fail in any way on the values of another stage
@@ -701,7 +706,7 @@ class Reparametrization(_Leafwise):
         return found
 
     def _fitting(self, node: _Node, names: AxisNames | None, known: Known) -> _Node:
-        """``node``, once its values are ``known`` to be those of the stage, which is traced once for each type."""
+        """``node``, after a check that its values fit the stage; each type is traced only once."""
         with locate_errors(node.who):
             stage, types = self._typical._numbered(names), types_under(node.held)
             if (names, types) not in known:
@@ -719,7 +724,7 @@ class Reparametrization(_Leafwise):
             return _remembered(Reparametrization._effective, self._typical._numbered(names), types)
 
     def _type_of_main(self, types: Types) -> Any:
-        """Shape and dtype of the main value, which are those of the effective array where it is aligned; else None."""
+        """Shape and dtype of the main value if it is aligned with the effective array, else None."""
         values = abstract(types)
         return next((values[name] for name in self.main or () if self.aligned and name in values), None)
 
@@ -729,7 +734,7 @@ class Reparametrization(_Leafwise):
         return jax.eval_shape(self._closed, abstract(types)) if known is None else known
 
     def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of the raw values of what values of these types make; None where ``init`` needs numbers."""
+        """The shapes that ``init`` gives for the effective array of values of these types; None if it needs numbers."""
         if has_symbols(types):
             return None
         effective = self._effective(types)
@@ -741,14 +746,14 @@ class Reparametrization(_Leafwise):
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that a function needs."""
+    """The names of the required arguments of a function."""
     given = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in given if each.kind in positional and each.default is inspect.Parameter.empty]
 
 
 def _written_in(cls: type[Any], method: str) -> type[Any]:
-    """The class whose method a class has."""
+    """The class from which ``cls`` inherits a method."""
     return next(each for each in cls.__mro__ if method in vars(each))
 
 
@@ -757,17 +762,17 @@ def _sum_of_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
 
 
 def _together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
-    """``method(stage, *args)``; where it is traced, by a program of its own, once for all arrays of one type."""
+    """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type."""
     held = {each.name: getattr(stage, each.name) for each in fields(stage)}
-    # A function may read what changes.
+    # A function may read values that change between calls.
     impure = any(callable(value) for name, value in held.items() if name != "where")
     if impure or not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         return method(stage, *args)
     try:
         hash(stage)
-    except TypeError:  # of a traced hyperparameter
+    except TypeError:  # a traced hyperparameter is not hashable
         return method(stage, *args)
-    return _traced_once(method, stage, repr(held), *args)  # which tells 1 from True, and 0.0 from -0.0
+    return _traced_once(method, stage, repr(held), *args)  # the repr tells 1 from True, and 0.0 from -0.0
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -777,10 +782,10 @@ def _traced_once(method: Callable[..., Any], stage: Any, shown: str, *args: Any)
 
 
 def _remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
-    """``method(stage, types)``, which is the same for equal stages."""
+    """``method(stage, types)``, cached for equal stages."""
     try:
         hash(stage)
-    except TypeError:  # of a traced hyperparameter
+    except TypeError:  # a traced hyperparameter is not hashable
         return method(stage, types)
     return _once(method, stage, types)
 
@@ -791,7 +796,7 @@ def _once(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
 
 
 def _leaf_keys(keys: Keys, kind: str, numbers: Sequence[int], paths: Sequence[str]) -> list[Array | None]:
-    """A key for each path; None for each where there is no key."""
+    """A key for each path, or None for each if no key is given."""
     found: list[Array | None] = [None for _ in paths]
     for number in set(numbers):
         places = [i for i, own in enumerate(numbers) if own == number]

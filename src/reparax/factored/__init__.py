@@ -1,9 +1,9 @@
 """Products that never form the weight.
 
-A weight that is ``W + A B``, or integers times scales, or a direction times a length, costs its full size in each
-product and each gradient when it is formed. It need not be. A product is linear in the weight, so it can be taken
-factor by factor, in the order that costs least. No network has to be written anew for that: the program of the loss
-tells what is multiplied by what.
+If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
+gradient costs its full size. This is not necessary. A product is linear in the weight, so it can multiply by one factor
+after the other, in the cheapest order. You need not rewrite the network: the jaxpr of the loss shows which
+arrays are multiplied.
 
 >>> import jax, jax.numpy as jnp, reparax as rpx
 >>> p = rpx.Freeze() >> rpx.LoRA(8)
@@ -17,11 +17,11 @@ tells what is multiplied by what.
 >>> operations(rpx.factored(loss)) < 0.6 * operations(loss)
 True
 
-A weight is a sum of products of smaller arrays (``_sums``). It begins where arrays of named arguments are multiplied
-(``_makers``), or where a stage tells its terms (``_told``); transposing, casting or cutting it does so to its factors
-(``_moves``); products of data read it factor by factor (``_uses``); and it goes into the bodies of loops, calls and
-shards (``_bodies``). ``_multiply`` knows the best order and its cost. The program is evaluated twice (``_reader``):
-first to note what reads each weight, by which a ``_plan`` says what is cheaper; then for good.
+A weight is a sum of products of smaller arrays (``_sums``). It starts where arrays of named arguments are multiplied
+(``_makers``), or where a stage declares its terms (``_told``). Transposes, casts and slices of it act on its factors
+(``_moves``). Products with data multiply by one factor after the other (``_uses``). Sums also go into the bodies of
+loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and its cost. ``_reader`` evaluates the
+program twice: first to record what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
 """
 
 from reparax.factored._explained import Explained as Explained

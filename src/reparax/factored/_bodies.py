@@ -1,4 +1,4 @@
-"""Programs inside of programs: sums go into calls, loops, choices and shards as their factors."""
+"""Programs inside programs: sums enter calls, loops, conds and shards as their factors."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,15 @@ Rule = Callable[[Any, JaxprEqn, Sequence[Any], Sequence[Facts]], "Outs | None"]
 
 
 def rule(eqn: JaxprEqn) -> Rule | None:
-    """How to evaluate an equation whose bodies are read, by a reader, from its operands and what is known of them.
+    """The function that evaluates an equation with bodies, from a reader, the equation, its operands and their facts.
 
-    It gives None where the equation must be evaluated as it stands.
+    The function returns None if the equation must be evaluated unchanged.
     """
     return _RULES.get(eqn.primitive.name)
 
 
 def may_make(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
-    """Whether a sum may be made inside of an equation."""
+    """Whether a body of an equation may make a sum."""
     if rule(eqn) is None or not any(each.known for each in facts):
         return False
     return tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
@@ -84,7 +84,7 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
 
 
 def _again(eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-    """The equation with another body, and what is known of its outputs."""
+    """The outputs of the equation with another body, and facts about them."""
     again = jaxprs.rebound(eqn)
     if again is None:
         return None
@@ -98,7 +98,7 @@ def _arrays(x: Sum) -> list[Any]:
 
 
 def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
-    """A sum with these arrays at the factors that have none."""
+    """The sum with these arrays in the factors that have none."""
     given = iter(arrays)
 
     def filled(factor: Factor) -> Factor:
@@ -108,9 +108,9 @@ def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
 
 
 def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
-    """The arrays that differ along the first axis of a sum, with this axis first, and the sum without both.
+    """The arrays that vary along the first axis of a sum, with this axis first, and the sum without them and the axis.
 
-    None where the first axis is merged, or is that of a diagonal.
+    None if the first axis is merged or belongs to a diagonal.
     """
     stacked: list[Any] = []
     products: list[Product] = []
@@ -158,7 +158,7 @@ def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[
 
 
 def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
-    """How the array of each factor is spread, where a sum is spread by ``spec``; None where that cannot be said."""
+    """The partition spec of each factor's array, for a sum with ``spec``; None if there is none."""
     specs: list[Any] = []
     for each in x.products:
         places: dict[Label, Any] = {}
@@ -176,7 +176,7 @@ def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
 
 
 def _local(x: Sum, arrays: Sequence[Any]) -> Sum:
-    """The sum of one shard, of its parts of the factors."""
+    """The sum on one shard, from the factors' parts on this shard."""
     given = iter(arrays)
     products: list[Product] = []
     for each in x.products:

@@ -1,4 +1,4 @@
-"""Circulant matrices, which are kept as the numbers of their first column."""
+"""Circulant matrices, stored as their first column."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from reparax._numerics.terms import wound
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Circle:
-    """Matrices of the entries ``numbers[..., (i - j) % n]``."""
+    """Matrices with the entries ``numbers[..., (i - j) % n]``."""
 
     numbers: Any
 
@@ -27,7 +27,7 @@ class Circle:
 
     @property
     def size(self) -> int:
-        """How many numbers are held."""
+        """How many numbers are stored."""
         return self.numbers.size
 
     def astype(self, dtype: Any) -> "Circle":
@@ -44,7 +44,7 @@ class Circle:
 
 
 def _wide(x: Any) -> Any:
-    """``x`` in a precision that has a Fourier transform."""
+    """``x`` in a precision that Fourier transforms support."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
@@ -64,5 +64,5 @@ def back(x: Any, n: int, dtype: Any) -> Any:
 
 
 def operations(n: int) -> float:
-    """How many operations a Fourier transform of ``n`` numbers takes."""
+    """The number of operations of a Fourier transform of ``n`` numbers."""
     return 2.5 * n * math.log2(max(n, 2))

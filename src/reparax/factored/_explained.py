@@ -1,4 +1,4 @@
-"""Which weights a loss never forms, for people to read."""
+"""A report of the weights that a loss never forms."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Weight:
     """One weight.
 
     Attributes:
-      path: The path of the parameter that it comes from, or of several.
+      path: The path of the parameter from which it is computed, or the common path of several.
       type: Its dtype and shape.
-      in_factors: Whether products take it factor by factor.
+      in_factors: Whether products multiply by its factors.
       reason: Why, and where.
     """
 
@@ -35,7 +35,7 @@ class Weight:
 
 @dataclass(frozen=True, repr=False)
 class Explained:
-    """Which weights stay in factors, and which are formed; it shows itself as a table.
+    """Which weights stay in factors, and which are formed; its repr is a table.
 
     Attributes:
       weights: The weights that have factors.
@@ -57,10 +57,10 @@ class Explained:
 def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
-    Nothing is computed: ``fun`` is traced. Weights that have no factors, such as plain arrays, are left out.
+    It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The loss, as you would give it to :func:`factored`.
+      fun: The loss, as you pass it to :func:`factored`.
       args: Its arguments, or their shapes and dtypes.
       argnums: As for :func:`factored`.
       kwargs: Its keyword arguments.
@@ -103,9 +103,9 @@ def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> 
 
 
 def _path(record: Record, paths: Mapping[int, str]) -> str:
-    """What the paths of all arguments that a weight comes from have in common, without the values of stages."""
+    """The common start of the paths of all arguments of a weight, without the stages' own values."""
     found = [paths[i].split("/") for i in sorted(record.origins) if i in paths]
-    if len({names[0] for names in found}) > 1:  # one tree, of which arguments hold parts
+    if len({names[0] for names in found}) > 1:  # several arguments hold parts of one tree
         found = [names[1:] for names in found]
     common: list[str] = []
     for names in zip(*found, strict=False):

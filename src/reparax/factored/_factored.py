@@ -1,4 +1,4 @@
-"""Losses whose products never form the weight."""
+"""Losses whose products multiply by factors of weights."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,32 +18,33 @@ from reparax.factored._reader import Reader
 
 
 def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
-    r"""``fun``, whose products take weights factor by factor and never form them.
+    r"""``fun`` with products that multiply by the factors of weights and never form the weights.
 
-    For :math:`W = W_0 + c A B`, a product is :math:`x W_0 + c\, (x A) B`, and so are its gradients: that of ``A`` and
-    ``B`` needs no gradient of the whole ``W``. The factors are found in the program of ``fun``, so the network may be
-    anyone's: where arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`, :class:`Delta`,
+    For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
+    then need no gradient of the whole ``W``. It finds the factors in the jaxpr of ``fun``, so the network's code does
+    not change: wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`, :class:`Delta`,
     :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`, :class:`Stored`, noise
-    of low rank, chains of these, or in formulas of your own; and where a stage says its ``terms_leaf``.
+    of low rank, chains of these, or your own formulas; and if a stage defines ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
-    ``jax.checkpoint`` and ``vmap``, up to products of matrices (``@``, ``einsum``), convolutions and lookups in
-    tables. Everything else gets the array, formed once; so do float16 and float8, in which factors may overflow though
-    their product does not. Where factors cost more operations than the array, with all gradients, the array is formed
-    too. :func:`explain` tells which weights, where and why. Values and gradients are those of ``fun`` up to rounding.
+    ``jax.checkpoint`` and ``vmap``, up to matrix products (``@``, ``einsum``), convolutions and table lookups. For all
+    other operations the array is formed once; also in float16 and float8, where factors may overflow although their
+    product does not; and if the factors cost more operations than the array, including all gradients. :func:`explain`
+    says which weights are formed, where and why. Values and gradients are those of ``fun`` up to rounding.
 
-    For a gradient that keeps nothing of the factors either, write ``rpx.remat(rpx.factored(loss))``. ``jax.grad``,
-    ``jax.vmap``, ``jax.jit`` and all others go around it. Inside of ``fun``, take no gradients, as in meta-learning:
-    what they read is formed.
+    To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
+    ``jax.vmap``, ``jax.jit`` and other transformations outside of it. Gradients taken inside ``fun``, as in
+    meta-learning, form the weights that they read.
 
     Args:
-      fun: A loss, or any function of arrays, pure as JAX asks.
-      argnums: The positions of the arguments from which weights are made, as in :func:`remat`. Default: the first, and
-        keys. Pass these by position: what comes by keyword is data.
+      fun: A loss, or any pure function of arrays.
+      argnums: The positions of the arguments from which weights are computed, as in :func:`remat`. Default: the first,
+        and keys. Pass these by position: keyword arguments count as data.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is no position or names an argument that is not there.
-      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
+        exist.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -73,12 +74,12 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 
 @functools.cache
 def rehearse() -> None:
-    """Refuses a JAX that writes programs down in a way that is not known."""
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
     jaxprs.rehearse(lambda: _products_of(_network) == [3])
 
 
 def _products_of(network: Callable[..., Array]) -> list[int]:
-    """How many products take each weight factor by factor."""
+    """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.opened(jax.make_jaxpr(network)(a, b, x))
     plan = planned(program, [*consts, a, b, x], known(program, [*(True for _ in consts), True, True, False]))
@@ -87,7 +88,7 @@ def _products_of(network: Callable[..., Array]) -> list[int]:
 
 
 def _network(a: Array, b: Array, x: Array) -> Array:
-    """Three products with a weight, in a call, in a loop and in a program that is made again."""
+    """Three products with a weight: in a call, in a loop and in ``jax.checkpoint``."""
     w = a @ b
     x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
@@ -95,7 +96,7 @@ def _network(a: Array, b: Array, x: Array) -> Array:
 
 
 def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
-    """What is known of the inputs of a program, of which some are named."""
+    """Facts about the inputs of a program; ``given`` says which of them are named."""
     flags = with_roots(program, given)
     return [
         Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
@@ -104,7 +105,7 @@ def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
 
 
 def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:
-    """Which weights of a program stay apart, for inputs of these types."""
+    """Which weights of a program stay in factors, for inputs of these types."""
     plan = Plan()
     jax.make_jaxpr(lambda *args: Reader(plan).arrays(program, args, facts))(*inputs)
     plan.decide()

@@ -1,4 +1,4 @@
-"""What is known of the values of a program."""
+"""Facts about the values of a program."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from reparax._programs import dependence, jaxprs
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one value.
+    """Facts about one value.
 
     Attributes:
-      known: Whether it comes from the named arguments alone.
-      still: Whether no gradient goes to it.
-      origins: The arguments that it comes from.
+      known: Whether it depends on named arguments only.
+      still: Whether it gets no gradient.
+      origins: The arguments on which it depends.
     """
 
     known: bool
@@ -25,11 +25,11 @@ class Facts:
 
 
 NUMBER = Facts(known=True, still=True)
-"""Of what stands in the program."""
+"""The facts of a literal or constant."""
 
 
 def together(facts: Sequence[Facts]) -> Facts:
-    """What is known of what is made of several values."""
+    """The facts of a value computed from several values."""
     return Facts(
         known=all(each.known for each in facts),
         still=all(each.still for each in facts),
@@ -38,14 +38,14 @@ def together(facts: Sequence[Facts]) -> Facts:
 
 
 def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
-    """What is known of all outputs of an equation, from what is known of its inputs."""
+    """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = together(facts)
     still = eqn.primitive.name == "stop_gradient" or not any(map(dependence.smooth, eqn.outvars))
     return replace(found, known=found.known and not jaxprs.has_effects(eqn), still=found.still or still)
 
 
 def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
-    """What is known of each output of an equation."""
+    """The facts of each output of an equation."""
     if eqn.primitive.name not in ("jit", "remat2"):
         return [of_equation(eqn, facts) for _ in eqn.outvars]
     jaxpr, consts = jaxprs.body(eqn)
@@ -60,5 +60,5 @@ def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
 
 
 def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
-    """What is known of the inputs of a body, whose constants come first."""
+    """The facts of the inputs of a body, whose constants come first."""
     return [*(NUMBER for _ in consts), *facts]

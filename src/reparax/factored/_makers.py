@@ -1,4 +1,4 @@
-"""Where sums come from: products, multiples and sums of what is known."""
+"""Equations that make sums: products, multiples and sums of known values."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 
 
 def may_make(eqn: JaxprEqn) -> bool:
-    """Whether an equation of arrays that are known may make a sum that is worth to be kept apart."""
+    """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
     name = eqn.primitive.name
     if name not in _RULES or name in _SIGNS:
         return False
@@ -33,7 +33,7 @@ def may_make(eqn: JaxprEqn) -> bool:
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum that an equation makes of values that are known; None where it must make an array."""
+    """The sum that an equation makes from known values; None if it must make an array."""
     rule = _RULES.get(eqn.primitive.name)
     if (
         rule is None
@@ -51,13 +51,13 @@ def _whole(x: Any, *, still: bool) -> Sum:
 
 
 def _is_worth(product: Product) -> bool:
-    """Whether a product has at most one factor that is as large as itself."""
+    """Whether at most one factor of a product is as large as the product."""
     size = math.prod(label.size for group in product.axes for label in group)
     return sum(factor.array.size >= size for factor in product.factors) <= 1
 
 
 def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
-    """What it costs to form the output of an equation from arrays, with the gradients of those that move."""
+    """The cost to form the output of an equation from arrays, including gradients."""
     if eqn.primitive.name == "dot_general":
         a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
         product = contracted(a, b, *eqn.params["dimension_numbers"])
@@ -68,7 +68,7 @@ def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
 def _pairs(
     eqn: JaxprEqn, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
-    """The products of all of one sum with all of another."""
+    """The sum of the products of each term of one sum with each term of another."""
     out = type_of(eqn.outvars[0])
     products = complete(product(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), out.shape, out.dtype, precision, None)
@@ -85,7 +85,7 @@ def _multiple(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 
 
 def _ranked(x: Sum, ndim: int) -> Sum:
-    """``x``, where it is a number, with as many axes as another array."""
+    """``x``; if it is a number, with ``ndim`` axes of size 1."""
     if x.ndim or not ndim:
         return x
     products = tuple(replace(each, axes=((),) * ndim) for each in x.products)
@@ -115,7 +115,7 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 
 
 def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:
-    """Integers as floats, which they become where they are multiplied."""
+    """Integers as floats; the arrays stay integers until they are multiplied."""
     return None if jnp.issubdtype(x.dtype, jnp.inexact) else _moves.cast(x, eqn.params["new_dtype"])
 
 

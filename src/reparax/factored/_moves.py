@@ -1,4 +1,4 @@
-"""What moves, cuts or casts a weight, and does so to its factors alone."""
+"""Equations that move, slice or cast a weight, applied to its factors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
 
 
 def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
-    """The outputs of an equation that moves, cuts or casts a sum, its first operand; None where it must be formed."""
+    """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or not isinstance(operands[0], Sum):
         return None
@@ -44,7 +44,7 @@ def _squeeze(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
 
 
 def broadcast(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
-    """``x`` with its axes at ``places`` of an array of this shape."""
+    """``x`` broadcast to this shape, with its axes at ``places``."""
     return x.each(lambda each: each.broadcast(shape, places), shape)
 
 
@@ -63,12 +63,12 @@ def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
 
 
 def has_range(dtype: Any) -> bool:
-    """Whether numbers of a type may be multiplied in another order: in float16 and less, factors overflow alone."""
+    """Whether numbers of a dtype may be multiplied in another order: in float16 and smaller, factors may overflow."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
 
 
 def cast(x: Sum, dtype: Any) -> Sum:
-    """``x`` in another floating dtype; small integers stay what they are until they are multiplied."""
+    """``x`` in another floating dtype; small integers stay integers until they are multiplied."""
 
     def change(factor: Factor) -> Factor:
         floats = jnp.issubdtype(factor.array.dtype, jnp.inexact)
@@ -141,7 +141,7 @@ def _rev(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
 
 
 def _cut(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
-    """``x`` with one axis changed in all factors that have it; None where the axis is merged, or two have one label."""
+    """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
     return x.each(
         lambda each: along(each, axis, size, change), [size if i == axis else n for i, n in enumerate(x.shape)]
     )

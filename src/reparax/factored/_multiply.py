@@ -1,4 +1,4 @@
-"""How a product is multiplied out: in the order that costs the least, and what that costs."""
+"""Computes a product of factors in the cheapest order, and the cost of this order."""
 
 import functools
 import itertools
@@ -15,10 +15,10 @@ from reparax.factored._circles import Circle, back, operations, transform
 from reparax.factored._sums import Factor, Label, Product, Sum
 
 ENTRY = 16
-"""What it costs to write a number, in operations of a product of matrices."""
+"""The cost to write one number, in operations of a matrix product."""
 
 MANY = 5
-"""Of how many factors all orders are compared; of more, the cheapest product comes first."""
+"""Up to this many factors, all orders are compared; with more, the cheapest product is computed first."""
 
 Labels = frozenset[Label]
 Order = tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class How:
 
 
 def formed(x: Sum) -> Any:
-    """The array that a sum stands for."""
+    """The array that a sum represents."""
     return total(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
 
 
@@ -48,7 +48,7 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
     kept, factors = frozenset(order), list(product.factors)
     for i, j in cheapest(tuple(map(_kind, factors)), kept)[1]:
-        # The axes of the result come in the order of the operands.
+        # The operands' order sets the order of the result's axes.
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
         )
@@ -59,14 +59,14 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
 
 
 def cost(product: Product) -> float:
-    """What a product costs, with the gradients of all its factors that move, in operations."""
+    """The cost of a product, in operations, including the gradients of its factors."""
     kept = frozenset(label for group in product.axes for label in group)
     return cheapest(tuple(map(_kind, product.factors)), kept)[0]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What costs depend on: the labels, those of a circulant matrix, and whether no gradient goes there."""
+    """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
 
     labels: Labels
     circle: Labels
@@ -80,7 +80,7 @@ def _kind(factor: Factor) -> Kind:
 
 @functools.lru_cache(maxsize=4096)
 def cheapest(factors: tuple[Kind, ...], kept: Labels) -> tuple[float, Order]:
-    """The cost of the best order of products, and the pairs of this order; a product comes last among those left."""
+    """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors."""
     if len(factors) == 1:
         return 0.0, ()
 
@@ -116,7 +116,7 @@ def _cost(a: Kind, b: Kind, wanted: Labels) -> float:
 
 
 def turned(circle: Labels, labels: Labels, others: Labels, wanted: Labels) -> Label | None:
-    """Along which label Fourier transforms multiply others with a circulant matrix; None where they cannot."""
+    """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
     summed, left = circle & others, circle - others
     alone = len(summed) == len(left) == 1 and not summed & wanted and left <= wanted
     return next(iter(summed)) if alone and labels - circle <= wanted else None
@@ -127,7 +127,7 @@ def _size(labels: Labels) -> int:
 
 
 def _pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
-    """The product of two factors, summed over what is not wanted."""
+    """The product of two factors, summed over labels that are not wanted."""
     for circle, other in ((a, b), (b, a)):
         kind = _kind(circle)
         if (label := turned(kind.circle, kind.labels, frozenset(other.labels), wanted)) is not None:
@@ -169,7 +169,7 @@ def _turned(circle: Factor, other: Factor, label: Label, wanted: Labels, how: Ho
 
 
 def _alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
-    """A factor, summed over what is not wanted and no other has."""
+    """A factor, summed over labels that are not wanted and that no other factor has."""
     axes = [i for i, label in enumerate(factor.labels) if label not in wanted]
     if not axes:
         return factor
@@ -181,13 +181,13 @@ def _alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
 
 
 def _spread(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> Any:
-    """``x`` with its axes in the order of ``wanted``, of size 1 where it has none."""
+    """``x`` with its axes in the order of ``wanted``, and axes of size 1 for labels that it lacks."""
     order = [labels.index(label) for label in wanted if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in wanted])
 
 
 def _laid_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
-    """The last factor, with the axes of the product."""
+    """The last remaining factor, with the axes of the product."""
     flat = [label for group in product.axes for label in group]
     once = list(dict.fromkeys(flat))
     x = jnp.broadcast_to(_spread(factor.whole, factor.labels, once), [label.size for label in once])

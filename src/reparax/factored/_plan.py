@@ -1,4 +1,4 @@
-"""Which weights stay sums of products, and which are formed: decided by what each costs the whole program."""
+"""Decides which weights stay sums of products and which are formed, by the cost for the whole program."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from reparax.factored._sums import Sum
 
 @dataclass(frozen=True)
 class Read:
-    """What reads a sum.
+    """One read of a sum.
 
     Attributes:
-      eqn: The equation; None for the result of a program or of a body.
+      eqn: The equation that reads; None for the result of a program or of a body.
       times: How often it runs.
-      in_formula: Whether it is a part of a parametrization, and no product of the network.
-      factored: Of a product, what it costs factor by factor; None where the array is needed.
-      formed: Of a product, what it costs with the array.
+      in_formula: Whether it is part of a parametrization, not of the network.
+      factored: The cost of a product with the factors; None if the read needs the array.
+      formed: The cost of a product with the array.
     """
 
     eqn: JaxprEqn | None
@@ -30,17 +30,17 @@ class Read:
 
 @dataclass
 class Record:
-    """What is known of a sum.
+    """What a plan records about a sum.
 
     Attributes:
       eqn: The equation that made it.
       shape: Its shape.
       dtype: Its dtype.
-      origins: The arguments that it comes from.
-      parents: The sums that it is made of.
-      forming: What it costs to form it, with these.
+      origins: The arguments on which it depends.
+      parents: The sums from which it is made.
+      forming: The cost to form it and its parents.
       times: How often it is made.
-      reads: What reads it, without other sums that are made of it.
+      reads: What reads it, except other sums made from it.
       is_formed: Whether it is formed where it is made.
     """
 
@@ -56,11 +56,11 @@ class Record:
 
 
 class Plan:
-    """What reads each sum, noted in one evaluation of a program; and then which sums are formed, for another.
+    """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
 
     Attributes:
-      records: Of each sum, by its root.
-      is_decided: Whether it is known which sums are formed. Nothing is noted from then on.
+      records: The record of each sum, by its root.
+      is_decided: Whether the decision is made. Nothing is recorded after that.
     """
 
     def __init__(self) -> None:
@@ -68,20 +68,20 @@ class Plan:
         self.is_decided = False
 
     def note(self, root: Hashable, record: Record) -> None:
-        """Notes a new sum."""
+        """Records a new sum."""
         self.records[root] = record
 
     def reads(self, x: Sum, read: Read) -> None:
-        """Notes what reads a sum."""
+        """Records a read of a sum."""
         if not self.is_decided:
             self.records[x.root].reads.append(read)
 
     def forms(self, root: Hashable) -> bool:
-        """Whether a sum is formed where it is made; so is one that only another that is formed makes."""
+        """Whether a sum is formed where it is made; unrecorded sums, which only formed ones produce, are formed too."""
         return root not in self.records or self.records[root].is_formed
 
     def decide(self) -> None:
-        """Chooses for each sum, the last first: of what another is made of that stays apart, the factors are needed."""
+        """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
         needed = set[Hashable]()
         for root, record in reversed(self.records.items()):
             factored, formed = self.costs(root)
@@ -95,7 +95,7 @@ class Plan:
         self.is_decided = True
 
     def costs(self, root: Hashable) -> tuple[float, float]:
-        """What all that reads a sum costs where it stays apart, and where it is formed."""
+        """The cost of all reads of a sum if it stays in factors, and if it is formed."""
         record, once = self.records[root], self.records[root].forming
         again = max((read.times / max(record.times, 1) for read in record.reads if read.factored is None), default=0.0)
         factored = sum(read.times * read.factored for read in record.reads if read.factored is not None)

@@ -1,4 +1,4 @@
-"""Evaluates a program with weights that stay sums of terms wherever what reads them is linear."""
+"""Evaluates a program; weights stay sums of products wherever the equations that read them are linear."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Reader:
     """How programs are evaluated.
 
     Attributes:
-      plan: What decides which sums are formed.
+      plan: The plan, which decides which sums are formed.
       times: How often the program runs.
-      path: The equations in whose bodies it stands.
+      path: The equations whose bodies contain the program.
       in_formula: Whether one of these is the ``apply`` of a parametrization.
     """
 
@@ -33,7 +33,7 @@ class Reader:
     in_formula: bool = False
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> tuple[list[Any], list[Facts]]:
-        """The outputs, arrays or sums, and what is known of them."""
+        """The outputs, arrays or sums, and facts about them."""
         return _Run(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
@@ -41,7 +41,7 @@ class Reader:
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)[0]]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """A sum, formed for an equation."""
+        """``x`` as an array; a sum is formed, and the read is recorded."""
         if not isinstance(x, Sum):
             return x
         self.plan.reads(x, Read(eqn, self.times, self.in_formula))
@@ -54,7 +54,7 @@ class Reader:
 
 
 class _Run:
-    """One evaluation: what is made so far, and how often each value is still read."""
+    """One evaluation: the values computed so far, and how often each will still be read."""
 
     def __init__(self, reader: Reader, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
         self._reader, self._jaxpr = reader, jaxpr
@@ -96,7 +96,7 @@ class _Run:
     def _special(
         self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> tuple[list[Any], list[Facts]] | None:
-        """The outputs of an equation that keeps sums apart, and what is known of them; None for all others."""
+        """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         alone = _told.tells(eqn) and own.known and not any(self._reads[v] for v in eqn.outvars[1:])
         told = _told.told(self._reader, eqn, args, facts) if alone else None
         if told is not None:
@@ -120,7 +120,7 @@ class _Run:
         return [use.array()], [own]
 
     def _new(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum) -> Sum | None:
-        """A sum that is made here; None where it is to be formed."""
+        """A new sum; None if the plan forms it."""
         reader, plan = self._reader, self._reader.plan
         made = replace(made, root=(*reader.path, id(eqn)))
         if not plan.is_decided:
@@ -141,7 +141,7 @@ class _Run:
         self._env.update(zip(wanted, jaxprs.evaluate(piece, args), strict=True))
 
     def _array(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
-        """The value of a variable, formed once, for the first of ``eqns`` that reads it."""
+        """The value of a variable as an array, formed once, for the first of ``eqns`` that reads it."""
         x = self._env[v]
         if not isinstance(x, Sum):
             return x

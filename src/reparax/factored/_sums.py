@@ -1,4 +1,4 @@
-"""Arrays as sums of products of smaller arrays, some axes of which are summed over."""
+"""Arrays as sums of products of smaller arrays, as in einsum."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,12 @@ class Label:
 
 
 Group = tuple[Label, ...]
-"""The labels of one axis of a product, the slowest first: several where axes are merged, none where its size is 1."""
+"""The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """An array with a label for each axis, and whether no gradient goes to it."""
+    """An array with a label for each axis, and whether it gets no gradient."""
 
     array: Any
     labels: Group
@@ -34,20 +34,20 @@ class Factor:
 
     @property
     def whole(self) -> Any:
-        """The array, as one."""
+        """The array; a circulant matrix is expanded."""
         return self.array.whole() if isinstance(self.array, Circle) else self.array
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of factors, summed over the labels that no axis has; a label that no factor has repeats the rest."""
+    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
 
     factors: tuple[Factor, ...]
     axes: tuple[Group, ...]
 
     @classmethod
     def of(cls, x: Any, *, still: bool) -> "Product":
-        """An array as it is."""
+        """A product with one array as its only factor."""
         labels = tuple(Label(n) for n in x.shape)
         return cls((Factor(x, labels, still),), tuple((label,) if label.size != 1 else () for label in labels))
 
@@ -64,12 +64,12 @@ class Product:
         return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in dropped))
 
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
-        """This product with its axes at ``places`` of an array of this shape, all others of which repeat it."""
+        """This product broadcast to this shape, with its axes at ``places``."""
         held = dict(zip(places, self.axes, strict=True))
         return replace(self, axes=tuple(held.get(i) or _fresh(n) for i, n in enumerate(shape)))
 
     def reshaped(self, shape: Shape) -> "Product | None":
-        """This product in another shape; None where an axis would have to be cut across its labels."""
+        """This product in another shape; None if this would split an axis across its labels."""
         labels = [label for group in self.axes for label in group]
         if len(set(labels)) < len(labels):
             return None
@@ -85,7 +85,7 @@ class Product:
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
     def split(self, label: Label, sizes: Shape) -> "Product":
-        """This product with several labels in the place of one."""
+        """This product with several labels instead of one."""
         if len(sizes) == 1:
             return self
         new = {label: tuple(map(Label, sizes))}
@@ -105,11 +105,11 @@ class Sum:
     """A sum of products of one shape.
 
     Attributes:
-      products: They.
+      products: The products.
       shape: The shape of each, and of the array.
       dtype: The dtype of the array.
-      precision: Of the products that make it.
-      root: The equation that made it, before it was transposed, cast or cut, behind those in whose bodies it stands.
+      precision: The precision of its products.
+      root: The equation that made it, before any transpose, cast or slice, after the equations whose bodies contain it.
     """
 
     products: tuple[Product, ...]
@@ -127,13 +127,13 @@ class Sum:
         return len(self.shape)
 
     def each(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
-        """This sum with each product changed; None where one cannot be."""
+        """This sum with each product changed; None if one cannot be changed."""
         changed = complete(map(change, self.products))
         return None if changed is None else replace(self, products=tuple(changed), shape=tuple(shape))
 
 
 def complete(items: Iterable[T | None]) -> list[T] | None:
-    """The items; None where one is None."""
+    """The items; None if one of them is None."""
     found: list[T] = []
     for item in items:
         if item is None:
@@ -148,7 +148,7 @@ for cls, data in {Factor: ["array"], Product: ["factors"], Sum: ["products"]}.it
 
 
 def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
-    """Two products with the same labels on pairs of axes, and no others; None where these are cut in different ways."""
+    """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
     b = b.renamed({label: Label(label.size) for label in b.labels.union(*b.axes)})
     for i, j in pairs:
         first, second = a.axes[i], b.axes[j]
@@ -168,7 +168,7 @@ def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[P
 
 
 def multiplied(a: Product, b: Product) -> Product | None:
-    """The product, entry by entry, of two products of which either may have axes of size 1."""
+    """The elementwise product of two products; either may have axes of size 1."""
     pair = aligned(a, b, [(i, i) for i in range(len(a.axes))])
     if pair is None:
         return None
@@ -177,14 +177,14 @@ def multiplied(a: Product, b: Product) -> Product | None:
 
 
 def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[Any]) -> Product | None:
-    """The product of matrices, as ``jax.lax.dot_general`` takes it."""
+    """The product of matrices, with the arguments of ``jax.lax.dot_general``."""
     pairs = [*zip(*summed, strict=True), *zip(*shared, strict=True)]
     pair = aligned(a, b, pairs)
     if pair is None:
         return None
     a, b = pair
     if any(label not in a.labels | b.labels for i in summed[0] for label in a.axes[i]):
-        return None  # both repeat it
+        return None  # no factor has this summed label
     axes = [a.axes[i] for i in shared[0]]
     for product, k in ((a, 0), (b, 1)):
         axes += [group for i, group in enumerate(product.axes) if i not in (*summed[k], *shared[k])]
@@ -203,7 +203,7 @@ def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
 
 
 def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Two lists of sizes, all above 1, with each size cut into the factors of their common refinement."""
+    """Two lists of sizes above 1, with each size split into the factors of their common refinement."""
     parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
     if 0 in a or 0 in b:
         return None

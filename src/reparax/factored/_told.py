@@ -1,4 +1,4 @@
-"""Sums that a stage tells in ``terms_leaf``."""
+"""Sums that a stage declares in ``terms_leaf``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from reparax.factored._sums import Factor, Label, Product, Sum
 
 
 def tells(eqn: JaxprEqn) -> bool:
-    """Whether an equation tells of what terms its first output is the sum; the others are what the terms take."""
+    """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
     return eqn.primitive.name == "jit" and specs_told(eqn.params["name"]) is not None
 
 
 def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
-    """The sum; None where a derivative has added outputs, or several batches have, which cannot be told apart."""
+    """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
     specs = specs_told(eqn.params["name"]) or []
     n_arrays = sum(len(spec.inputs) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_mark(eqn.outvars[-1]):

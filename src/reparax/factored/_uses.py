@@ -1,4 +1,4 @@
-"""Products of data and a weight, which are taken factor by factor."""
+"""Products of data and a weight, computed with the weight's factors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Use:
 
     Attributes:
       weight: The sum.
-      factored: What it costs factor by factor, with all gradients.
-      formed: What it costs with the weight as one array.
-      array: The product, factor by factor.
+      factored: The cost with the factors, including all gradients.
+      formed: The cost with the weight as one array.
+      array: Computes the product with the factors.
     """
 
     weight: Sum
@@ -35,7 +35,7 @@ class Use:
 
 
 def use(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
-    """The product that an equation is, if it is one of data and one sum, which can be taken factor by factor."""
+    """The product of data and one sum that an equation computes, if it can use the factors; else None."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or eqn.params.get("out_sharding") is not None:
         return None
@@ -47,7 +47,7 @@ def _still(x: Sum) -> bool:
 
 
 def _whole(x: Sum) -> Product:
-    """A sum as one array of its type."""
+    """The sum as one factor: an array of its shape and dtype."""
     return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_still(x))
 
 
@@ -56,7 +56,7 @@ def _whole(x: Sum) -> Product:
 
 def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     x, y = args
-    if x.dtype != y.dtype:  # the product rounds neither to the type of the other
+    if x.dtype != y.dtype:  # JAX rounds neither operand to the dtype of the other
         return None
     weight: Sum = x if isinstance(x, Sum) else y
     summed, shared = eqn.params["dimension_numbers"]
@@ -181,7 +181,7 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
 
 
 def _mixed(y: Any, channel: int, tail: Product) -> Product:
-    """Channels that are made of fewer ones, as the last axis."""
+    """Output channels computed from fewer channels, as the last axis."""
     few, many = tail.axes
     rows: list[Group] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
     labels = tuple(label for group in (*rows[:channel], few, *rows[channel:]) for label in group)
@@ -191,7 +191,10 @@ def _mixed(y: Any, channel: int, tail: Product) -> Product:
 
 
 def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
-    """A kernel of few channels, how many, and what makes the others of them, if any; None if channels are not apart."""
+    """A kernel of few channels, their number, and the product that makes the others from them, if any.
+
+    None if the channels are not separate from the rest.
+    """
     group = product.axes[to]
     window = {label for i, axis in enumerate(product.axes) if i != to for label in axis}
     if window.intersection(group):

@@ -1,4 +1,4 @@
-"""Programs inside of programs: ``apply`` is opened, the bodies of loops and calls are cut in two like the whole."""
+"""Programs inside programs: ``apply`` is inlined, and bodies of loops and calls are split like the whole program."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +15,14 @@ Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
 
 def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """A program in which every ``apply`` is opened, whose first inputs are constants; these constants."""
+    """The program with every ``apply`` inlined and constants as its first inputs, and these constants."""
     if not any(map(_opening, jaxpr.eqns)):
         return jaxpr, []
     return jaxprs.opened(jax.make_jaxpr(lambda *args: dependence.run(jaxpr, args, _opening))(*args))
 
 
 def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-    """How to run ``apply``, and a ``jit`` that holds one, so that its values are made once for all that needs them."""
+    """How to inline ``apply``, and a ``jit`` that contains one, so that all readers share its values."""
     if not (is_apply(eqn) or (jaxprs.is_jit(eqn) and holds_apply(eqn))):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -30,7 +30,7 @@ def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
 
 
 def cutting(env: Known, cut: Cut) -> Special:
-    """How to run the equations of a program of which ``env`` is known: bodies that mix are cut by ``cut``."""
+    """How to run the equations of a program: ``cut`` splits the bodies that mix values known in ``env`` with others."""
 
     def special(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         given = dependence.flags(env, eqn.invars)
@@ -49,7 +49,7 @@ def cutting(env: Known, cut: Cut) -> Special:
 
 
 def _mixes(jaxpr: Jaxpr, given: Flags) -> bool:
-    """Whether there is anything to make again, here or further inside."""
+    """Whether there is anything to recompute, here or in an inner program."""
     env = dependence.known(jaxpr, given)
     for eqn in jaxpr.eqns:
         own = dependence.flags(env, eqn.invars)

@@ -1,8 +1,8 @@
-"""A program cut in two, whose derivative keeps nothing that the early half can make again.
+"""A program split in two, whose derivative does not store what the early half can recompute.
 
-The early half is all that comes from the given inputs alone; the late half takes its outputs. The derivative
-linearizes both, and keeps of their residuals those that come from other inputs too. All others are made again in the
-backward pass, each just before it is used.
+The early half computes all values that depend on the given inputs only; the late half reads its outputs. The derivative
+linearizes both. It stores the residuals that depend on other inputs too, and recomputes all others in the backward
+pass, each just before it is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from reparax.memory._residuals import Linearized
 
 
 def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function that is differentiated as said above."""
+    """``jaxpr`` as a function with the derivative described above."""
     roots = with_roots(jaxpr, given)
 
     def function(*args: Any) -> list[Any]:

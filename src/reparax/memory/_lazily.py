@@ -1,6 +1,6 @@
-"""The order of a program: what comes from given inputs alone is made just before its first use, and waits for it.
+"""The order of a program: a value that depends on given inputs only is computed just before its first use.
 
-So one layer's weights are alive at a time, in the forward pass and in the backward pass.
+So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from reparax._programs.jaxprs import Env, values, variables
 
 
 def lazily(jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special = lambda eqn: None) -> list[Any]:
-    """Evaluates a program without constants, of which some inputs are given, as ``dependence.run`` does."""
+    """Evaluates a program without constants like ``dependence.run``; ``given`` says which inputs are given."""
     return _Run(jaxpr, args, given, special).outs()
 
 
 class _Run:
-    """One evaluation: what is made so far, and how often each value is still read."""
+    """One evaluation: the values computed so far, and how often each value will still be read."""
 
     def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special) -> None:
         self._jaxpr, self._special = jaxpr, special
@@ -43,7 +43,7 @@ class _Run:
         return values(self._env, self._jaxpr.outvars)
 
     def _run(self, eqn: JaxprEqn) -> None:
-        """Runs an equation that waits for nothing, together with those before it where it can."""
+        """Runs an equation now, in one batch with those before it if possible."""
         function = self._special(eqn)
         if function is None and not self._missing(eqn.invars):
             self._next.append(eqn)
@@ -59,11 +59,11 @@ class _Run:
         self._reads.subtract(variables(eqn.invars))
 
     def _missing(self, atoms: Sequence[Any]) -> list[Var]:
-        """The values among ``atoms`` that have waited until now."""
+        """The values among ``atoms`` that are not computed yet."""
         return [v for v in variables(atoms) if v in self._makers and v not in self._env]
 
     def _make(self, atoms: Sequence[Any], reader: JaxprEqn | None) -> None:
-        """Makes what has waited, and what that needs; no sooner than what ``reader`` takes besides."""
+        """Computes the missing values and all that they need, not before the other inputs of ``reader`` are ready."""
         stack, chosen = self._missing(atoms), set[int]()
         while stack:
             maker = self._makers[stack.pop()]
@@ -91,7 +91,8 @@ class _Run:
         if after is None:
             outs = jaxprs.evaluate(piece, args)
         else:
-            # Accelerators would draw noise inside of each product that reads it, once for each tile, and compile long.
+            # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile
+            # slowly.
             made = jaxprs.evaluate(piece, [tie(x, after) for x in args])
             outs = [whole(x) if dependence.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
         self._env.update(zip(wanted, outs, strict=True))

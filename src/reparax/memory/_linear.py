@@ -1,7 +1,7 @@
-"""A linear program that says by itself in which order its transpose makes what it needs.
+"""A linear program that controls in which order its transpose computes what it needs.
 
-``jax.checkpoint`` would put all that the backward pass reads behind one barrier, activations too, and make all weights
-at once. Here given values alone get a barrier, and each weight is made just before it is used.
+``jax.checkpoint`` would put everything that the backward pass reads, activations too, behind one barrier, and compute
+all weights at once. Here only given values get a barrier, and each weight is computed just before it is used.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def _jvp(piece: Piece, primals: Any, tangents: Any) -> tuple[list[Any], list[Any
 
 def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     n, used = piece.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
-    # Behind a barrier, nothing is known of a value that the forward pass has made of it.
+    # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     pairs = zip(args[:n], piece.given, strict=False)
     fixed = [lax.optimization_barrier(x) if given else x for x, given in pairs]
     types, slopes = [x.aval for x in args[n:]], [cts[i] for i in used]

@@ -1,4 +1,4 @@
-"""Equations of our own, each of which holds a program and says how that is run and differentiated."""
+"""Our own JAX primitives: each equation holds a program, with rules to run and to differentiate it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Piece:
     """A program without constants.
 
     Attributes:
-      program: It.
-      given: Which inputs are given: parameters and keys, from which weights are made.
+      program: The program.
+      given: Which inputs are given: parameters and keys, from which weights are computed.
       n_dots: How many inputs, the last, are tangents.
     """
 
@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def n_fixed(self) -> int:
-        """How many inputs are no tangents."""
+        """How many inputs are not tangents."""
         return len(self.given) - self.n_dots
 
     def evaluate(self, *args: Any) -> list[Any]:
@@ -37,25 +37,25 @@ class Piece:
         return jaxprs.evaluate(self.program, args)
 
     def behind(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
-        """Another program of the same inputs, behind constants, which are given."""
+        """Another program of the same inputs, after constants, which are given."""
         return Piece(program, [True for _ in consts] + self.given, self.n_dots)
 
     def pruned(self, used: Flags) -> tuple["Piece", Flags]:
-        """The piece of the used outputs, and which inputs these need."""
+        """The piece with only the used outputs, and which inputs these need."""
         program, read = jaxprs.pruned(self.program, used)
         given = [flag for flag, each in zip(self.given, read, strict=True) if each]
         return Piece(program, given, sum(read[self.n_fixed :])), read
 
 
 class Pieces:
-    """A primitive whose equations hold pieces, with the rules that need no more than the program of each.
+    """A primitive whose equations hold pieces, with the rules that depend on their programs only.
 
     Args:
       name: Its name.
       run: The outputs of a piece, from the piece and its inputs.
       jvp: The outputs and their tangents, from the piece, its inputs and their tangents.
-      transpose: Where pieces are linear: the cotangents of the inputs, from the piece, those of its outputs, and the
-        inputs.
+      transpose: If pieces are linear: the cotangents of the inputs, from the piece, the cotangents of its outputs, and
+        the inputs.
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule | None = None) -> None:
@@ -72,7 +72,7 @@ class Pieces:
         if transpose:
             ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece(params), cts, args)
         batching.fancy_primitive_batchers[made] = self._batched
-        partial_eval.dce_rules[made] = lambda used, *rest: _pruned(used, rest[-1])  # since jax 0.12.0 one more between
+        partial_eval.dce_rules[made] = lambda used, *rest: _pruned(used, rest[-1])  # jax 0.12.0: one more argument
 
     def __call__(self, piece: Piece, args: Sequence[Any]) -> list[Any]:
         """The outputs of a piece, as one equation."""
@@ -94,7 +94,7 @@ def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 
 def _params(piece: Piece) -> dict[str, Any]:
-    """The parameters of an equation, which JAX asks to be hashable."""
+    """The parameters of an equation, which JAX requires to be hashable."""
     return {"program": piece.program, "given": tuple(piece.given), "n_dots": piece.n_dots}
 
 

@@ -1,4 +1,4 @@
-"""On a JAX that was not tested, small programs must first be read, and made again, as on those that were."""
+"""On an untested JAX, checks with small programs that their jaxprs are read and recomputed as on tested versions."""
 
 import functools
 from typing import Any
@@ -16,11 +16,11 @@ _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
 
 @functools.cache
 def rehearse() -> None:
-    """Refuses a JAX that writes programs down in a way that is not known."""
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
     jaxprs.rehearse(lambda: all(map(_is_read, _PAIRS)) and _is_made_again(_network))
 
 
-# ---- a value that comes from weights alone, and one that does not
+# ---- a value that depends on weights only, and one that does not
 
 
 def _pair(w: Array, x: Array) -> tuple[Array, Array]:
@@ -56,7 +56,7 @@ def _is_read(pair: Any) -> bool:
 
 
 def _network(w: Array, x: Array) -> Array:
-    """Weights made by an ``apply``, read in a call, in the steps of a loop and behind a derivative by hand."""
+    """Weights from an ``apply``, which a call, the steps of a loop and a custom derivative read."""
     w = recompute(lambda w, _: jnp.sin(w), w, None)
     x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
     x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
@@ -66,7 +66,7 @@ def _network(w: Array, x: Array) -> Array:
 def _is_made_again(network: Any) -> bool:
     def again(w: Array, x: Array) -> Array:
         program, consts = jaxprs.opened(jax.make_jaxpr(network)(w, x))
-        # That the weights are weights is read from apply.
+        # No input is given: apply alone marks the weights.
         return split(program, [False for _ in program.invars])(*consts, w, x)[0]
 
     before, after = _kept(network), _kept(again)
@@ -74,7 +74,7 @@ def _is_made_again(network: Any) -> bool:
 
 
 def _kept(network: Any) -> list[bool]:
-    """For each array that the gradient in the weights keeps, beside arguments, whether it comes from them alone."""
+    """For each array that the gradient stores, except arguments, whether it depends on the weights only."""
 
     def residuals(w: Array, x: Array) -> list[Any]:
         return jaxprs.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]

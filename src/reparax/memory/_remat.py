@@ -1,4 +1,4 @@
-"""Gradients for which nothing is stored that parameters and key can make again."""
+"""Gradients that recompute noise, masks and effective weights instead of storing them."""
 
 import functools
 from collections.abc import Callable
@@ -11,35 +11,34 @@ from reparax.memory._rehearsal import rehearse
 
 
 def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
-    """``fun``, of which the backward pass keeps nothing that parameters and key alone can make again.
+    """``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
-    Noise, masks, effective weights, and the casts and transposes that the network makes of them, are made again from
-    the raw parameters and the key when gradients are taken. Everything else, such as activations, is kept exactly as
-    without ``remat``; no matmul of the network runs twice. Each weight is made just before it is used, and again just
-    before it is used in the backward pass, so that one layer's weights are alive at a time. Values and gradients are
-    those of ``fun``, and so is the noise. ``jax.grad``, ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``,
-    ``jax.jvp``, ``jax.hessian``, ``jax.vmap``, ``jax.jit``, ``jax.shard_map`` and ``jax.checkpoint`` go through it,
-    inside and outside.
+    The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
+    the key. Everything else, such as activations, is stored exactly as without ``remat``; no matmul of the network runs
+    twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in memory at
+    a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
+    ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.vmap``, ``jax.jit``,
+    ``jax.shard_map`` and ``jax.checkpoint``, inside and outside.
 
-    The bodies of scans that are met on the way are treated in the same manner: where a scan runs over stacked layers
-    and calls ``apply`` in its body, each layer's weights are made again in its own backward step. For a layer or a
-    scan body alone, name the arguments: ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``. Where gradients are
-    taken inside of ``fun``, as in meta-learning, let ``remat`` be the outermost.
+    ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
+    weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
+    ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``. If ``fun`` itself takes gradients, as in meta-learning,
+    apply ``remat`` outermost.
 
     Args:
-      fun: A loss, or any function of arrays, pure as JAX asks: what it writes into an argument, as nnx modules write
-        their statistics, is lost. Leaves of its arguments that are no arrays are constants; those of its result come
-        out as they are.
-      argnums: The positions of the arguments from which weights are made: raw parameters, keys, and numbers that
-        change the noise. Default: the first argument, and those that hold nothing but PRNG keys (or uint32 arrays whose
-        last axis has the 2 or 4 entries of a legacy key). What ``p.apply`` reads counts as named wherever ``fun`` has
-        it from, and so do keys and numbers that this is computed from. An array that ``fun`` closes over is taken for
-        data.
+      fun: A loss, or any pure function of arrays. What it writes into an argument, as nnx modules write their
+        statistics, is lost. Leaves of its arguments that are not arrays are constants; such leaves of its result are
+        returned unchanged.
+      argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
+        change the noise. Default: the first argument, and those that hold only PRNG keys (or uint32 arrays whose last
+        axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from which they
+        are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun`` closes over
+        count as data.
 
     Raises:
-      TypeError: If ``fun`` is no function or uses mutable arrays, or ``argnums`` is no position or names an argument
-        that is not there.
-      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
+      TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
+        argument that does not exist.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -62,8 +61,8 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
         traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
         if jaxprs.has_refs(traced.program):
             raise TypeError(
-                f"{who} met a mutable array, such as jax.new_ref makes, and what it holds cannot be made again. Take "
-                f"it out of the function, and return its value beside the loss."
+                f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+                f"function, and return its value together with the loss."
             )
         return traced.restored(split(traced.program, traced.given)(*traced.inputs))
 

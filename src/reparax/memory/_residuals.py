@@ -1,4 +1,4 @@
-"""A linearized program, of whose residuals some are kept and the others made again."""
+"""A linearized program that stores some residuals and recomputes the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from reparax.memory._piece import Piece
 class Linearized:
     """A program and its linear part.
 
-    Each residual, which is what the linear part needs, is an input of ``program``; or kept by ``forward``, where it
-    comes from unknown inputs too; or made again by the linear part, from known ones.
+    A residual is a value that the linear part needs. It is an input of ``program``; or ``forward`` stores it, if it
+    depends on unknown inputs; or the linear part recomputes it from known ones.
 
     Attributes:
       program: Gives the outputs, then the residuals.
       inputs: The value of each input of ``program``.
-      given: Which of these are given.
-      push: The linear part, of the residuals and then of tangents; None where no output moves.
-      dots: Of which inputs these tangents are, as places among those that have any.
-      n_outs: How many outputs there are.
+      given: Which inputs are given.
+      push: The linear part, a program of the residuals and then of tangents; None if no output has a tangent.
+      dots: Which inputs these tangents belong to, as indices among the inputs that have any.
+      n_outs: The number of outputs.
     """
 
     program: Jaxpr
@@ -74,7 +74,7 @@ class Linearized:
         return self.push is not None
 
     def forward(self) -> tuple[list[Any], list[Any]]:
-        """The outputs, and the values to keep."""
+        """The outputs, and the values to store."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
         forward = jaxprs.live(jaxprs.part(self.program, self.program.eqns, outvars))
         args = jaxprs.values(self.inputs, forward.invars)
@@ -82,7 +82,7 @@ class Linearized:
         return values[: self.n_outs], values[self.n_outs :]
 
     def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
-        """The tangents of the outputs, from the values kept and those of the inputs."""
+        """The tangents of the outputs, from the stored values and the tangents of the inputs."""
         if self.push is None:
             return []
         given = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
@@ -104,12 +104,12 @@ class Linearized:
 
     @cached_property
     def _known(self) -> Known:
-        """Whether each value of ``program`` can be made again."""
+        """Whether each value of ``program`` can be recomputed."""
         return dependence.known(self.program, self.given)
 
     @cached_property
     def _remade(self) -> Jaxpr:
-        """The program of all residuals that are made again."""
+        """The program that recomputes residuals."""
         again = [v for v in jaxprs.variables(self._residuals) if self._known[v] and v not in self.inputs]
         return dependence.remade(self.program, again, self._known)
 
@@ -133,8 +133,8 @@ class _Part:
     Attributes:
       moving: The inputs that have tangents.
       moved: The outputs that have tangents, each with the name of its tangent.
-      program: Of the residuals and of tangents, which have the names of ``moving``; gives those of all outputs that can
-        have any.
+      program: From the residuals and from tangents, which have the names of ``moving``, to the tangents of all outputs
+        that can have any.
     """
 
     moving: Sequence[Var]
@@ -142,14 +142,14 @@ class _Part:
     program: Jaxpr
 
     def then(self, late: "_Part", dots: Sequence[Var]) -> Jaxpr:
-        """The linear part of both halves, of the residuals of both and the tangents ``dots``."""
+        """The linear part of both halves, from the residuals of both and the tangents ``dots``."""
         moving = {*self.moving, *late.moving}
         residuals = [v for part in (self, late) for v in part.program.invars if v not in moving]
         return jaxprs.joined([self.program, jaxprs.renamed(late.program, self.moved)], [*residuals, *dots])
 
 
 def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
-    """The outputs of one half, its residuals, and its linear part in those of its inputs that have tangents."""
+    """The outputs of one half, its residuals, and its linear part in the inputs that have tangents."""
     of_dots = set(dots)
     moving = [v for v in half.invars if v in of_dots]
     smooth = [i for i, v in enumerate(half.outvars) if dependence.smooth(v)]
@@ -165,7 +165,7 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
     _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
     program, residuals = jaxprs.opened(jax.make_jaxpr(linear)(*points))
     n = len(residuals)
-    # There is no tangent behind a comparison or stop_gradient, and nothing of it may be kept.
+    # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
     named = jaxprs.renamed(program, dict(zip(program.invars[n:], moving, strict=True)))
     pairs = zip(smooth, named.outvars, still, strict=True)

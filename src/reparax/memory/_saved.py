@@ -1,4 +1,4 @@
-"""What a loss keeps between its forward and its backward pass, for people to read."""
+"""A report of what a loss stores between its forward and its backward pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Kept:
-    """One array that is kept.
+    """One array that is stored for the backward pass.
 
     Attributes:
-      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for what is made from named arguments alone,
+      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for an array computed from named arguments only,
         ``"activations"`` for all others.
       type: Its dtype and shape.
       bytes: Its size.
@@ -44,9 +44,9 @@ class Kept:
 
 @dataclass(frozen=True, repr=False)
 class Saved:
-    """What is kept between forward and backward pass; it shows itself as a table, largest first.
+    """What is stored between the forward and the backward pass; its repr is a table, largest arrays first.
 
-    Equal lines are counted, and so are arguments that differ in a number of their path alone.
+    Equal lines, and arguments whose paths differ only in a number, are shown once, with their count.
 
     Attributes:
       kept: The arrays.
@@ -55,7 +55,7 @@ class Saved:
     kept: tuple[Kept, ...]
 
     def bytes(self, kind: str) -> int:
-        """The size of all that is kept of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
+        """The total size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
         if kind not in _TITLES:
             raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
         return sum(each.bytes for each in self.kept if each.kind == kind)
@@ -71,7 +71,7 @@ class Saved:
 
     def _lines(self, kind: str) -> list[Line]:
         of_kind = [(each.origin, (each.type, each.bytes)) for each in self.kept if each.kind == kind]
-        return folded(of_kind) if kind == PARAMETERS else counted(of_kind)  # a line of source is no path
+        return folded(of_kind) if kind == PARAMETERS else counted(of_kind)  # a line of source is not a path
 
     @staticmethod
     def _row(line: Line) -> tuple[str, str, str]:
@@ -80,22 +80,22 @@ class Saved:
 
 
 def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:
-    """What JAX keeps between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
+    """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
-    Nothing is computed: ``fun`` is traced. The report tells raw parameters, what is made from parameters and keys
-    alone (which :func:`remat` makes again instead), and activations.
+    It traces ``fun`` and computes nothing. The report lists raw parameters, values computed from parameters and keys
+    only (which :func:`remat` recomputes instead), and activations.
 
     Args:
       fun: The loss.
       args: Its arguments, or their shapes and dtypes.
-      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are those of the floating
-        arrays among them.
+      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are taken of their
+        floating-point arrays.
       has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
       kwargs: Its keyword arguments.
 
     Raises:
-      TypeError: If no argument that is named holds a floating array, or ``argnums`` is wrong as for :func:`remat`.
-      RuntimeError: If JAX is newer than those that were tested, and writes programs in a way that is not known.
+      TypeError: If no named argument holds a floating-point array, or ``argnums`` is wrong as for :func:`remat`.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -136,12 +136,12 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
 
 
 def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
-    """The places of the arrays whose gradients are taken."""
+    """The indices of the arrays whose gradients are taken."""
     return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
 def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
-    """What is kept for the gradients of the first result."""
+    """What is stored for the gradients of the first result."""
 
     def of_moving(*values: Any) -> Any:
         inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
