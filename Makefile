@@ -9,13 +9,17 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-peers test-versions bench bench-device evidence docs notebooks lint format clean
+.PHONY: demo test test-thorough test-peers test-versions bench bench-device evidence docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
 
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest -q -n auto --dist loadgroup
+	$(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough"
+
+# What `make test` leaves out: grids over all stages, shapes and libraries.
+test-thorough: $(VENV)/test.stamp
+	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers

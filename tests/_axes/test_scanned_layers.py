@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import reparax as rpx
 from reparax._tree.paths import named
 
+pytestmark = pytest.mark.thorough
+
 LAYERS, WIDTH, OUT = 3, 5, 4
 NAMES = ("lengths", "spectrum", "rotation", "product")
 NORMED = ("lengths", "kernel"), ("lengths", "weight")

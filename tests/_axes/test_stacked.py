@@ -69,6 +69,7 @@ def assert_close(got, want):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.thorough
 @every_stage
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_stack_of_three_is_three_arrays(stage, axis):

@@ -278,6 +278,7 @@ def of(size):
     return lambda path, w: w.size == size and w.ndim == len(w.shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("p", "params"),
     [

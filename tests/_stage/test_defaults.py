@@ -241,6 +241,7 @@ def of_layers(stage: Any, name: str) -> Any:
 # Tests ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
     paths, leaves, _ = named(models[name])

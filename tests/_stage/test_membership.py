@@ -75,6 +75,7 @@ def trained():
         return train(params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "holds"), [(name, holds) for name, (_, holds) in STAGES.items()], ids=STAGES)
 def test_a_hundred_steps_with_weight_decay_stay_in_the_image(name, holds):
     before, after = (np.asarray(weights[name], np.float64) for weights in trained())
@@ -88,6 +89,7 @@ def test_empty_arrays_go_through(shape):
     assert {w.shape for w in jax.tree.leaves(jax.eval_shape(P.apply, raw))} == {shape}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_every_dtype_starts_in_the_image_and_keeps_its_dtype(dtype):
     limits = dict.fromkeys(STAGES, 8 * float(jnp.finfo(dtype).eps)) | {"spectral_norm": 0.02}

@@ -66,6 +66,7 @@ STAGES = [
 
 
 # Each way in which numbers are read: in place, by init, by update, by a penalty, and where two draw once.
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [STAGES[i] for i in (0, 1, 2, 4, 8)], ids=repr)
 def test_a_stage_with_several_numbers_keeps_the_laws(p):
     check_laws(p, model())

@@ -271,6 +271,7 @@ def close(got, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_values_and_gradients_are_those_of_the_loss(name):
     context = CONTEXTS[name]
@@ -291,6 +292,7 @@ def test_weights_stay_in_factors(name):
     assert any(weight.in_factors for weight in explained.weights), explained
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dense", "a tied table", "scanned layers", "DoRA", "convolutions of linen"])
 def test_second_derivatives(name):
     loss, (train, key, x) = prepared(CONTEXTS[name])

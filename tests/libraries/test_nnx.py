@@ -269,6 +269,7 @@ def tied_by_hand(tx: optax.GradientTransformation, steps: int) -> list[Array]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "metadata", [{}, {"out_sharding": (None, None), "eager_sharding": False}], ids=["plain", "named axes"]
 )

@@ -33,6 +33,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("kind", processes.KINDS)
 def test_ten_steps_of_two_processes_are_those_of_one_which_restores_what_they_saved(kind, saved):

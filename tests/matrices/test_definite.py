@@ -88,6 +88,7 @@ def test_a_stable_matrix_is_that_of_duan_and_patton():
 # ---- init
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "w"),
     [
@@ -139,6 +140,7 @@ def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
     np.testing.assert_allclose(factor @ factor.T, expected, rtol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
 def test_the_exponential_is_exact_in_single_precision_too(n, size):

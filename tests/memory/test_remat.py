@@ -145,6 +145,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
     network, weights, x = NETWORKS[name]

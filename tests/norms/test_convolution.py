@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
     given, strides, padding, mode, rest = CASES[name]
@@ -118,6 +119,7 @@ def test_the_gradient_is_that_of_the_weight_over_its_norm():
         np.testing.assert_allclose(got[place], expected, atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_it_takes_the_kernels_of_convolutions_alone_by_default_and_keeps_the_laws():
     p = rpx.SpectralNorm(window=(5, 5), strides=2)
     params = {"dense": normal(6, 4), "conv": normal(3, 3, 2, 4), "layers": normal(2, 3, 3, 2, 2)}

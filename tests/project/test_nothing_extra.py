@@ -270,6 +270,7 @@ STAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "w", "formula"), STAGES.values(), ids=STAGES)
 def test_a_stage_compiles_to_its_formula(stage, w, formula):
     raw = jax.jit(stage.init)({"w": w})

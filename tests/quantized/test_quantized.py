@@ -54,6 +54,7 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(name, axis, block, bloc
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("how", [{}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4}])

@@ -308,6 +308,7 @@ def sizes(name):
     return SIZES if name.endswith("attention") else {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_parts_of_a_layout_stand_where_the_library_has_them(name):
     p = rpx.Pack(name, "cell", sizes=sizes(name))

@@ -67,6 +67,7 @@ def expected():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in CELLS if name not in ("flax.lstm", "flax.gru")])
 def test_a_cell_of_each_library_trains_as_that_of_flax_from_converted_numbers(name, expected):
     layout, kind = name.split(",")[0], name.split(",")[0].split("_")[-1].split(".")[-1]

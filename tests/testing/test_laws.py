@@ -5,9 +5,15 @@ from cases import CASES
 
 from reparax.testing import LAWS
 
-# The laws share compiled programs, so the laws of one case belong to one worker.
+
+def marks(name, law):
+    # The laws share compiled programs, so the laws of one case belong to one worker.
+    group = pytest.mark.xdist_group(name)
+    return group if law.__name__ == "right_inverse" else (group, pytest.mark.thorough)
+
+
 GRID = [
-    pytest.param(law, *case, id=f"{name}-{law.__name__}", marks=pytest.mark.xdist_group(name))
+    pytest.param(law, *case, id=f"{name}-{law.__name__}", marks=marks(name, law))
     for name, case in CASES.items()
     for law in LAWS
 ]

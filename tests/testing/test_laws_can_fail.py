@@ -433,6 +433,7 @@ BROKEN = {  # in the texts, # is a number
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "broken", "text"), BROKEN.values(), ids=BROKEN.keys())
 def test_a_stage_breaks_just_that_law(p, broken, text, key):
     others = [law for law in LAWS if law is not broken]

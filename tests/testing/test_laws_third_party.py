@@ -10,6 +10,8 @@ from cases import FlippedSigns
 import reparax as rpx
 from reparax.testing import check_laws, gradients, mean, rebase, right_inverse, update
 
+pytestmark = pytest.mark.thorough
+
 
 class LoRA(rpx.Reparametrization):
     rank: int

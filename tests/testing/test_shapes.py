@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import reparax as rpx
 from reparax.testing import plain_trees, right_inverse, types_kept
 
+pytestmark = pytest.mark.thorough
+
 REAL = ("float64", "float32", "bfloat16", "float16")
 ANY = (*REAL, "complex64")
 

@@ -120,6 +120,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrapped", INSIDE)
 def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
     raw = P.init(params())

@@ -44,6 +44,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", CHAINS, ids=repr)
 def test_the_same_chain_keeps_every_value(p):
     raw = moved(p.init(PARAMS))
