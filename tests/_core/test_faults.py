@@ -502,8 +502,8 @@ SELECTIONS = {
         rpx.WeightNorm(where="kernel").init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole. The nearest of "
-        "3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct the expression; `.*` matches any text.",
+        "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole, but the end of 1 does, "
+        "as of 'dense/kernel'. Write '.*/kernel' for these.",
     ),
     "start_of_a_path": Fault(
         rpx.VarNoise(0.1, where="dense").apply,

@@ -68,3 +68,13 @@ def test_the_name_of_a_layer_is_no_path_of_an_array():
         "for these.",
     ):
         rpx.Freeze(where="first").init(params)
+
+
+def test_an_expression_for_the_end_of_paths():
+    params = {"lstm": {"hi": {"kernel": jnp.ones((2, 2))}, "ii": {"kernel": jnp.ones((2, 2))}}}
+    with raises(
+        ValueError,
+        "Freeze(where='h[ifgo]/kernel').init selects nothing: no path matches 'h[ifgo]/kernel' as a whole, but the end "
+        "of 1 does, as of 'lstm/hi/kernel'. Write '.*/h[ifgo]/kernel' for these.",
+    ):
+        rpx.Freeze(where="h[ifgo]/kernel").init(params)

@@ -91,10 +91,14 @@ def test_a_large_rank_is_formed_and_a_small_one_is_not():
         weights = rpx.explain(
             lambda raw, x: jnp.sum(jnp.tanh(x @ low.apply(raw)["w"])), raw, jnp.ones((rows, 128))
         ).weights
-        return any(weight.in_factors for weight in weights)
+        return weights[0].in_factors, weights[0].reason
 
-    assert explained(4, 512)
-    assert not explained(60, 512)
+    apart, reason = explained(4, 512)
+    assert apart
+    assert reason.startswith("1 product, 0.")
+    apart, reason = explained(60, 512)
+    assert not apart
+    assert reason.startswith("1 product, in factors, 1.")
 
 
 def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():

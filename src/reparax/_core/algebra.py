@@ -138,7 +138,8 @@ class Parametrization(Static, ABC):
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base: for the
-        new base, the same numbers mean another direction. Set it to zero, or rebase rarely.
+        new base, the same numbers mean another direction. Restart the optimizer with
+        ``tx.init(raw)``, or rebase rarely.
         """
         tree = gather_boxes(raw)
         for i, stage in enumerate(_stages(self)):

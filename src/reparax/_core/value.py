@@ -41,8 +41,8 @@ class Static:
     aligned: ClassVar[bool] = False
     """Whether the main values have the same axes as the array, so that axis names apply to them too."""
     decays: ClassVar[bool] = True
-    """Whether weight decay of the main values is a decay of the array: smaller values make a smaller array, as those of
-    an orthogonal matrix or of a logarithm do not. :func:`decay_mask` leaves out values of stages without it."""
+    """Whether smaller main values make a smaller array. Those of an orthogonal matrix or of a logarithm do not, so
+    :func:`decay_mask` excludes them."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

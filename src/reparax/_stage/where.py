@@ -224,6 +224,11 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
         below = [path for path in unique if path.startswith(f"{where}/")]
         if below:
             return f"{where!r} is no array, but {len(below)} paths begin with it. Write {f'{where}/.*'!r} for these."
+        if deeper := [path for path in unique if re.fullmatch(f".*/(?:{where})", path)]:
+            return (
+                f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, as of {deeper[0]!r}. Write "
+                f"{f'.*/{where}'!r} for these."
+            )
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
             f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."

@@ -98,7 +98,7 @@ def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> 
         reads = [read for read in record.reads if not read.in_formula]
         if reads:
             type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-            reason = _reason(plan.costs(root), reads, lines)
+            reason = _reason(plan.costs(root), reads, lines, in_factors=not record.is_formed)
             yield Weight(_path(record, paths), type, not record.is_formed, reason)
 
 
@@ -115,14 +115,16 @@ def _path(record: Record, paths: Mapping[int, str]) -> str:
     return "/".join(common) or ("of several parameters" if found else "closed over")
 
 
-def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str]) -> str:
+def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str], *, in_factors: bool) -> str:
     products = [read for read in reads if read.factored is not None]
     reasons = list(dict.fromkeys(_needed(read, lines) for read in reads if read.factored is None))
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0
-        said = f"{len(products)} product{'s' if len(products) > 1 else ''}, {ratio:.2f} of the operations"
-        reasons.insert(0, said)
+        apart = "" if in_factors else "in factors, "
+        reasons.insert(
+            0, f"{len(products)} product{'s' if len(products) > 1 else ''}, {apart}{ratio:.2f} of the operations"
+        )
     return "; ".join(reasons)
 
 

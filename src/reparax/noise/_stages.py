@@ -170,7 +170,8 @@ class WeightDropout(Drawn):
              [0., 0.]], dtype=float32)
 
     References:
-      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013.
+      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013; of recurrent
+      weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
     """
 
     rate: Any = argument(per_array(_check_rate))

@@ -73,8 +73,8 @@ class NofM(Constraint):
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
     has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
     those with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to
-    masked entries. Their raw values are kept, so a later ``update`` may bring them back; an optimizer's momentum still
-    moves them, until :func:`reset_moments` sets it to zero.
+    masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
+    back; :func:`reset_moments` then sets their momentum to zero.
 
     Args:
       n: The largest number of nonzero weights in a group.

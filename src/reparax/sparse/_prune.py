@@ -58,8 +58,8 @@ class MagnitudePrune(_Prune):
     ``update`` computes the mask again, from the current weight. Call it in the steps that prune, with the sparsity of
     that step: ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. No gradient passes to masked
-    entries. Their raw values are kept, so a later ``update`` may bring them back; an optimizer's momentum still moves
-    them, until :func:`reset_moments` sets it to zero. To undo pruning, call ``init`` on saved weights.
+    entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
+    :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
 
     A tuple prunes twice: the second amount is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
     quarter. If you chain two stages instead, both count all weights. To prune over all arrays together, use

@@ -96,7 +96,7 @@ def decay_mask(raw: PyTree) -> PyTree:
     ``Positive`` and ``Simplex`` (stages say so by ``decays = False``).
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
-    shrink weights that are normed, decay ``g``: ``rpx.labels(raw, main=True, aux=True, fixed=False)``.
+    shrink weights that are normed, decay the lengths: ``rpx.labels(raw, main=False, aux=True, fixed=False)``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
