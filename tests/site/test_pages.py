@@ -89,6 +89,13 @@ def test_pages_show_nothing_of_the_machine_that_built_them(page):
 
 
 @pytest.mark.parametrize("page", OURS)
+def test_no_table_is_shown_as_its_source(page):
+    text = (SITE / page).read_text()
+    article = re.sub(r"<pre>.*?</pre>", "", text[text.index("<article") : text.index("</article>")], flags=re.DOTALL)
+    assert not re.search(r"\|\s*(?:-|\u2013|\u2014){1,3}\s*\|", re.sub(r"<[^>]+>", "", article))
+
+
+@pytest.mark.parametrize("page", OURS)
 def test_pictures_say_what_they_show(page):
     text = (SITE / page).read_text()
     article = text[text.index("<article") : text.index("</article>")]
