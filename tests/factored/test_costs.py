@@ -168,7 +168,7 @@ def test_a_class_with_another_formula_does_not_inherit_the_terms():
     def loss(raw, x):
         return jnp.sum(x @ Doubled().apply(raw)["w"])
 
-    raw, x = {"w": {"@doubled": {"w": jnp.eye(8), "a": jnp.ones((8, 1)), "b": jnp.ones((1, 8))}}}, jnp.ones((64, 8))
+    raw, x = Doubled().init({"w": jnp.eye(8)}), jnp.ones((64, 8))
     assert rpx.explain(loss, raw, x).weights == ()
     assert jnp.allclose(rpx.factored(loss)(raw, x), loss(raw, x), rtol=1e-5)
 

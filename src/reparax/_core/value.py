@@ -99,11 +99,27 @@ class Static:
         for name, value in plain(find_functions(state)).items():
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Before 3.11.4, Python replaces the two methods above in a frozen dataclass with slots.
+        return type(self)._restored, (_state_method(type(self), "__getstate__")(self),)
+
+    @classmethod
+    def _restored(cls, state: Any) -> Any:
+        stage = object.__new__(cls)
+        _state_method(cls, "__setstate__")(stage, state)
+        return stage
+
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
+
+
+def _state_method(cls: type, name: str) -> Any:
+    """The method of that name, unless the module of dataclasses has put its own there."""
+    method: Any = getattr(cls, name)
+    return getattr(Static, name) if method.__module__ == "dataclasses" else method
 
 
 def _fields(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
