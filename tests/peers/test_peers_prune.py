@@ -100,6 +100,6 @@ def test_torch_keeps_some_of_equal_weights_and_we_keep_the_first():
 def test_torch_prunes_a_whole_weight_by_a_share_of_one_and_we_ask_for_the_number():
     w = normal(5, 7)
     assert not seen(prune.l1_unstructured(module(w), "w0", 1.0).w0).any()
-    with pytest.raises(ValueError, match="a share of weights is at least 0 and less than 1"):
+    with pytest.raises(ValueError, match="a share of weights from 0 to less than 1"):
         rpx.MagnitudePrune(1.0)
     assert not pruned(rpx.MagnitudePrune(35), w).any()
