@@ -67,7 +67,7 @@ def training(method: str, size: Size) -> Callable[[Array, Array, Array, Array], 
         p = rpx.Gaussian(std=0.02, prior=prior) if method == "Bayes" else rpx.Chain()
         tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=decay)
         start = mlp(key_start, (64, *[width] * size(2, 1), KNOWN))
-        raw, _ = fit(p, start, error, batch_of_known(train), tx, steps, key_fit, penalty=weight / known)
+        raw, _, _ = fit(p, start, error, batch_of_known(train), tx, steps, key_fit, penalty=weight / known)
 
         def probabilities(x: Array) -> Array:
             keys = jax.random.split(key_draws, draws if p.stochastic else 1)

@@ -86,7 +86,7 @@ def run(p: rpx.Parametrization, size: Size, key: Array, base: Any, rate: Array, 
     """One seed: tuned, and measured."""
     steps, (train, held_out) = size(300, 4), code()
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    raw, _ = fit(p, base, loss, windows(train, size, length), optimizer, steps, key)
+    raw, _, _ = fit(p, base, loss, windows(train, size, length), optimizer, steps, key)
     weights = p.fold(raw)
     of_valid, of_test = jax.lax.map(lambda rows: char_lstm.bits(weights, rows), held_out[:, :: size(2, 40)])
     trained = sum(w.size for w in jax.tree.leaves(rpx.partition(raw)[0]))

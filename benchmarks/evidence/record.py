@@ -45,11 +45,6 @@ class Size:
         return jax.random.split(jax.random.key(0), self.seeds)
 
 
-def over_seeds(run: Callable[[Array], Any]) -> Cell:
-    """The cell of a run that takes the key of one seed."""
-    return jax.jit(jax.vmap(run))
-
-
 def over_settings(run: Callable[..., Any]) -> Callable[..., Cell]:
     """What makes cells of numbers, where a run takes the key of one seed and those numbers; compiled once for all."""
     all_seeds = jax.jit(lambda keys, settings: jax.vmap(lambda key: run(key, *settings))(keys))
@@ -74,14 +69,14 @@ def runs(claim: str, cells: Mapping[str, Cell], size: Size, folder: Path = FOLDE
     for name in missing(claim, cells, size, folder):
         begin = time.perf_counter()
         values = {what: np.asarray(value, np.float64).tolist() for what, value in cells[name](size.keys).items()}
-        seconds = time.perf_counter() - begin
-        kept[name] = {"seeds": size.seeds, "seconds": round(seconds, 1), "values": values}
+        took = time.perf_counter() - begin
+        kept[name] = {"seeds": size.seeds, "seconds": round(took, 1), "values": values}
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         ordered = {each: kept[each] for each in cells if each in kept}
         written = path.with_suffix(".part")
         written.write_text(json.dumps({"date": today, **machine(), "cells": ordered}, indent=1) + "\n")
         written.replace(path)
-        yield name, seconds
+        yield name, took
 
 
 def found(claim: str, folder: Path = FOLDER) -> Found:

@@ -22,8 +22,10 @@ def fit(
     key: Array,
     *,
     penalty: Array | float = 0.0,
-) -> tuple[PyTree, Array]:
-    """Trains; returns the raw tree and the loss of each step.
+    look: Callable[[PyTree], PyTree] = lambda raw: (),
+    looks: int = 1,
+) -> tuple[PyTree, Array, PyTree]:
+    """Trains; returns the raw tree, the loss of each step, and what was seen on the way.
 
     Args:
       p: Makes the weights that the loss reads.
@@ -34,30 +36,8 @@ def fit(
       steps: How many.
       key: Of all draws.
       penalty: How often the loss has ``p.penalty`` in it.
-    """
-    raw, losses, _ = fit_and_look(
-        p, params, loss, batch, optimizer, steps, key, look=lambda raw: (), looks=1, penalty=penalty
-    )
-    return raw, losses
-
-
-def fit_and_look(
-    p: rpx.Parametrization,
-    params: PyTree,
-    loss: Callable[[PyTree, Any, Array], Array],
-    batch: Callable[[Array], Any],
-    optimizer: optax.GradientTransformation,
-    steps: int,
-    key: Array,
-    *,
-    look: Callable[[PyTree], PyTree],
-    looks: int,
-    penalty: Array | float = 0.0,
-) -> tuple[PyTree, Array, PyTree]:
-    """Trains as :func:`fit` does, and looks at the raw tree after each of ``looks`` equal parts of the steps.
-
-    Returns:
-      The raw tree, the loss of each step, and what ``look`` has returned, stacked along a first axis.
+      look: Is called with the raw tree after each part of the steps; its results are stacked along a first axis.
+      looks: How many equal parts there are.
     """
     tx = rpx.optimizer(optimizer)
     key_init, key_steps = jax.random.split(key)

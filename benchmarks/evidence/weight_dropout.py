@@ -25,7 +25,7 @@ import reparax as rpx
 from benchmarks.evidence import char_lstm, data
 from benchmarks.evidence.record import Cell, Found, Size, over_settings
 from benchmarks.evidence.summary import against, best, markdown, told
-from benchmarks.evidence.training import fit_and_look
+from benchmarks.evidence.training import fit
 
 NOTHING, WEIGHTS = "nothing", "hidden-to-hidden weights"
 STATE, STATE_ONE_MASK, OUTPUTS = "state, new masks", "state, one mask", "outputs, new masks"
@@ -58,7 +58,7 @@ def run(method: str, size: Size, key: Array, rate: Array) -> dict[str, Array]:
     held_out = jnp.stack([char_lstm.rows(ids[place : place + length], 100) for place in (300_000, 320_000)])
     shape = (size(50, 4), size(16, 2), size(96, 4))
     p = rpx.WeightDropout(rate, where="lstm/hidden") if method == WEIGHTS else rpx.Chain()
-    _, losses, looked = fit_and_look(
+    _, losses, looked = fit(
         p,
         char_lstm.init(key, text.size, shape[2]),
         lambda weights, rows, key: char_lstm.bits(weights, rows, **masks(method, rate, key, shape)),

@@ -66,7 +66,7 @@ def training(task: str, method: str, size: Size) -> Callable[[Array, Array], dic
     def once(key: Array, rate: Array) -> tuple[Array, Array, Array]:
         key_start, key_fit = jax.random.split(key)
         tx = optax.sgd(rate, momentum=0.9) if optimizer == "SGD" else optax.adam(rate)
-        raw, losses = fit(p, start(key_start), error, minibatch(split.train, 50), tx, steps, key_fit)
+        raw, losses, _ = fit(p, start(key_start), error, minibatch(split.train, 50), tx, steps, key_fit)
         return *steps_to_goal(losses), accuracy(p.fold(raw), split.test)
 
     def twice(key: Array, rate: Array) -> dict[str, Array]:

@@ -132,6 +132,7 @@ class _Value(NamedTuple):
       fixed: Whether it does not train.
       seen: Whether its name is part of the path under which stages see it.
       added: Whether it is added to a base that represents the array.
+      decays: Whether a smaller value makes a smaller array.
     """
 
     node: Names
@@ -140,6 +141,7 @@ class _Value(NamedTuple):
     fixed: bool
     seen: bool
     added: bool
+    decays: bool
 
 
 def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
@@ -154,7 +156,7 @@ def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
             of_base = bases and bool(stage.base_values)
             mains = stage.base_values if of_base else stage.main
             main = value not in stage.fixed if mains is None else value in mains
-            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, of_base and not main)
+            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, of_base and not main, stage.decays)
 
 
 def aligned(path: Names) -> bool:
@@ -184,7 +186,7 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
             all_main = all_main and value.main
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
-            decays = decays and _stage(value.node, -1).decays
+            decays = decays and value.decays
         return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added, decays)
 
     return [slot(path) for path in paths]
