@@ -409,6 +409,34 @@ def test_what_leaves_nothing_out_is_refused(patterns, error, text):
         rpx.all_but(*patterns)
 
 
+MODEL = {
+    "params": {"a": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}, "b": {"kernel": jnp.ones((4, 4))}},
+    "batch_stats": {"mean": jnp.ones((2, 2))},
+    "step": 3,
+}
+A, B = "params/a/kernel", "params/b/kernel"
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        pytest.param(rpx.WeightNorm(where=rpx.all_but(".*bias", "batch_stats/.*", "step")), id="not taken by default"),
+        pytest.param(rpx.WeightNorm(where=rpx.all_but(B)) >> rpx.Tie({B: A}), id="all but a tied one"),
+        pytest.param(rpx.WeightNorm(where=rpx.selected({"params": {x: {"kernel": True} for x in "ab"}})) >> rpx.Tie({B: A}), id="a tied one"),
+        pytest.param(rpx.Scale(2.0, where=rpx.all_but(B)) >> rpx.Scale(3.0, where=B), id="all but one of its kind"),
+        pytest.param(rpx.Freeze(where=rpx.all_but(B)) >> rpx.LoRA(2, where=B), id="all but an adapter"),
+        pytest.param(rpx.LowRank(2, where=A) >> rpx.VarNoise(0.1, where=rpx.all_but(A)), id="all but an earlier stage's"),
+        pytest.param(rpx.VarNoise(0.1, where=rpx.all_but(f"{A}/g")) >> rpx.WeightNorm(), id="all but a value of a later stage"),
+        pytest.param(rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}})), id="a folder"),
+        pytest.param(rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}, "step": True})), id="a number"),
+    ],
+)  # fmt: skip
+def test_a_path_is_known_wherever_the_model_has_it(p, key):
+    raw = p.init(MODEL)
+    np.testing.assert_array_equal(p.apply(raw, key)["params"]["a"]["bias"].shape, (4,))
+    assert rpx.transfer(raw, p, p)["step"] == 3
+
+
 def test_leaving_out_everything_is_refused():
     text = (
         "WeightNorm(where=all_but('.*')).init selects nothing: all_but('.*') takes none of the 3 arrays "

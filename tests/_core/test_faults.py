@@ -523,8 +523,32 @@ SELECTIONS = {
         rpx.WeightNorm(where=rpx.selected({"dense": {"kernl": True}})).init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where=selected({'dense/kernl': True})).init selects nothing: the predicate is false for "
-        "all 3 paths ('dense/bias', 'dense/kernel', 'step'). Print the paths that it gets.",
+        "WeightNorm(where=selected({'dense/kernl': True})).init got True at 'dense/kernl' in a tree of booleans, but the "
+        "tree has no such path. The nearest are 'dense/kernel', 'dense/bias', 'step'. Make the booleans from the same "
+        "parameters.",
+    ),
+    "selected_in_part": Fault(
+        rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True}, "norm": True})).apply,
+        lambda: (_params(), _key()),
+        ValueError,
+        "VarNoise(0.1, where=selected({'dense/kernel': True, 'norm': True})).apply got True at 'norm' in a tree of "
+        "booleans, but the tree has no such path. The nearest are 'dense/kernel', 'dense/bias', 'step'. Make the "
+        "booleans from the same parameters.",
+    ),
+    "all_but_a_misspelt_path": Fault(
+        rpx.VarNoise(0.1, where=rpx.all_but("dense/bias", "dense/kernl")).apply,
+        lambda: (_params(), _key()),
+        ValueError,
+        "VarNoise(0.1, where=all_but('dense/bias', 'dense/kernl')).apply leaves nothing out by 'dense/kernl': no path "
+        "matches 'dense/kernl' as a whole. The nearest of 3 paths are 'dense/kernel', 'dense/bias', 'step'. Correct "
+        "the expression; `.*` matches any text.",
+    ),
+    "all_but_a_folder": Fault(
+        rpx.WeightNorm(where=rpx.all_but("dense")).init,
+        lambda: (_params(),),
+        ValueError,
+        "WeightNorm(where=all_but('dense')).init leaves nothing out by 'dense': 'dense' is no array, but 2 paths begin "
+        "with it. Write 'dense/.*' for these.",
     ),
     "default": Fault(
         rpx.WeightNorm().init,

@@ -25,7 +25,7 @@ from reparax._numerics.arithmetic import add_up, is_inexact, widened
 from reparax._numerics.terms import Term, summed, told
 from reparax._stage.mean import Mean
 from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
-from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state
+from reparax._stage.where import Place, Where, by_path, check_where, choose, is_bias_or_scale, is_state, require_known
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.markers import (
     Types,
@@ -111,6 +111,7 @@ class _Leafwise(Parametrization):
                 lambda: self._by_default(who, arrays[i], slots[i], names[i]),
             )
 
+        require_known(who, self.where, slots, tree)
         chosen = choose(who, self.where, list(map(place, range(len(leaves)))), is_state(tree))
         chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots])
         return [

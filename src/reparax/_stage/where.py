@@ -11,7 +11,7 @@ from jax.tree_util import register_static
 
 from reparax._core.config import register_class
 from reparax._tree.paths import IsLeaf, PyTree, describe, has_ancestor, is_array, named, path_text
-from reparax._tree.raw import Slot, parameter
+from reparax._tree.raw import Slot, empty_nodes, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """The usual names of arrays with one number for each feature."""
@@ -47,6 +47,19 @@ class AllBut:
 
     patterns: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        patterns: Any = self.patterns
+        if not isinstance(patterns, tuple):
+            raise TypeError(f"AllBut takes a tuple of expressions, but got {patterns!r}. Make it with `rpx.all_but`.")
+        if not patterns:
+            raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"all_but takes regular expressions for whole paths, but got {pattern!r}. Pass strings."
+                )
+            check_where(pattern, "all_but")
+
     def __repr__(self) -> str:
         return f"all_but({', '.join(map(repr, self.patterns))})"
 
@@ -62,7 +75,7 @@ def all_but(*patterns: Any) -> AllBut:
     """A selection for ``where``: the stage's default, without the paths that match one of the regular expressions.
 
     Args:
-      patterns: Regular expressions for whole paths.
+      patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -70,12 +83,6 @@ def all_but(*patterns: Any) -> AllBut:
       >>> jax.tree.map(jnp.shape, p.init({"embed": {"table": jnp.ones((3, 2))}, "out": {"kernel": jnp.ones((2, 3))}}))
       {'embed': {'table': (3, 2)}, 'out': {'kernel': {'@weight_norm': {'g': (1, 3), 'v': (2, 3)}}}}
     """
-    if not patterns:
-        raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"all_but takes regular expressions for whole paths, but got {pattern!r}. Pass strings.")
-        check_where(pattern, "all_but")
     return AllBut(patterns)
 
 
@@ -86,7 +93,8 @@ def selected(mask: PyTree) -> Selected:
     """A selection for ``where`` from a tree of booleans, such as an optax mask.
 
     Args:
-      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it.
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. The tree of parameters must
+        have each path that is True.
 
     Example:
       >>> import reparax as rpx
@@ -201,6 +209,30 @@ def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool
         paths = [slot.place if by_place else slot.path for slot in seen_slots]
         raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
     return flags
+
+
+def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -> None:
+    """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
+
+    A place without a value of its own, such as a tied one, is known: the model has an array there.
+
+    Raises:
+      ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
+    """
+    if not slots or not isinstance(where, Selected | AllBut):
+        return
+    known = [*(slot.path for slot in slots), *map(parameter, empty_nodes(tree))]
+    if isinstance(where, AllBut):
+        for pattern in where.patterns:
+            if not any(re.fullmatch(pattern, path) for path in known):
+                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {nothing(pattern, known)}")
+        return
+    for chosen in where.paths:
+        if not any(Selected((chosen,))(path, None) for path in known):
+            raise ValueError(
+                f"{who} got True at {chosen!r} in a tree of booleans, but the tree has no such path. The nearest are "
+                f"{nearest(chosen, dict.fromkeys(known))}. Make the booleans from the same parameters."
+            )
 
 
 def _left_out(where: AllBut | None, place: Place) -> bool:
