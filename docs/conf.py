@@ -1,11 +1,15 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
+import os
 import re
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
+from sphinx.util import logging
+from sphinx.util.console import strip_escape_sequences
 
 import reparax
 
@@ -37,8 +41,9 @@ napoleon_attr_annotations = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 3600  # seconds for a cell, of which none needs more than one minute: this ends what hangs
+nb_execution_raise_on_error = False
+suppress_warnings = ["mystnb.exec"]  # as `name_failures` says more
 nb_merge_streams = True
 
 autosummary_generate = False
@@ -95,8 +100,26 @@ def link_names(app, doctree):
             link += literal
 
 
+def why(run, limit):
+    """Why a page could not be run, in a few words."""
+    if run["error"] == "CellTimeoutError":
+        return f"one of its cells took longer than {limit} seconds, which is nb_execution_timeout"
+    return strip_escape_sequences(run["traceback"]).strip().splitlines()[-1].removesuffix(".")
+
+
+def name_failures(app, env):
+    """Names each page that could not be run in a warning, which fails the build when all other pages are written."""
+    runs = {page: data["exec_data"] for page, data in env.nb_metadata.items() if data.get("exec_data")}
+    for page in sorted(page for page, run in runs.items() if not run["succeeded"]):
+        report = Path(app.outdir, "reports", f"{page}.err.log")
+        message = "this page could not be run: %s. The traceback is in %s."
+        reason = why(runs[page], app.config.nb_execution_timeout)
+        logging.getLogger(__name__).warning(message, reason, os.path.relpath(report), location=page)
+
+
 def setup(app):
     """Registers how formulas, types and names are written."""
+    app.connect("env-updated", name_failures)
     app.connect("doctree-read", link_names)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)
