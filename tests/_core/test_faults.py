@@ -796,26 +796,22 @@ CONSTRUCTORS = {
     },
     **{
         f"rank_{rank}": Fault(
-            rpx.LowRank(rank).init,
-            lambda: (_params(),),
-            ValueError,
-            f"LowRank({rank}).init at 'dense/kernel': expected 1 <= rank <= min(3, 2) = 2, got rank {rank}. "
-            "Narrow the stage with `where`, or change `rank`.",
+            rpx.LowRank, lambda rank=rank: (rank,), ValueError, f"LowRank got rank={rank}, but takes at least 1."
         )
         for rank in [0, -1]
     },
     "rank_too_big": Fault(
-        rpx.LowRank(3).init,
+        rpx.FixedRank(3).init,
         lambda: (_params(),),
         ValueError,
-        "LowRank(3).init at 'dense/kernel': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
+        "FixedRank(3).init at 'dense/kernel': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
         "Narrow the stage with `where`, or change `rank`.",
     ),
     "rank_too_big_for_a_stack": Fault(
-        rpx.LowRank(3, stacked=0).init,
+        rpx.FixedRank(3, stacked=0).init,
         lambda: ({"w": jnp.ones((5, 3, 2))},),
         ValueError,
-        "LowRank(3, stacked=0).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
+        "FixedRank(3, stacked=0).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
         "Narrow the stage with `where`, or change `rank`.",
     ),
     "shift_by_a_number": Fault(

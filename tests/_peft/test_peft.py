@@ -128,7 +128,155 @@ def test_ends_of_names_that_mean_several_modules():
         rpx.to_peft(q.init(params), q)
 
 
+def test_only_a_whole_part_of_a_name_is_peft_s():
+    params = {"block": {"q": {"kernel": jnp.zeros((3, 2))}, "base_layernorm": {"scale": jnp.ones(2)}}}
+    name, scale = f"{PREFIX}block.base_layernorm", normal(2, seed=3)
+    for module in (name, f"{name}.modules_to_save", f"{name}.modules_to_save.default"):
+        tensors = lora(**{"block.q": (1, 3, 2)}) | {f"{module}.weight": scale}
+        p, raw = rpx.from_peft(tensors, CONFIG | {"r": 1}, params)
+        np.testing.assert_array_equal(p.fold(raw)["block"]["base_layernorm"]["scale"], scale)
+
+
+def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
+    params = {"head": {"kernel": jnp.asarray(normal(20, 2))}}
+    tensors = lora(head=(8, 20, 2))
+    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA"}, params)  # whose r and alpha are 8
+    a, b = (tensors[f"{PREFIX}head.lora_{end}.weight"] for end in "AB")
+    np.testing.assert_allclose(p.fold(raw)["head"]["kernel"], params["head"]["kernel"] + (b @ a).T, rtol=1e-4)
+    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    factors = {end: normal(2, 8, seed=i) if end[-1] == "a" else normal(8, 20, seed=i) for i, end in enumerate(names)}
+    p, raw = rpx.from_peft({f"{PREFIX}head.{end}": x for end, x in factors.items()}, {"peft_type": "LOHA"}, params)
+    one, two = (factors[f"hada_w{i}_a"] @ factors[f"hada_w{i}_b"] for i in (1, 2))
+    np.testing.assert_allclose(p.fold(raw)["head"]["kernel"], params["head"]["kernel"] + (one * two).T, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"kasa_config": None},
+        {"arrow_config": {}},
+        {"lora_bias": False},
+        {"lora_dropout": 0.1},
+        {"qalora_group_size": 16},
+    ],
+)
+def test_settings_without_an_effect_on_what_is_read_are_read(setting):
+    assert rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model())[0][1] == rpx.LoRA(2, 4.0, where=DENSE)
+
+
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+
+
+def reading(*lines):
+    text = "\n  ".join(lines)
+    return f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+
+
+def changed(how):
+    """The adapter of a layer, with another first tensor."""
+    name, *_ = tensors = lora(dense=(2, 8, 6))
+    return tensors | {name: how(tensors[name])}
+
+
+MALFORMED = {
+    **{
+        f"{setting}": (
+            lambda setting=setting: rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
+            f"from_peft takes {takes} of LORA, but got {next(iter(setting.values()))!r}. Correct `config`.",
+        )
+        for setting, takes in (
+            ({"r": 1.9}, "a whole number of at least 1 as r"),
+            ({"r": True}, "a whole number of at least 1 as r"),
+            ({"r": 0}, "a whole number of at least 1 as r"),
+            ({"lora_alpha": float("nan")}, "a finite number as lora_alpha"),
+            ({"lora_alpha": "4"}, "a finite number as lora_alpha"),
+            ({"use_dora": "no"}, "True or False as use_dora"),
+            (
+                {"rank_pattern": {"(": 1}},
+                "a dict of regular expressions and, for each, a whole number of at least 1 as rank_pattern",
+            ),
+            (
+                {"alpha_pattern": ["dense"]},
+                "a dict of regular expressions and, for each, a finite number as alpha_pattern",
+            ),
+        )
+    },
+    **{
+        f"{setting}": (
+            lambda setting=setting: rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
+            f"from_peft has no stage for LORA with {next(iter(setting))}={next(iter(setting.values()))!r}. "
+            "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
+        )
+        for setting in (
+            {"kasa_config": {"beta": 1}},
+            {"monteclora_config": {"samples": 2}},
+            {"arrow_config": {"top_k": 3}},
+            {"ensure_weight_tying": True},
+            {"what_comes_next_year": 1},
+            {"init_lora_weights": "mica"},
+            {"bias": "some"},
+        )
+    },
+    "several": (
+        lambda: rpx.from_peft({}, CONFIG | {"lora_bias": True, "use_qalora": True}, model()),
+        "from_peft has no stage for LORA with lora_bias=True, use_qalora=True. Merge the adapter in PEFT with "
+        "`merge_and_unload`, and read the weights with `from_torch`.",
+    ),
+    "imaginary parts": (
+        lambda: rpx.from_peft(changed(lambda x: 1j * x), CONFIG, model()),
+        reading(
+            "dense.lora_A.weight: expected floating numbers, got complex64",
+            "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
+        ),
+    ),
+    "whole numbers": (
+        lambda: rpx.from_peft(changed(lambda x: x.astype(int)), CONFIG, model()),
+        reading(
+            "dense.lora_A.weight: expected floating numbers, got int64",
+            "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
+        ),
+    ),
+    "no numbers": (
+        lambda: rpx.from_peft(changed(lambda x: x * np.nan), CONFIG, model()),
+        reading(
+            "dense.lora_A.weight: expected finite numbers, got infinite ones or NaN",
+            "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_not_an_adapter_is_refused_by_name(case):
+    call, text = MALFORMED[case]
+    with raises(ValueError, text):
+        call()
+
+
+TYPES = {
+    "nothing": (
+        None,
+        "from_peft takes a dict, but got NoneType. Read the file with `safetensors.numpy.load_file`.",
+    ),
+    "a name that is a number": (
+        {3: normal(2)},
+        "from_peft takes a dict of names and tensors, but got 3 as a name. Make it a string.",
+    ),
+    "no tensor": (
+        {"dense": None},
+        "from_peft takes a dict of names and tensors, but got NoneType as 'dense'. Pass the dict itself, such as "
+        "`checkpoint['model']`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_what_is_no_dict_of_tensors_is_refused(case):
+    tensors, text = TYPES[case]
+    with raises(TypeError, text):
+        rpx.from_peft(tensors, CONFIG, model())
+
+
 READING = {
     "another model": (
         lambda: rpx.from_peft(

@@ -399,6 +399,15 @@ def test_factors_of_vera_depend_on_no_setting():
     assert jnp.array_equal(rpx.VeRA(4).factors(w.astype(jnp.bfloat16))[0], want[0])
 
 
+def test_a_rank_may_exceed_the_sizes_of_the_matrix():
+    w, p = normal(20, 2), rpx.LoRA(8, alpha=8.0)
+    raw = p.init({"w": w})
+    a, b = normal(20, 8, seed=1), normal(8, 2, seed=2)
+    assert np.array_equal(p.fold(raw)["w"], w)
+    raw["w"]["@lora"] |= {"a": a, "b": b}
+    np.testing.assert_allclose(p.fold(raw)["w"], w + a @ b, rtol=1e-5)
+
+
 def test_gain_counts_an_axis_once():
     assert rpx.Gain(axis=(-1, 1)).init({"w": normal(4, 6)})["w"]["@gain"]["g"].shape == (6,)
 
@@ -407,11 +416,12 @@ def test_gain_counts_an_axis_once():
 
 ERRORS = {
     "rank": (
-        lambda: rpx.LoRA(7, where="dense/kernel").init(model()),
+        lambda: rpx.LoRA(7, start="pissa", where="dense/kernel").init(model()),
         ValueError,
-        "LoRA(7, where='dense/kernel').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got rank 7. Narrow "
-        "the stage with `where`, or change `rank`.",
+        "LoRA(7, where='dense/kernel', start='pissa').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got "
+        "rank 7. Narrow the stage with `where`, or change `rank`.",
     ),
+    "no rank": (lambda: rpx.LoRA(0), ValueError, "LoRA got rank=0, but takes at least 1."),
     "ambiguous axes": (
         lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}),
         ValueError,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 
 import reparax as rpx
 
@@ -312,6 +313,34 @@ def test_tensors_are_copied_and_keep_half_precision():
     with torch.no_grad():
         module.weight.zero_()
     np.testing.assert_array_equal(got["kernel"].astype(jnp.float32), want)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_tensors_of_eight_bits_are_read(dtype):
+    tensor = torch.tensor([0.5, -3.0, 448.0]).to(getattr(torch, dtype))
+    got = rpx.from_torch({"w": tensor}, rpx.Chain(), {"w": jnp.zeros(3, getattr(jnp, dtype))})["w"]
+    assert got.dtype == getattr(jnp, dtype)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), tensor.float().numpy())
+
+
+UNREADABLE = {
+    "sparse": (lambda x: x.to_sparse(), "sparse. Pass `x.to_dense()`."),
+    "sparse by rows": (lambda x: x.to_sparse_csr(), "sparse. Pass `x.to_dense()`."),
+    "meta": (lambda x: x.to("meta"), "on the meta device, without numbers. Load the numbers first."),
+    "quantized": (
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "quantized. Pass `x.dequantize()`.",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(kind):
+    change, text = UNREADABLE[kind]
+    x, like = torch.ones(2, 3), {"l": {"kernel": jnp.zeros((3, 2))}}
+    with raises(ValueError, f"from_torch takes tensors of plain numbers, but 'l.weight' is {text}"):
+        rpx.from_torch({"l.weight": change(x)}, rpx.Chain(), like)
 
 
 def test_two_names_of_one_parameter_are_a_tie():

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -14,6 +14,7 @@ from reparax._peft.method import (
     Written,
     require,
 )
+from reparax._peft.settings import ANY, FLAG, NAMES, Setting
 from reparax._peft.target import Target
 from reparax.adapters import Gain
 
@@ -23,6 +24,11 @@ class IA3Method(Method):
 
     name = "IA3"
     suffixes = ("ia3_l",)
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "fan_in_fan_out": FLAG,
+        "feedforward_modules": NAMES,
+        "init_ia3_weights": ANY,
+    }
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         feedforward = is_named(target.module, config.get("feedforward_modules") or [])

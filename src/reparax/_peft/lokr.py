@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,7 @@ from reparax._peft.method import (
     require,
     unscaled,
 )
+from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern
 from reparax._peft.target import Target
 from reparax.adapters import Delta
 from reparax.matrices import Kronecker, LowRank
@@ -32,6 +33,20 @@ class LoKrMethod(Method):
     name = "LOKR"
     alpha = "alpha"
     suffixes = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "r": RANK,
+        "alpha": NUMBER,
+        "rank_pattern": by_pattern(RANK),
+        "alpha_pattern": by_pattern(NUMBER),
+        "use_effective_conv2d": FLAG,
+        "init_weights": ANY,
+        "rank_dropout": NUMBER,
+        "module_dropout": NUMBER,
+        "rank_dropout_scale": FLAG,
+        "decompose_both": FLAG,
+        "decompose_factor": NUMBER,
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "alpha": 8}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -15,9 +15,9 @@ from reparax._peft.method import (
     known,
     one_of_all,
     ranks_and_alphas,
-    refused,
     require,
 )
+from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
 from reparax.adapters import LoRA
 from reparax.norms import WeightNorm
@@ -30,12 +30,23 @@ class LoRAMethod(Method):
     alpha = "lora_alpha"
     suffixes = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
-    def refuse(self, config: Mapping[str, Any]) -> list[str]:
-        start = str(config.get("init_lora_weights", True)).lower()
-        from_base = start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
-        moved = [f"init_lora_weights={start!r}"] if from_base else []
-        others = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication", "trainable_token_indices")
-        return moved + refused(config, *others, "target_parameters", "alora_invocation_tokens", "velora_config")
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "r": RANK,
+        "lora_alpha": NUMBER,
+        "rank_pattern": by_pattern(RANK),
+        "alpha_pattern": by_pattern(NUMBER),
+        "use_rslora": FLAG,
+        "use_dora": FLAG,
+        "fan_in_fan_out": FLAG,
+        "bias": one_of(("none", "all", "lora_only")),
+        "lora_dropout": NUMBER,
+        # The other starts change the base too, or keep a factor fixed.
+        "init_lora_weights": one_of((True, False, "gaussian", "orthogonal", "eva")),
+        # These have no effect by themselves: other settings use them.
+        **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), ANY),
+        **dict.fromkeys(("megatron_core", "qalora_group_size", "runtime_config"), ANY),
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "lora_alpha": 8}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         names, ones = _names(target), target.ones

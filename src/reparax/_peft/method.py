@@ -12,6 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax._core.algebra import Parametrization
+from reparax._peft.settings import Setting
 from reparax._peft.target import Target
 from reparax.numbers import Scale
 
@@ -73,16 +74,15 @@ class Method:
       name: Its ``peft_type``.
       alpha: The name of alpha in its configuration, if it has one.
       suffixes: The names of its tensors below their module.
+      settings: The settings of its configuration that are understood, besides those of all methods.
+      defaults: PEFT's values of settings that a configuration leaves out.
     """
 
     name: ClassVar[str]
     alpha: ClassVar[str | None] = None
     suffixes: ClassVar[tuple[str, ...]]
-
-    def refuse(self, config: Mapping[str, Any]) -> list[str]:
-        """The settings of a configuration that no stage supports."""
-        del config
-        return []
+    settings: ClassVar[Mapping[str, Setting]]
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
@@ -95,10 +95,6 @@ class Method:
     @abstractmethod
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         """The configuration for these modules."""
-
-
-def refused(config: Mapping[str, Any], *names: str) -> list[str]:
-    return [f"{name}={config[name]!r}" for name in names if config.get(name)]
 
 
 def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:

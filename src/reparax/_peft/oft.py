@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,9 @@ from reparax._peft.method import (
     Tensors,
     Written,
     one_of_all,
-    refused,
     require,
 )
+from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Rotated
 from reparax.matrices import Orthogonal
@@ -29,8 +29,13 @@ class OFTMethod(Method):
     name = "OFT"
     suffixes = ("oft_R.weight",)
 
-    def refuse(self, config: Mapping[str, Any]) -> list[str]:
-        return refused(config, "use_cayley_neumann", "coft", "block_share")
+    settings: ClassVar[Mapping[str, Setting]] = {
+        "bias": one_of(("none", "all", "oft_only")),
+        "fan_in_fan_out": FLAG,
+        "module_dropout": NUMBER,
+        # The shape of the tensor tells the sizes; the other three have no effect without other settings.
+        **dict.fromkeys(("r", "oft_block_size", "init_weights", "eps", "num_cayley_neumann_terms"), ANY),
+    }
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -12,11 +13,12 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method
 from reparax._peft.methods import METHODS
+from reparax._peft.settings import check_settings
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.rules import Rules
-from reparax._torch.tensors import to_numpy
+from reparax._torch.tensors import read_tensors
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
@@ -31,7 +33,7 @@ def from_peft(
     r"""Reads an adapter that PEFT has saved, as a chain and its raw tree.
 
     The chain begins with ``Freeze()``, so the same values train as in PEFT; ``p.fold(raw)`` merges the adapter. Neither
-    torch nor PEFT is needed. Dropout of activations is ignored, because it does not concern weights.
+    torch nor PEFT is needed. Dropout, of activations, ranks or modules, is ignored: it does not change what is saved.
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions; LoHa too, except
     convolution kernels with ``use_effective_conv2d``; LoKr and OFT for matrices, OFT with
@@ -40,7 +42,8 @@ def from_peft(
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors.
-      config: The contents of ``adapter_config.json``.
+      config: The contents of ``adapter_config.json``. A setting that is not known here must have a neutral value, such
+        as None, False or 0.
       like: The model's parameters; they become the base.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
       layouts: As for :func:`from_torch`: ``"same"`` for the weights of ``Conv1D`` in transformers
@@ -50,8 +53,8 @@ def from_peft(
       The chain, and its raw tree.
 
     Raises:
-      ValueError: If a tensor is unexpected, missing or has another shape, or if no stage supports a setting of the
-        configuration; the error names each of them.
+      ValueError: If a tensor is unexpected, missing or has another shape, or holds other than finite floating numbers,
+        or if no stage supports a setting of the configuration; the error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx
@@ -69,9 +72,10 @@ def from_peft(
              [2., 2.]], dtype=float32)
     """
     method = _method(config)
+    config = {**method.defaults, **check_settings(method.name, config, method.settings, MERGE)}
+    arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     targets = targets_of(like, names, layouts)
-    arrays = {plain_name(name): to_numpy(x) for name, x in tensors.items() if not is_unused(name)}
-    found = _Found.of(method, targets, arrays)
+    found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
     layers: dict[str, Layer] = {}
     turned = bool(config.get("fan_in_fan_out"))
     for module, held in found.modules.items():
@@ -103,8 +107,6 @@ def _method(config: Any) -> Method:
     name = str(getattr(kind, "value", kind))
     if name not in METHODS:
         raise ValueError(f"from_peft reads {', '.join(METHODS)}, but got an adapter of {name}. {MERGE}")
-    if refused := METHODS[name].refuse(config):
-        raise ValueError(f"from_peft has no stage for {name} with {', '.join(refused)}. {MERGE}")
     return METHODS[name]
 
 
@@ -128,7 +130,9 @@ class _Found:
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
-            if end is not None and f"{module}.weight" in targets:
+            if wrong := _no_numbers(x):
+                found.lines.append(f"{name}: {wrong}")
+            elif end is not None and f"{module}.weight" in targets:
                 found.modules.setdefault(module, {})[end] = x
             elif end is not None or name not in targets:
                 found.lines.append(f"{name}: the model has no {module if end is None else f'{module}.weight'}")
@@ -140,10 +144,17 @@ class _Found:
         return found
 
 
+def _no_numbers(x: np.ndarray) -> str | None:
+    """What is wrong with the numbers of a tensor that trains, or None."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"expected floating numbers, got {x.dtype}"
+    return None if np.isfinite(x).all() else "expected finite numbers, got infinite ones or NaN"
+
+
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
     rank = _by_pattern(config, "r", "rank_pattern", target.module)
     alpha = _by_pattern(config, method.alpha, "alpha_pattern", target.module)
-    return method.read(target, held, config, float(1 if alpha is None else alpha), int(1 if rank is None else rank))
+    return method.read(target, held, config, float(alpha or 0), rank or 1)
 
 
 def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:

@@ -16,9 +16,13 @@ def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target
 
 def plain_name(name: str) -> str:
     """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
-    for inserted in (".base_layer", ".modules_to_save.default", ".modules_to_save"):
-        name = name.replace(inserted, "")
-    return name.removeprefix(PREFIX)
+    parts = name.removeprefix(PREFIX).split(".")
+    before = ["", *parts]
+    return ".".join(
+        part
+        for part, outer in zip(parts, before, strict=False)
+        if part not in ("base_layer", "modules_to_save") and (outer, part) != ("modules_to_save", "default")
+    )
 
 
 def is_unused(name: str) -> bool:

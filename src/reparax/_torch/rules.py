@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from reparax._stage.where import matches, nothing
 from reparax._torch.axis_order import LAYOUTS
@@ -37,18 +38,31 @@ def _expanded(match: re.Match[str], name: str) -> str:
 
 def choose_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
     """The layout of each parameter."""
-    for layout in (layouts or {}).values():
+    ruled = _ruled(paths, layouts or {}, "layouts")
+    for _, layout in ruled.values():
         if layout not in LAYOUTS:
             known = ", ".join(map(repr, LAYOUTS))
             raise ValueError(f"got {layout!r} as a layout, but takes one of {known}.")
     chosen = {path: "kernel" if path.split("/")[-1] == "kernel" else "same" for path in paths}
-    return chosen | {path: layout for path, (_, layout) in _ruled(paths, layouts or {}, "layouts").items()}
+    return chosen | {path: layout for path, (_, layout) in ruled.items()}
+
+
+def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
+    """``rules``, if they are regular expressions, or paths, and a text for each."""
+    if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
+        raise ValueError(f"`{what}` takes a dict of regular expressions and, for each, a text, but got {rules!r}.")
+    for pattern in set(rules) - set(paths):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"`{what}` has {pattern!r}, which is not a regular expression: {error}.") from error
+    return rules
 
 
 def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str]]:
     """For each path that a rule matches, the match and the value of the first such rule."""
     found: dict[str, tuple[re.Match[str], str]] = {}
-    for pattern, value in rules.items():
+    for pattern, value in _checked(paths, rules, what).items():
         matched = matches(pattern, paths)
         if not matched:
             raise ValueError(f"`{what}` matches nothing: {nothing(pattern, paths)}")

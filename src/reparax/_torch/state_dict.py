@@ -11,10 +11,10 @@ from reparax._core.algebra import Parametrization
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
-from reparax._torch.tensors import to_numpy
+from reparax._torch.tensors import read_tensors
 from reparax._tree.differences import abstract, as_stored
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, is_array
+from reparax._tree.paths import PyTree
 from reparax.matrices._orthogonal import Orthogonal
 
 
@@ -67,7 +67,7 @@ def from_torch(
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
     """
-    arrays = _arrays(state)
+    arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         expected = abstract(p.init, like)
         plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin))
@@ -116,22 +116,6 @@ def to_torch(
     with locate_errors("to_torch"):
         plan = make_plan(p, raw, names, layouts, lambda tensor, twin: style == "hooks")
         return {name: np.array(x) for name, x in sorted(plan.written(raw).items())}
-
-
-def _arrays(state: Any) -> dict[str, np.ndarray]:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"from_torch takes a state dict, but got {type(state).__name__}. Call `module.state_dict()`.")
-    return {name: _array(name, x) for name, x in state.items()}
-
-
-def _array(name: str, x: Any) -> np.ndarray:
-    """A torch tensor, or an array, as a numpy array."""
-    if not is_array(x):
-        raise TypeError(
-            f"from_torch takes a state dict of names and tensors, but got {type(x).__name__} as {name!r}. Pass the "
-            f"state dict itself, such as `checkpoint['model']`."
-        )
-    return to_numpy(x)
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:

@@ -1,15 +1,51 @@
 """Torch tensors, used through their methods, without importing torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from reparax._tree.paths import is_array
 
-def to_numpy(x: Any) -> np.ndarray:
-    """A tensor, or an array, as a numpy array."""
+
+def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
+    """The tensors, or arrays, of a file as numpy arrays.
+
+    Args:
+      who: The function that takes them.
+      tensors: A dict of names and tensors.
+      what: What the function takes, in a word or two.
+      advice: How to get it.
+    """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
+    return {name: _read(who, what, name, x) for name, x in tensors.items()}
+
+
+def _read(who: str, what: str, name: Any, x: Any) -> np.ndarray:
+    if not isinstance(name, str):
+        raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
+    if not is_array(x):
+        raise TypeError(
+            f"{who} takes a {what} of names and tensors, but got {type(x).__name__} as {name!r}. Pass the {what} "
+            f"itself, such as `checkpoint['model']`."
+        )
     if not hasattr(x, "detach"):
         return np.asarray(x)
-    if str(x.dtype) == "torch.bfloat16":  # numpy has no bfloat16; float32 holds all its numbers
-        return x.float().numpy(force=True).astype(jnp.bfloat16)
+    for kind, found, how in (
+        ("on the meta device, without numbers", x.is_meta, "Load the numbers first."),
+        ("quantized", x.is_quantized, "Pass `x.dequantize()`."),
+        ("sparse", str(x.layout) != "torch.strided", "Pass `x.to_dense()`."),
+    ):
+        if found:
+            raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {how}")
+    return _to_numpy(x)
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    """A tensor of torch as a numpy array."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks them; float32 holds all their numbers
+        return x.float().numpy(force=True).astype(getattr(jnp, dtype))
     return x.numpy(force=True)

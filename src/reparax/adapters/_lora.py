@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number, check_whole, one_of, optional
+from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import no_rank, product
 from reparax._stage.matrices import RowsAndColumns
@@ -36,7 +36,8 @@ class LoRA(RowsAndColumns):
     ``Freeze`` also freezes the rest of the model, such as biases and norms. ``rpx.partition(raw)[0]`` is what trains.
 
     Args:
-      rank: The rank of the difference, between 1 and ``min(rows, columns)``.
+      rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
+        layer of two outputs, except with ``start="pissa"`` or ``"olora"``.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
       scaling: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
       start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
@@ -68,7 +69,7 @@ class LoRA(RowsAndColumns):
       2023.
     """
 
-    rank: int = argument(check_whole)
+    rank: int = argument(check_positive_whole)
     alpha: Any = argument(per_array(optional(check_number)), default=None)
     scaling: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
@@ -88,7 +89,7 @@ class LoRA(RowsAndColumns):
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w)
+        return no_rank(self.rank, w) if self.start in ("pissa", "olora") or 0 in w.shape else None
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_positive_whole, check_whole
+from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import is_zero, unit
 from reparax._numerics.linalg import divided, no_rank, product, undivided
@@ -25,7 +25,8 @@ class LowRank(Matrices):
     Half-precision matrices are computed in float32.
 
     Args:
-      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``.
+      rank: Largest rank of the effective matrix, at least 1. Above ``min(n, m)``, further columns of ``u`` start at
+        zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -49,18 +50,20 @@ class LowRank(Matrices):
       Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
     """
 
-    rank: int = argument(check_whole)
+    rank: int = argument(check_positive_whole)
 
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"u": ("rows", "rank"), "v": ("rank", "columns")}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w)
+        return no_rank(self.rank, w) if 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         left, singular, right = jnp.linalg.svd(widened(w), full_matrices=False)
         root = jnp.sqrt(singular[..., : self.rank])
         u = left[..., : self.rank] * root[..., None, :].astype(left.dtype)
         v = root[..., :, None].astype(right.dtype) * right[..., : self.rank, :]
+        batch, more = [(0, 0)] * (w.ndim - 2), (0, self.rank - root.shape[-1])
+        u, v = jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
