@@ -603,7 +603,8 @@ REFUSED = {
     "a rule without a text": (
         lambda: rpx.from_torch(STATE, NORM, MODEL_LIKE, names={"dense/kernel": None}),
         ValueError,
-        "from_torch: `names` takes a dict of regular expressions and, for each, a text, but got {'dense/kernel': None}.",
+        "from_torch: `names` takes a dict of regular expressions and, for each, a text, but got {'dense/kernel': "
+        "None}.",
     ),
     "a rule for nothing": (
         lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dens/.*": "x"}),

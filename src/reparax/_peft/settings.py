@@ -85,7 +85,7 @@ def check_settings(
         value is not one of those that are understood.
     """
     given = {key: value for key, value in config.items() if value is not None}
-    settings = COMMON | dict(understood)
+    settings = {**COMMON, **understood}
     wrong = {key: x for key, x in given.items() if not (settings[key].fits(x) if key in settings else not x)}
     for key, value in wrong.items():
         if key in settings and (takes := settings[key].takes):
