@@ -417,20 +417,22 @@ MODEL = {
 A, B = "params/a/kernel", "params/b/kernel"
 
 
-@pytest.mark.parametrize(
-    "p",
-    [
-        pytest.param(rpx.WeightNorm(where=rpx.all_but(".*bias", "batch_stats/.*", "step")), id="not taken by default"),
-        pytest.param(rpx.WeightNorm(where=rpx.all_but(B)) >> rpx.Tie({B: A}), id="all but a tied one"),
-        pytest.param(rpx.WeightNorm(where=rpx.selected({"params": {x: {"kernel": True} for x in "ab"}})) >> rpx.Tie({B: A}), id="a tied one"),
-        pytest.param(rpx.Scale(2.0, where=rpx.all_but(B)) >> rpx.Scale(3.0, where=B), id="all but one of its kind"),
-        pytest.param(rpx.Freeze(where=rpx.all_but(B)) >> rpx.LoRA(2, where=B), id="all but an adapter"),
-        pytest.param(rpx.LowRank(2, where=A) >> rpx.VarNoise(0.1, where=rpx.all_but(A)), id="all but an earlier stage's"),
-        pytest.param(rpx.VarNoise(0.1, where=rpx.all_but(f"{A}/g")) >> rpx.WeightNorm(), id="all but a value of a later stage"),
-        pytest.param(rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}})), id="a folder"),
-        pytest.param(rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}, "step": True})), id="a number"),
-    ],
-)  # fmt: skip
+KERNELS = {"params": {name: {"kernel": True} for name in "ab"}}
+KNOWN = {
+    "all but what the default leaves out": rpx.WeightNorm(where=rpx.all_but(".*bias", "batch_stats/.*", "step")),
+    "all but a tied one": rpx.WeightNorm(where=rpx.all_but(B)) >> rpx.Tie({B: A}),
+    "a tied one": rpx.WeightNorm(where=rpx.selected({"params": {x: {"kernel": True} for x in "ab"}}))
+    >> rpx.Tie({B: A}),
+    "all but one of its kind": rpx.Scale(2.0, where=rpx.all_but(B)) >> rpx.Scale(3.0, where=B),
+    "all but an adapter": rpx.Freeze(where=rpx.all_but(B)) >> rpx.LoRA(2, where=B),
+    "all but that of an earlier stage": rpx.LowRank(2, where=A) >> rpx.VarNoise(0.1, where=rpx.all_but(A)),
+    "all but a value of a later stage": rpx.VarNoise(0.1, where=rpx.all_but(f"{A}/g")) >> rpx.WeightNorm(),
+    "a folder": rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}})),
+    "a number": rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}, "step": True})),
+}
+
+
+@pytest.mark.parametrize("p", KNOWN.values(), ids=KNOWN)
 def test_a_path_is_known_wherever_the_model_has_it(p, key):
     raw = p.init(MODEL)
     np.testing.assert_array_equal(p.apply(raw, key)["params"]["a"]["bias"].shape, (4,))

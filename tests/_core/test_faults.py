@@ -523,9 +523,9 @@ SELECTIONS = {
         rpx.WeightNorm(where=rpx.selected({"dense": {"kernl": True}})).init,
         lambda: (_params(),),
         ValueError,
-        "WeightNorm(where=selected({'dense/kernl': True})).init got True at 'dense/kernl' in a tree of booleans, but the "
-        "tree has no such path. The nearest are 'dense/kernel', 'dense/bias', 'step'. Make the booleans from the same "
-        "parameters.",
+        "WeightNorm(where=selected({'dense/kernl': True})).init got True at 'dense/kernl' in a tree of booleans, but "
+        "the tree has no such path. The nearest are 'dense/kernel', 'dense/bias', 'step'. Make the booleans from the "
+        "same parameters.",
     ),
     "selected_in_part": Fault(
         rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True}, "norm": True})).apply,

@@ -56,7 +56,7 @@ STAGES = {
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
     "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
-    "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(3), rpx.GlobalPrune((0.5, 2, 0.25))],
+    "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(count=3), rpx.GlobalPrune((0.5, 0.25))],
     "Grassmann": [rpx.Grassmann("householder")],
     "Hadamard": [rpx.Hadamard()],
     "HardConcrete": [rpx.HardConcrete(0.5, axis=0)],
@@ -67,8 +67,8 @@ STAGES = {
     "LowRank": [rpx.LowRank(1)],
     "MagnitudePrune": [
         rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
-        rpx.MagnitudePrune(4, axis="mlp", order=1),
-        rpx.MagnitudePrune((2, 0.5)),
+        rpx.MagnitudePrune(count=4, axis="mlp", order=1),
+        rpx.MagnitudePrune((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
     "Mean": [rpx.Mean(Jump(0.5, where="w"))],
@@ -232,7 +232,10 @@ OF_SCALARS = {
     "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.Triangular(np.bool_(0), jnp.array(1, bool)),
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
-    "MagnitudePrune((2, 0.5), axis=1)": lambda: rpx.MagnitudePrune((jnp.int32(2), np.float16(0.5)), axis=np.int8(1)),
+    "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
+        (jnp.int32(1), np.float16(0.5)), axis=np.int8(1)
+    ),
+    "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
     "Split((('W', Concat(('a: 2', 'b: 2'), axis=1)),))": (
         lambda: rpx.Split({"W": rpx.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
@@ -264,7 +267,7 @@ def test_numbers_that_are_not_finite_are_read_back_equal(value):
 
 def test_infinity_as_code_and_in_json():
     p = rpx.MagnitudePrune(0.5, axis=0, order=math.inf)
-    assert repr(p) == "MagnitudePrune(0.5, axis=0, order=float('inf'))"
+    assert repr(p) == "MagnitudePrune(sparsity=0.5, axis=0, order=float('inf'))"
     assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
     assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
         "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"

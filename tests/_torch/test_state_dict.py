@@ -77,7 +77,7 @@ NAMES = {
         {"weight_orig": W, "weight_mask": MASK},
     ),
     "pruned outputs": (
-        rpx.MagnitudePrune(1, axis=-1),
+        rpx.MagnitudePrune(count=1, axis=-1),
         dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
@@ -561,7 +561,7 @@ REFUSED = {
     "a mask of single weights": (
         lambda: rpx.from_torch(
             {"dense.weight_orig": W, "dense.weight_mask": np.eye(3, 2, dtype=np.float32)},
-            rpx.MagnitudePrune(1, axis=-1),
+            rpx.MagnitudePrune(count=1, axis=-1),
             DENSE,
         ),
         ValueError,

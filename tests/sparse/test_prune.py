@@ -43,25 +43,27 @@ def mask_of(raw, kind):
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "count"),
+    ("p", "count"),
     [
-        (0, 0),
-        (0.0, 0),
-        (0.5, 15),
-        (0.52, 16),
-        (0.95, 28),
-        (0.99, 30),
-        (7, 7),
-        (30, 30),
-        ((0.5, 0.5), 23),
-        ((10, 0.3), 16),
+        (rpx.MagnitudePrune(0), 0),
+        (rpx.MagnitudePrune(0.0), 0),
+        (rpx.MagnitudePrune(0.5), 15),
+        (rpx.MagnitudePrune(0.52), 16),
+        (rpx.MagnitudePrune(0.95), 28),
+        (rpx.MagnitudePrune(0.99), 30),
+        (rpx.MagnitudePrune(1), 30),
+        (rpx.MagnitudePrune(count=0), 0),
+        (rpx.MagnitudePrune(count=1), 1),
+        (rpx.MagnitudePrune(count=7), 7),
+        (rpx.MagnitudePrune(count=30), 30),
+        (rpx.MagnitudePrune((0.5, 0.5)), 23),
     ],
     ids=str,
 )
-def test_magnitude_pruning_takes_the_smallest_weights(sparsity, count):
+def test_magnitude_pruning_takes_the_smallest_weights(p, count):
     # Thirty weights: 0.95 is 28.5 of them, which rounds to even; half of 15 is 7.5, which rounds to 8.
     arrays = [normal(5, 6), normal(3, 2, 5, scale=1e30), rotated(5, 6), normal(5, 6, dtype=jnp.bfloat16)]
-    for w, got in zip(arrays, projected(rpx.MagnitudePrune(sparsity), arrays), strict=True):
+    for w, got in zip(arrays, projected(p, arrays), strict=True):
         np.testing.assert_array_equal(np.asarray(got), without_smallest(w, count))
 
 
@@ -69,24 +71,24 @@ def test_magnitude_pruning_takes_the_smallest_weights(sparsity, count):
 @pytest.mark.parametrize("share", [0.0, 1e-9, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.99])
 def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(share, size):
     left = size - round(share * size)
-    assert _amount.left((share, 0.5), size) == left - round(0.5 * left)
+    assert _amount.left(rpx.MagnitudePrune((share, 0.5)), size) == left - round(0.5 * left)
     # The float32 number in units of 2^-31, exactly multiplied; Python rounds fractions as it does floats.
     units = Fraction(round(Fraction(float(np.float32(share))) * 2**31), 2**31)
     left = size - round(units * size)
-    traced = jax.jit(lambda share: _amount.left((share, 0.5), size))(share)
+    traced = jax.jit(lambda share: _amount.left(rpx.MagnitudePrune((share, 0.5)), size))(share)
     assert traced == left - round(Fraction(left, 2))
 
 
 @pytest.mark.parametrize(("size", "share", "pruned"), [(45, 0.7, 31), (1000, 0.3, 300), (4097**2, 0.99, 16617555)])
 def test_a_schedule_prunes_as_many_weights_as_a_number(size, share, pruned):
-    assert size - _amount.left(share, size) == pruned
-    assert size - jax.jit(lambda share: _amount.left(share, size))(share) == pruned
+    assert size - _amount.left(rpx.MagnitudePrune(share), size) == pruned
+    assert size - jax.jit(lambda share: _amount.left(rpx.MagnitudePrune(share), size))(share) == pruned
 
 
 def test_of_equal_weights_the_first_stay():
     w = np.array([[1, -1, 2], [1, 1, -1]], np.float32)
-    for sparsity in (1, 2, 3, 4):
-        np.testing.assert_array_equal(rpx.MagnitudePrune(sparsity).project(w), without_smallest(w, sparsity))
+    for count in (1, 2, 3, 4):
+        np.testing.assert_array_equal(rpx.MagnitudePrune(count=count).project(w), without_smallest(w, count))
 
 
 @pytest.mark.parametrize(("order", "score"), [(1, 1), (2, 2), (3.5, 3.5), (np.inf, np.inf)])
@@ -96,9 +98,10 @@ def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     norms = np.max(np.abs(w), others) if order == np.inf else np.sum(np.abs(w.astype(float)) ** score, others)
     kept = norms > np.sort(norms)[1]  # half of four, or a third of six, but two
     expected = w * np.expand_dims(kept, others)
-    (got,) = projected(rpx.MagnitudePrune(2, axis, order), [w])
+    p = rpx.MagnitudePrune(axis=axis, order=order, count=2)
+    (got,) = projected(p, [w])
     np.testing.assert_array_equal(got, expected)
-    mask = jax.eval_shape(rpx.MagnitudePrune(2, axis, order).init, {"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"]
+    mask = jax.eval_shape(p.init, {"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"]
     assert mask.shape == np.expand_dims(norms, others).shape
 
 
@@ -136,14 +139,14 @@ def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():
     w = normal(6, 4)
     pruned = rpx.MagnitudePrune(0.9).init({"w": w})
     np.testing.assert_array_equal(rpx.MagnitudePrune(0.5).update(pruned)["w"]["@magnitude_prune"]["w"], w)
-    np.testing.assert_array_equal(read(rpx.MagnitudePrune(0.9), rpx.MagnitudePrune(0).update(pruned)), w)
+    np.testing.assert_array_equal(read(rpx.MagnitudePrune(0.9), rpx.MagnitudePrune(0.0).update(pruned)), w)
 
 
 def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
     w = normal(8, 4)
     for kind in (rpx.MagnitudePrune, rpx.GlobalPrune):
-        assert (read(kind((0.5, 8, 0.25)), kind((0.5, 8, 0.25)).init({"w": w})) != 0).sum() == 6
-        p = kind(0.5) >> kind(8)
+        assert (read(kind((0.5, 0.5, 0.25)), kind((0.5, 0.5, 0.25)).init({"w": w})) != 0).sum() == 6
+        p = kind(0.5) >> kind(count=8)
         assert (read(p, p.init({"w": w})) != 0).sum() == 16
 
 
@@ -234,13 +237,13 @@ def test_random_pruning_takes_a_given_number_at_random(key):
 
 def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest():
     w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
-    p = rpx.RandomPrune(1, axis=-1)
+    p = rpx.RandomPrune(count=1, axis=-1)
     np.testing.assert_array_equal(read(p, p.init({"w": w}, jax.random.key(3))), w)
-    mask = mask_of(rpx.RandomPrune(2, axis=-1).init({"w": w}), "random_prune")
+    mask = mask_of(rpx.RandomPrune(count=2, axis=-1).init({"w": w}), "random_prune")
     assert {(0, 0), (1, 1)} == {(float(column.min()), float(column.max())) for column in mask.T}
     np.testing.assert_array_equal(rpx.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
     with_zeros = normal(6, 4) * np.array([1, 0, 1, 1], np.float32)
-    assert [bool(rpx.RandomPrune(count).contains(with_zeros)) for count in (6, 7)] == [True, False]
+    assert [bool(rpx.RandomPrune(count=count).contains(with_zeros)) for count in (6, 7)] == [True, False]
 
 
 # ---- errors
@@ -250,14 +253,32 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
     ("build", "error", "text"),
     [
         (
-            lambda: rpx.MagnitudePrune(1.0),
+            lambda: rpx.MagnitudePrune(90),
             ValueError,
-            "MagnitudePrune got sparsity=1.0, but takes a share of weights from 0 to less than 1.",
+            "MagnitudePrune got sparsity=90, but takes a share of weights from 0 to 1. For a number of weights, write "
+            "`MagnitudePrune(count=...)`.",
         ),
         (
-            lambda: rpx.RandomPrune((0.5, -1)),
+            lambda: rpx.RandomPrune((0.5, -0.1)),
             ValueError,
-            "RandomPrune got sparsity=-1, but takes a number of weights that is at least 0.",
+            "RandomPrune got sparsity=-0.1, but takes a share of weights from 0 to 1. For a number of weights, write "
+            "`RandomPrune(count=...)`.",
+        ),
+        (
+            lambda: rpx.GlobalPrune(count=-1),
+            ValueError,
+            "GlobalPrune got count=-1, but takes a number of weights that is at least 0.",
+        ),
+        (lambda: rpx.RigL(count=0.5), TypeError, "RigL takes an integer as count, but got 0.5."),
+        (
+            lambda: rpx.SET(),
+            TypeError,
+            "SET takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got neither.",
+        ),
+        (
+            lambda: rpx.GlobalPrune(0.5, count=3),
+            TypeError,
+            "GlobalPrune takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got both.",
         ),
         (
             lambda: rpx.GlobalPrune("half"),
@@ -270,35 +291,35 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "MagnitudePrune got order=0.0, but takes the order of a norm, greater than 0.",
         ),
         (
-            lambda: rpx.MagnitudePrune(7).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.MagnitudePrune(count=7).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune(7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
-            "sparsity 7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
+            "MagnitudePrune(count=7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
+            "count=7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
-            lambda: rpx.MagnitudePrune((2, 1), axis=-1).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.MagnitudePrune(axis=-1, count=3).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "MagnitudePrune((2, 1), axis=-1).init at 'w': expected to prune at most 2, the number of weights "
-            "or slices, got sparsity (2, 1). Give a share, which fits arrays of every size, or narrow the "
+            "MagnitudePrune(axis=-1, count=3).init at 'w': expected to prune at most 2, the number of weights "
+            "or slices, got count=3. Give a share, which fits arrays of every size, or narrow the "
             "stage with `where`.",
         ),
         (
             lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
             ValueError,
-            "RandomPrune(0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
+            "RandomPrune(sparsity=0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
             "(). Leave it out with `where`, or use a separate stage for it.",
         ),
         (
-            lambda: rpx.GlobalPrune(13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
+            lambda: rpx.GlobalPrune(count=13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
             ValueError,
-            "GlobalPrune(13): expected to prune at most 12, the number of weights or slices, got sparsity 13. "
+            "GlobalPrune(count=13): expected to prune at most 12, the number of weights or slices, got count=13. "
             "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
             lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "c": jnp.array([[1.0, jnp.nan]])}),
             ValueError,
-            "GlobalPrune(0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, or leave "
-            "it out with `where`.",
+            "GlobalPrune(sparsity=0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, "
+            "or leave it out with `where`.",
         ),
         (
             lambda: rpx.NofM(5, 4),

@@ -43,7 +43,7 @@ def regrown(weights, active, scores, share):
     ],
 )
 def test_masks_worked_by_hand(grads, expected):
-    p = rpx.RigL(2, drop=0.5)
+    p = rpx.RigL(count=2, drop=0.5)
     raw = p.init({"w": jnp.array([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])})
     np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
     raw = p.update(raw, grads={"w": jnp.array([grads])})
@@ -107,7 +107,7 @@ def test_without_what_an_update_reads_the_mask_stays():
 
 
 def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
-    p = rpx.RigL(1, drop=1.0)
+    p = rpx.RigL(count=1, drop=1.0)
     raw = p.init({"w": jnp.array([[5.0, 0.0]])})
     raw = p.update(raw, grads={"w": jnp.array([[0.0, 1.0]])})  # the first goes
     np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
@@ -209,7 +209,7 @@ def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
 def test_errors():
     p = rpx.RigL(0.5, drop=0.5)
     raw = p.init({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
-    who = "RigL(0.5, drop=0.5).update"
+    who = "RigL(sparsity=0.5, drop=0.5).update"
     with raises(
         ValueError,
         f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold '@rigl' at 'w'. Pass "
@@ -239,10 +239,10 @@ def test_errors():
         rpx.RigL(0.5, 1.5)
     with raises(
         ValueError,
-        "RigL(5).init at 'w': expected to prune at most 4, the number of weights or slices, got sparsity 5. "
+        "RigL(count=5).init at 'w': expected to prune at most 4, the number of weights or slices, got count=5. "
         "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
-        rpx.RigL(5).init({"w": jnp.ones((2, 2))})
+        rpx.RigL(count=5).init({"w": jnp.ones((2, 2))})
 
 
 @pytest.mark.parametrize("p", [rpx.RigL(0.5), rpx.SET(0.5), rpx.RandomPrune(0.5)], ids=lambda p: p.kind)

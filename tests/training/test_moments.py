@@ -77,7 +77,7 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
 
 def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = jnp.array([[5.0, 4.0, 0.0, 0.0]])
-    p = rpx.RigL(2, drop=1.0)
+    p = rpx.RigL(count=2, drop=1.0)
     before = p.init({"w": w, "mu": {"w": w}})
     after = p.update(before, grads={"w": jnp.array([[9.0, 9.0, 0, 0]]), "mu": {"w": jnp.array([[0, 0, 9.0, 9.0]])}})
     state = jax.tree.map(jnp.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))

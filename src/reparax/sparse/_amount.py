@@ -1,44 +1,63 @@
-"""How many weights to prune, as you write it: a share, a number, or several in turn."""
+"""How many weights to prune, as you write it: a share, several shares in turn, or a number."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from reparax._numerics.arguments import check_number
+from reparax._numerics.arguments import check_number, check_whole
 
 
-def check_amount(value: Any, who: str, name: str) -> Any:
-    """One amount, or a tuple of several."""
+class Pruning(Protocol):
+    """A stage that prunes a share of the weights, or a number of them; the other one is None."""
+
+    @property
+    def sparsity(self) -> Any: ...
+    @property
+    def count(self) -> int | None: ...
+
+
+def check_shares(value: Any, who: str, name: str) -> Any:
+    """One share, or a tuple of several."""
     several = tuple(value) if isinstance(value, tuple | list) else (value,)
-    each = tuple(_check_one(amount, who, name) for amount in several)
+    each = tuple(_check_share(share, who, name) for share in several)
     return each[0] if len(each) == 1 else each
 
 
-def _check_one(amount: Any, who: str, name: str) -> Any:
-    """A share as a float or a traced scalar, a number as an int."""
-    if isinstance(amount, int | np.integer) and not isinstance(amount, bool):
-        if amount < 0:
-            raise ValueError(f"{who} got {name}={amount}, but takes a number of weights that is at least 0.")
-        return int(amount)
-    share = check_number(amount, who, name)
-    # A share of 1.0 would equal the number 1, and reuse a program compiled for it.
-    if isinstance(share, float) and not 0 <= share < 1:
-        raise ValueError(f"{who} got {name}={share}, but takes a share of weights from 0 to less than 1.")
+def _check_share(value: Any, who: str, name: str) -> Any:
+    share = check_number(value, who, name)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError(
+            f"{who} got {name}={value}, but takes a share of weights from 0 to 1. For a number of weights, write "
+            f"`{who}(count=...)`."
+        )
     return share
 
 
-def amounts(sparsity: Any) -> tuple[Any, ...]:
-    """The amounts in order."""
-    return sparsity if isinstance(sparsity, tuple) else (sparsity,)
+def check_count(value: Any, who: str, name: str) -> int:
+    """A number of weights."""
+    if check_whole(value, who, name) < 0:
+        raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
+    return int(value)
 
 
-def left(sparsity: Any, size: int) -> Any:
-    """How many of ``size`` weights remain; each amount is taken of what the amounts before it leave."""
+def require_one(stage: Pruning) -> None:
+    """Requires either a share or a number of weights."""
+    if (stage.sparsity is None) == (stage.count is None):
+        got = "neither" if stage.count is None else "both"
+        raise TypeError(
+            f"{type(stage).__name__} takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but "
+            f"got {got}."
+        )
+
+
+def left(stage: Pruning, size: int) -> Any:
+    """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
+    if stage.count is not None:
+        return size - stage.count
     rest: Any = size
-    for amount in amounts(sparsity):
-        rest = rest - (amount if isinstance(amount, int) else _share(amount, rest))
+    for share in stage.sparsity if isinstance(stage.sparsity, tuple) else (stage.sparsity,):
+        rest = rest - _share(share, rest)
     return rest
 
 
@@ -62,12 +81,11 @@ def _product(a: Array, b: Array) -> tuple[Array, Array]:
     return high, (other << 16) | (lower & 0xFFFF)
 
 
-def too_many(sparsity: Any, size: int) -> str | None:
-    """What is wrong with a known number for an array of that many weights or slices, or None."""
-    rest = left(sparsity, size)
-    if not isinstance(rest, int) or rest >= 0:
+def too_many(stage: Pruning, size: int) -> str | None:
+    """What is wrong with the number for an array of that many weights or slices, or None."""
+    if stage.count is None or stage.count <= size:
         return None
     return (
-        f"expected to prune at most {size}, the number of weights or slices, got sparsity {sparsity}. "
+        f"expected to prune at most {size}, the number of weights or slices, got count={stage.count}. "
         f"Give a share, which fits arrays of every size, or narrow the stage with `where`."
     )

@@ -8,13 +8,15 @@ from jax import Array
 
 from reparax._core.keys import Keys
 from reparax._core.value import argument
+from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import FIXED
 from reparax.sparse import _amount
-from reparax.sparse._mask import largest, masked, masking
+from reparax.sparse._mask import masked, masking
 
 
 class GlobalPrune(Reparametrization):
@@ -24,9 +26,10 @@ class GlobalPrune(Reparametrization):
     ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
 
     Args:
-      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
-        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
-        differ by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
+      count: Instead of a share, the number of weights to set to zero in all arrays together.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: Not available, because all arrays share one ranking.
@@ -41,7 +44,8 @@ class GlobalPrune(Reparametrization):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
-    sparsity: Any = argument(_amount.check_amount)
+    sparsity: Any = argument(optional(_amount.check_shares), default=None)
+    count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
@@ -50,6 +54,7 @@ class GlobalPrune(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _amount.require_one(self)
         if self.stacked != ():
             raise ValueError(
                 f"GlobalPrune got stacked={self.stacked!r}, but ranks the weights of all arrays together. Leave "
@@ -82,9 +87,9 @@ class GlobalPrune(Reparametrization):
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
-        if (wrong := _amount.too_many(self.sparsity, scores.size)) is not None:
+        if (wrong := _amount.too_many(self, scores.size)) is not None:
             raise ValueError(f"{self!r}: {wrong}")
-        kept = largest(scores, _amount.left(self.sparsity, scores.size))
+        kept = largest(scores, _amount.left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])
         parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
         return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]

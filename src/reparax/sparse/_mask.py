@@ -1,6 +1,6 @@
 """Weights under masks."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,6 +9,7 @@ from reparax._axes.numbers import Axis, check_axis, position
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 
@@ -21,13 +22,6 @@ def masking(w: Array, kept: Array) -> dict[str, Array]:
 def masked(values: dict[str, Array]) -> Array:
     """The effective weight: zero where the mask is zero."""
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
-
-
-def largest(scores: Array, count: Any) -> Array:
-    """True at the ``count`` largest scores; among equal scores, at those with lower index."""
-    order = jnp.argsort(-scores.reshape(-1), stable=True)
-    rank = jnp.argsort(order)
-    return (rank < jnp.asarray(count).astype(rank.dtype)).reshape(scores.shape)
 
 
 class Mask(Reparametrization):
@@ -130,6 +124,6 @@ class NofM(Constraint):
     def _kept(self, w: Array) -> Array:
         axis = position(self.axis, w)
         scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
-        groups = scores.reshape(-1, self.m)
-        rank = jnp.argsort(jnp.argsort(-groups, axis=-1), axis=-1)
-        return jnp.moveaxis((rank < self.n).reshape(scores.shape), -1, axis)
+        groups = scores.reshape(*scores.shape[:-1], -1, self.m)
+        kept = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
+        return jnp.moveaxis(kept.reshape(scores.shape), -1, axis)

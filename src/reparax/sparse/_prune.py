@@ -9,20 +9,22 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, along, check_optional_axes, others
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number
+from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
+from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
 from reparax.sparse import _amount
-from reparax.sparse._mask import largest, masked, masking
+from reparax.sparse._mask import masked, masking
 
 
 class _Prune(Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
-    sparsity: Any = argument(per_array(_amount.check_amount))
+    sparsity: Any = argument(optional(per_array(_amount.check_shares)), default=None)
     axis: Axes | None = argument(check_optional_axes, default=None)
+    count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
@@ -30,15 +32,19 @@ class _Prune(Constraint):
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
     aligned: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _amount.require_one(self)
+
     def refuse_leaf(self, w: Array) -> str | None:
-        return _amount.too_many(self.sparsity, math.prod(w.shape[axis] for axis in along(self.axis, w)))
+        return _amount.too_many(self, math.prod(w.shape[axis] for axis in along(self.axis, w)))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
-        return masking(w, largest(scores, _amount.left(self.sparsity, scores.size)))
+        return masking(w, largest(scores, _amount.left(self, scores.size)))
 
 
 def _check_order(value: Any, who: str, name: str) -> float:
@@ -61,17 +67,18 @@ class MagnitudePrune(_Prune):
     entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
     :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
 
-    A tuple prunes twice: the second amount is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
+    A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
     quarter. If you chain two stages instead, both count all weights. To prune over all arrays together, use
     :class:`GlobalPrune`.
 
     Args:
-      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
-        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
-        differ by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: single weights.
       order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -105,10 +112,11 @@ class RandomPrune(_Prune):
     point, while ``project`` gives the nearest. No gradient passes to masked entries.
 
     Args:
-      sparsity: The share of weights to set to zero, rounded to whole weights, or a whole number of weights; a tuple of
-        these in turn, each of what is left. A share may be a traced scalar. It is read in float32, so the count may
-        differ by one for halves, and beyond 2^24 weights.
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
+      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

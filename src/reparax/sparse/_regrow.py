@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number
+from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
 from reparax.sparse import _amount
-from reparax.sparse._mask import largest, masked, masking
+from reparax.sparse._mask import masked, masking
 
 
 def _check_drop(value: Any, who: str, name: str) -> Any:
@@ -25,8 +26,9 @@ def _check_drop(value: Any, who: str, name: str) -> Any:
 class _Regrow(Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
-    sparsity: Any = argument(per_array(_amount.check_amount))
+    sparsity: Any = argument(optional(per_array(_amount.check_shares)), default=None)
     drop: Any = argument(per_array(_check_drop), default=0.3)
+    count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
@@ -34,8 +36,12 @@ class _Regrow(Constraint):
     aligned: ClassVar[bool] = True
     moves_weights: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _amount.require_one(self)
+
     def refuse_leaf(self, w: Array) -> str | None:
-        return _amount.too_many(self.sparsity, w.size)
+        return _amount.too_many(self, w.size)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, jnp.abs(widened(w)))
@@ -48,7 +54,7 @@ class _Regrow(Constraint):
         return masked(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
-        kept = largest(scores, _amount.left(self.sparsity, w.size))
+        kept = largest(scores, _amount.left(self, w.size))
         return masking(jnp.where(kept, w, jnp.zeros_like(w)), kept)
 
     def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
@@ -85,6 +91,7 @@ class RigL(_Regrow):
       sparsity: As for :class:`RandomPrune`.
       drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
         down to whole weights, in float32.
+      count: As for :class:`RandomPrune`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -122,6 +129,7 @@ class SET(_Regrow):
     Args:
       sparsity: As for :class:`RandomPrune`.
       drop: As for :class:`RigL`; the paper's :math:`\zeta`.
+      count: As for :class:`RandomPrune`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
