@@ -19,8 +19,8 @@ def test_pages_that_fail_are_named(tmp_path):
     warnings = [line for line in ran.stderr.splitlines() if "WARNING: " in line and "[IPK" not in line]
     assert ran.returncode == 1
     assert warnings == [
-        f"{tmp_path}/slow.md: WARNING: this page could not be run: one of its cells took longer than 3 seconds, which is "
-        "nb_execution_timeout. The traceback is in built/reports/slow.err.log.",
+        f"{tmp_path}/slow.md: WARNING: this page could not be run: one of its cells took longer than 3 seconds, "
+        "which is nb_execution_timeout. The traceback is in built/reports/slow.err.log.",
         f"{tmp_path}/wrong.md: WARNING: this page could not be run: KeyError: 'kernel'. "
         "The traceback is in built/reports/wrong.err.log.",
     ]
