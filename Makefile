@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check -q install
 INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
 
-.PHONY: demo test test-thorough test-peers test-versions bench bench-device evidence docs notebooks lint format clean
+.PHONY: demo test test-thorough test-peers test-versions bench bench-device evidence docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -48,6 +48,13 @@ docs: $(VENV)/docs.stamp
 notebooks: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q -b dummy -D nb_merge_streams=0 docs docs/_build/dummy
 	$(RUN) notebooks
+
+# What could be published: nothing is sent anywhere.
+dist: $(VENV)/dist.stamp
+	rm -rf dist
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	$(RUN) -m pytest -q -rs -o addopts= tests/dist
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check
