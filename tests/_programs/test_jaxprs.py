@@ -263,6 +263,23 @@ def test_a_scan_is_written_again(settings):
         assert rewritten.params[setting] == eqn.params[setting]
 
 
+def test_a_cond_is_written_again():
+    f = jax.jit(lambda i, w: jax.lax.switch(i, [jnp.sin, jnp.cos], w))
+    eqn = next(eqn for eqn in jaxprs.inner(equation("jit", f, 1, W))[0].eqns if jaxprs.is_cond(eqn))
+    same(jaxprs.chosen(eqn, 1, [lambda w: [w], lambda w: [2 * w]], [W]), [2 * W])
+
+
+def test_a_choice_of_a_platform_is_written_again():
+    def f(w):
+        return jax.lax.platform_dependent(w, tpu=jnp.cos, cuda=jnp.cos, rocm=jnp.tan, default=jnp.sin)
+
+    eqn = equation("cond", f, W)
+    branches = [lambda w: [jnp.cos(w)], lambda w: [jnp.tan(w)], lambda w: [jnp.sin(w)]]
+    rewritten = equation("cond", lambda w: jaxprs.chosen(eqn, 0, branches, [w]), W)
+    assert rewritten.params["branches_platforms"] == eqn.params["branches_platforms"]
+    same(jaxprs.chosen(eqn, 0, branches, [W]), [jnp.sin(W)])
+
+
 def test_a_jit_without_shardings_is_written_again_as_its_body():
     eqn = equation("jit", CALLS["jit"], W, X)
     assert [e.primitive.name for e in program(lambda *args: again(eqn, args), W, X).eqns] == ["sin", "dot_general"]

@@ -85,6 +85,15 @@ def diagonal(r):
     return rpx.Diagonal().apply({"w": {"@diagonal": {"x": r["b"][0]}}})["w"]
 
 
+def tall(r):
+    """258 rows, of which a byte does not count all."""
+    return jnp.tile(r["a"], (43, 1)) @ r["b"]
+
+
+def beyond(r, places, **settings):
+    return total(low(r).at[jnp.array(places)].get(**settings))
+
+
 def blocks(r):
     return rpx.Term("aij->(ai)(aj)", r["w"][:, :, None]).array()
 
@@ -96,6 +105,17 @@ LOSSES = {
         jnp.where((IDS < 6)[..., None] & (IDS >= -6)[..., None], jnp.take(low(r), IDS, axis=0), 0) @ x.T
     ),
     "rows filled with a number": lambda r, x: total(low(r).at[IDS].get(mode="fill", fill_value=1.0)),
+    "a slice from before the first row": lambda r, x: total(jax.lax.dynamic_slice(tall(r), (-300, 0), (4, 6))),
+    "rows beyond the array": lambda r, x: beyond(r, [1, 100, -9]),
+    "rows beyond, clipped": lambda r, x: beyond(r, [1, 100, -9], mode="clip"),
+    "rows beyond, of a batch": lambda r, x: total(jax.vmap(lambda i: low(r)[i])(jnp.array([[1, 100], [-9, 3]]))),
+    "columns beyond the array": lambda r, x: total(low(r)[:, jnp.array([[1, 2], [3, 100]])]),
+    "a result in float16": lambda r, x: total(
+        jnp.matmul(10 * x, (2e4 * r["a"]) @ (1e-6 * r["b"]), preferred_element_type=jnp.float16)
+    ),
+    "a product of other types in float16": lambda r, x: total(
+        x @ jnp.matmul(1e5 * r["a"], 1e-5 * r["b"], preferred_element_type=jnp.float16).astype(jnp.float32)
+    ),
     "an overflow in float16": lambda r, x: total(
         x.astype(jnp.float16) @ (r["w"] * 3e-4 * r["b"] * 1e-4).astype("f2") * 1e3
     ),
@@ -139,6 +159,81 @@ def test_what_an_attack_found(name):
     tolerance = 2e-3 if "16" in name and "bfloat" not in name else 1e-5
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize(("dtype", "places"), [("uint8", [1, 250, 255]), ("int8", [1, 127, 5])])
+def test_rows_by_integers_that_do_not_count_them(dtype, places):
+    def loss(r, places):
+        return total(jnp.take(tall(r), places, axis=0, fill_value=3.0))
+
+    raw = {"a": A, "b": B}
+    # The loss itself has int32, because XLA without fusion emitters, as in tests, forgets rows by a byte in gradients.
+    expected = jax.jit(jax.value_and_grad(loss))(raw, jnp.array(places))
+    got = jax.jit(jax.value_and_grad(rpx.factored(loss)))(raw, jnp.array(places, dtype))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_with_a_result_in_float16():
+    def convolved(r, x):
+        kernel = ((2e4 * r["a"]) @ (1e-6 * r["b"])).astype(jnp.bfloat16)
+        settings = {"dimension_numbers": ("NWC", "WIO", "NWC"), "preferred_element_type": jnp.float16}
+        return jax.lax.conv_general_dilated(10 * x.astype(jnp.bfloat16)[None], kernel[None], (1,), "SAME", **settings)
+
+    raw = {"a": A, "b": B}
+    assert [each.in_factors for each in rpx.explain(convolved, raw, X).weights] == [True]
+    expected = 10 * np.asarray(X) @ (2e-2 * np.asarray(A) @ np.asarray(B))
+    got = rpx.factored(convolved)(raw, X)
+    assert got.dtype == jnp.float16
+    np.testing.assert_allclose(got[0], expected, rtol=0, atol=0.01 * np.max(np.abs(expected)))
+
+
+def test_a_cast_of_a_weight_that_fits_where_its_factors_do_not():
+    def cast(r, x):
+        return x @ (r["a"] @ r["b"]).astype(x.dtype)
+
+    with jax.enable_x64():
+        raw = {"a": jnp.full((6, 1), 1e200, "f8"), "b": jnp.full((1, 6), 1e-200, "f8")}
+        got = rpx.factored(cast)(raw, X)
+    np.testing.assert_allclose(got, np.asarray(X) @ np.ones((6, 6)), rtol=1e-4, atol=1e-5)
+
+
+def test_integers_that_a_cast_rounds_stay_rounded():
+    def loss(r, x):
+        return x @ (r["q"].astype(jnp.bfloat16) * r["s"]).astype(jnp.float32)
+
+    raw = {"q": jnp.full((6, 6), 257, jnp.int16), "s": jnp.ones((1, 6), jnp.bfloat16)}
+    np.testing.assert_allclose(rpx.factored(loss)(raw, X), np.asarray(X) @ np.full((6, 6), 256.0), rtol=1e-4, atol=1e-3)
+
+
+def test_terms_in_float16_are_formed():
+    raw = {"w": {"@told": {"u": (1e3 * jnp.eye(6)).astype("f2"), "v": jnp.ones(6, "f2")}}}
+    assert rpx.explain(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()
+
+
+@pytest.mark.parametrize("batch", ["b", "2*b"])
+def test_a_batch_whose_size_is_not_known_when_the_loss_is_exported(batch):
+    def loss(r, x, ids):
+        y = jnp.tanh(jnp.einsum("...i,io->...o", x, low(r)))
+        return jnp.sum(y) + jnp.sum(low(r)[ids] ** 2), jax.lax.map(lambda x: x @ low(r), x)
+
+    raw, x, ids = {"a": A, "b": B, "w": W}, np.tile(X[None, :4], (2, 3, 1)), np.array([1, 5])
+    (size,) = jax.export.symbolic_shape(batch)
+    types = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), jax.ShapeDtypeStruct((size,), ids.dtype)
+    got = jax.export.export(jax.jit(rpx.factored(loss)))(raw, *types).call(raw, x, ids)
+    for a, b in zip(got, loss(raw, x, ids), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_branches_of_other_platforms_are_not_compiled():
+    def on_a_cpu(r, x):
+        branches = {"tpu": lambda w: jnp.cos(x @ w), "cuda": lambda w: jnp.cos(x @ w)}
+        return jax.lax.platform_dependent(low(r), default=lambda w: jnp.sin(x @ w), **branches)
+
+    raw = {"a": A, "b": B, "w": W}
+    step = jax.jit(rpx.factored(on_a_cpu)).lower(raw, X)
+    assert "cosine" not in step.as_text()
+    np.testing.assert_allclose(step.compile()(raw, X), jnp.sin(X @ low(raw)), rtol=1e-4, atol=1e-5)
 
 
 def test_terms_that_are_none():

@@ -296,8 +296,21 @@ def _scan(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
         return outs[:n_carry], outs[n_carry:]
 
     settings = _parameters(eqn, _SCAN, _SCAN_UNREAD)
+    if jax.export.is_symbolic_dim(settings["length"]):  # what it slices has this length too
+        settings.pop("length")
     carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
     return [*carry, *ys]
+
+
+def chosen(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
+    """A cond with other branches; if it chooses by platform, JAX compiles the branch of one platform only."""
+    platforms = cond.params.get("branches_platforms")
+    if platforms is None:
+        return jax.lax.switch(index, branches, *operands)
+    pairs = list(zip(platforms, branches, strict=True))
+    named = {name: branch for names, branch in pairs if names is not None for name in names}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return jax.lax.platform_dependent(*operands, default=default, **named)
 
 
 def _shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:

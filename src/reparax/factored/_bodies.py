@@ -14,7 +14,7 @@ from reparax._programs import dependence, jaxprs
 from reparax.factored import _makers
 from reparax.factored._facts import Facts, facts_in, together
 from reparax.factored._moves import each_factor
-from reparax.factored._sums import Factor, Label, Product, Sum
+from reparax.factored._sums import Factor, Label, Product, Sum, entries
 from reparax.factored._told import tells
 
 Outs = tuple[list[Any], list[Facts]]
@@ -68,7 +68,7 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     jaxpr, consts = jaxprs.body(eqn)
     steady = dependence.steady(eqn, [each.known for each in facts])
     known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
-    inner = reader.inside(eqn, times=eqn.params["length"])
+    inner = reader.inside(eqn, times=entries([eqn.params["length"]]))
     operands, shells = list(args), list[Any](args)
     for i, x in enumerate(args):
         if isinstance(x, Sum) and i >= n_consts:
@@ -137,7 +137,7 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
         return lambda *operands: inside.arrays(jaxpr, [*consts, *operands], facts_in(consts, facts[1:]))
 
     branches = [branch(place, *body) for place, body in enumerate(jaxprs.bodies(eqn))]
-    outs = list(jax.lax.switch(index, branches, *operands))
+    outs = list(jaxprs.chosen(eqn, index, branches, operands))
     return outs, [together(facts) for _ in outs]
 
 

@@ -10,9 +10,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from reparax._programs.jaxprs import type_of
 from reparax.factored import _moves
+from reparax.factored._dtypes import covers, has_range, in_any_order
 from reparax.factored._facts import Facts
 from reparax.factored._multiply import ENTRY, cost
-from reparax.factored._sums import Product, Sum, complete, contracted, multiplied
+from reparax.factored._sums import Product, Sum, complete, contracted, entries, multiplied
 
 _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 
@@ -23,21 +24,22 @@ def may_make(eqn: JaxprEqn) -> bool:
     if name not in _RULES or name in _SIGNS:
         return False
     out = type_of(eqn.outvars[0])
-    if out.ndim < 2 or not _moves.has_range(out.dtype):
+    if out.ndim < 2 or not has_range(out.dtype):
         return False
     given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if name == "convert_element_type":
-        return not jnp.issubdtype(given[0].dtype, jnp.inexact)
-    sizes = [math.prod(aval.shape) for aval in given]
-    return sum(sizes) < out.size if name == "dot_general" else any(n < out.size for n in sizes)
+        return _is_whole(given[0].dtype)
+    sizes, size = [entries(aval.shape) for aval in given], entries(out.shape)
+    return sum(sizes) < size if name == "dot_general" else any(n < size for n in sizes)
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    rule = _RULES.get(eqn.primitive.name)
+    rule, dtype = _RULES.get(eqn.primitive.name), type_of(eqn.outvars[0]).dtype
     if (
         rule is None
-        or not _moves.has_range(type_of(eqn.outvars[0]).dtype)
+        or not has_range(dtype)
+        or not all(covers(dtype, x.dtype) for x in args)
         or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding"))
     ):
         return None
@@ -52,8 +54,8 @@ def _whole(x: Any, *, still: bool) -> Sum:
 
 def _is_worth(product: Product) -> bool:
     """Whether at most one factor of a product is as large as the product."""
-    size = math.prod(label.size for group in product.axes for label in group)
-    return sum(factor.array.size >= size for factor in product.factors) <= 1
+    size = entries(label.size for group in product.axes for label in group)
+    return sum(factor.size >= size for factor in product.factors) <= 1
 
 
 def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
@@ -62,7 +64,7 @@ def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
         a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
         product = contracted(a, b, *eqn.params["dimension_numbers"])
         return math.inf if product is None else cost(product)
-    return ENTRY * type_of(eqn.outvars[0]).size * (1 + sum(not each.still for each in facts))
+    return ENTRY * entries(type_of(eqn.outvars[0]).shape) * (1 + sum(not each.still for each in facts))
 
 
 def _pairs(
@@ -76,6 +78,8 @@ def _pairs(
 
 def _dot(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
     summed, shared = eqn.params["dimension_numbers"]
+    if not in_any_order(eqn.params["precision"]):
+        return None
     precision = x.precision or y.precision or eqn.params["precision"]
     return _pairs(eqn, x, y, lambda a, b: contracted(a, b, summed, shared), precision)
 
@@ -116,7 +120,11 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 
 def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:
     """Integers as floats; the arrays stay integers until they are multiplied."""
-    return None if jnp.issubdtype(x.dtype, jnp.inexact) else _moves.cast(x, eqn.params["new_dtype"])
+    return _moves.cast(x, eqn.params["new_dtype"]) if _is_whole(x.dtype) else None
+
+
+def _is_whole(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jnp.inexact)
 
 
 _RULES: dict[str, Callable[..., Sum | None]] = {

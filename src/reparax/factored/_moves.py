@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
+from reparax.factored._dtypes import covers, is_algorithm, stored
 from reparax.factored._sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
@@ -56,25 +57,15 @@ def _broadcast(eqn: JaxprEqn, x: Sum, rest: Sequence[Any]) -> Sum | None:
 
 def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
     dtype = eqn.params["new_dtype"]
-    if not has_range(dtype) or eqn.params.get("sharding") is not None:
-        return None
-    real = jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating)
-    return None if real else cast(x, dtype)
-
-
-def has_range(dtype: Any) -> bool:
-    """Whether numbers of a dtype may be multiplied in another order: in float16 and smaller, factors may overflow."""
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+    floats = jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, x.dtype)
+    return cast(x, dtype) if floats and eqn.params.get("sharding") is None else None
 
 
 def cast(x: Sum, dtype: Any) -> Sum:
-    """``x`` in another floating dtype; small integers stay integers until they are multiplied."""
-
-    def change(factor: Factor) -> Factor:
-        floats = jnp.issubdtype(factor.array.dtype, jnp.inexact)
-        return replace(factor, array=factor.array.astype(dtype)) if floats else factor
-
-    return replace(each_factor(x, change), dtype=dtype)
+    """``x`` in another floating dtype."""
+    made = each_factor(x, lambda factor: replace(factor, array=stored(factor.array, dtype)))
+    # Not every algorithm of products knows the new dtype.
+    return replace(made, dtype=dtype, precision=None if is_algorithm(x.precision) else x.precision)
 
 
 def _still(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
@@ -93,7 +84,7 @@ def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
         rest = [factor for factor in each.factors if factor.labels]
         array, fixed = number, still
         for factor in numbers:
-            array, fixed = array * factor.array, fixed and factor.still
+            array, fixed = array * factor.array.astype(x.dtype), fixed and factor.still
         return replace(each, factors=(*rest, Factor(array, (), fixed)))
 
     return replace(x, products=tuple(map(change, x.products)))
@@ -130,7 +121,13 @@ def _dynamic_slice(eqn: JaxprEqn, x: Sum, starts: Sequence[Any]) -> Sum | None:
 
 
 def _dynamically_sliced(start: Any, n: int) -> Callable[[Any, int], Any]:
-    return lambda array, place: lax.dynamic_slice_in_dim(array, start, n, place)
+    def sliced(array: Any, place: int) -> Any:
+        starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
+        sizes = [n if i == place else size for i, size in enumerate(array.shape)]
+        # The program has counted negative places from the end already; those that are left are clipped.
+        return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+
+    return sliced
 
 
 def _rev(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:

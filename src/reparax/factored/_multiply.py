@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from reparax._numerics.terms import with_diagonals
 from reparax.factored._circles import Circle, back, operations, transform
-from reparax.factored._sums import Factor, Label, Product, Sum
+from reparax.factored._sums import Factor, Label, Product, Sum, entries
 
 ENTRY = 16
 """The cost to write one number, in operations of a matrix product."""
@@ -123,7 +123,7 @@ def turned(circle: Labels, labels: Labels, others: Labels, wanted: Labels) -> La
 
 
 def _size(labels: Labels) -> int:
-    return math.prod(label.size for label in labels)
+    return entries(label.size for label in labels)
 
 
 def _pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:

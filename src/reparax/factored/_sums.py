@@ -12,6 +12,14 @@ from reparax.factored._circles import Circle
 Shape = Sequence[int]
 T = TypeVar("T")
 
+UNKNOWN = 1024
+"""A size that is not known when a program is exported counts as this in costs."""
+
+
+def entries(sizes: Iterable[Any]) -> int:
+    """How many numbers an array of these sizes has, for costs."""
+    return math.prod(UNKNOWN if jax.export.is_symbolic_dim(n) else n for n in sizes)
+
 
 @dataclass(frozen=True, eq=False)
 class Label:
@@ -31,6 +39,11 @@ class Factor:
     array: Any
     labels: Group
     still: bool
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored, for costs."""
+        return self.array.size if isinstance(self.array, Circle) else entries(self.array.shape)
 
     @property
     def whole(self) -> Any:
@@ -119,10 +132,6 @@ class Sum:
     root: Any
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def ndim(self) -> int:
         return len(self.shape)
 
@@ -205,7 +214,9 @@ def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
 def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
     """Two lists of sizes above 1, with each size split into the factors of their common refinement."""
     parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
-    if 0 in a or 0 in b:
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+        return [[n] for n in a], [[n] for n in b]
+    if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
     i = j = 0
     x = y = 1  # what is left of a[i] and b[j]

@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 from reparax._numerics.terms import specs_told
 from reparax._programs import jaxprs
 from reparax.factored._circles import Circle
+from reparax.factored._dtypes import covers, has_range, stored
 from reparax.factored._facts import Facts, facts_in
 from reparax.factored._sums import Factor, Label, Product, Sum
 
@@ -31,6 +32,8 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
     ]
     outs, known = reader.inside(eqn).run(program, [x for x, _ in inputs], [each for _, each in inputs])
     out = jaxprs.type_of(eqn.outvars[0])
+    if not has_range(out.dtype) or not all(covers(out.dtype, jaxprs.type_of(v).dtype) for v in eqn.outvars[1:-1]):
+        return None
     given = iter([(reader.array(x, eqn), each.still) for x, each in zip(outs, known, strict=True)])
     products: list[Product] = []
     for spec in specs:
@@ -39,6 +42,7 @@ def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
         factors: list[Factor] = []
         for letters, circle in zip(spec.inputs, spec.circles, strict=True):
             array, still = next(given)
+            array = stored(array, out.dtype)
             array = Circle(array) if circle else array
             n = len(array.shape) - len(letters)
             if n not in (0, len(batch)):

@@ -1,9 +1,9 @@
 """Products of data and a weight, computed with the weight's factors."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ from jax.extend.core import JaxprEqn
 
 from reparax._programs.jaxprs import type_of
 from reparax.factored import _moves
+from reparax.factored._dtypes import between, in_any_order
 from reparax.factored._multiply import ENTRY, How, cost, total
-from reparax.factored._sums import Factor, Group, Label, Product, Sum, complete, contracted
+from reparax.factored._sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def _whole(x: Sum) -> Product:
 
 def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     x, y = args
-    if x.dtype != y.dtype:  # JAX rounds neither operand to the dtype of the other
+    out, precision = type_of(eqn.outvars[0]), eqn.params["precision"]
+    # JAX rounds neither operand to the dtype of the other.
+    if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not in_any_order(precision):
         return None
     weight: Sum = x if isinstance(x, Sum) else y
     summed, shared = eqn.params["dimension_numbers"]
@@ -69,19 +72,25 @@ def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     products, whole = with_data(weight.products), with_data([_whole(weight)])
     if products is None or whole is None:
         return None
-    out = type_of(eqn.outvars[0])
-    how = How(weight.dtype, out.dtype, eqn.params["precision"])
-    return Use(weight, sum(map(cost, products)), sum(map(cost, whole)), lambda: total(products, out.shape, how))
+    how = How(weight.dtype, between(weight.dtype, out.dtype), precision)
+
+    def array() -> Any:
+        return total(products, out.shape, how).astype(out.dtype)
+
+    return Use(weight, sum(map(cost, products)), sum(map(cost, whole)), array)
 
 
 # ---- rows of a table
 
 
 def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
-    weight, places = args
+    weight, places = args[0], _counting(args[1])
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     axes = tuple(numbers.start_index_map)
+    mode, fill = eqn.params["mode"], eqn.params["fill_value"]
     if not isinstance(weight, Sum) or len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes:
+        return None
+    if mode not in _MODES:
         return None
     (axis,) = axes
     rest = [i for i in range(weight.ndim) if i != axis]
@@ -92,7 +101,6 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     rows = [out.shape[i] for i in leading]
     count = math.prod(rows)
     settings = {name: eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
-    mode, fill = eqn.params["mode"], eqn.params["fill_value"]
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     settings["mode"] = lax.GatherScatterMode.CLIP if fills else mode
 
@@ -120,14 +128,38 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
         shape = [weight.shape[i] for i in rest]
         x = total(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
-        if fills:
-            inside = (places >= 0) & (places < weight.shape[axis])
-            x = jnp.where(inside.reshape(count, *(1 for _ in shape)), x, math.nan if fill is None else fill)
+        if mode != lax.GatherScatterMode.CLIP:
+            inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
+            x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *numbers.offset_dims])
 
-    written = ENTRY * out.size
-    table = 0.0 if _still(weight) else ENTRY * weight.size
+    written = ENTRY * entries(out.shape)
+    table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
     return Use(weight, written + sum(map(cost, costs)), written + table, array)
+
+
+def _counting(places: Any) -> Any:
+    """Places in a dtype that holds the number of rows."""
+    return places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
+
+
+_MODES = (
+    lax.GatherScatterMode.CLIP,
+    lax.GatherScatterMode.FILL_OR_DROP,
+    lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+)
+
+
+@jax.custom_jvp
+def _without_beyond(x: Any, inside: Any) -> Any:
+    """``x``, of which rows beyond the array get no gradient: JAX clips places that it reads, and drops these."""
+    del inside
+    return x
+
+
+@_without_beyond.defjvp
+def _dropped(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _without_beyond(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
 # ---- convolutions
@@ -137,24 +169,27 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     x, weight = args
     params = eqn.params
     out = type_of(eqn.outvars[0])
-    if not isinstance(weight, Sum) or params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+    if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
         return None
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or not in_any_order(params["precision"]):
+        return None
+    result = between(weight.dtype, out.dtype)
     numbers = params["dimension_numbers"]
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
     parts = complete(_channels(each, to) for each in weight.products)
     if parts is None:
         return None
     others = [i for i in range(out.ndim) if i != channel]
-    places = math.prod(out.shape[i] for i in others)
+    places = entries(out.shape[i] for i in others)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
-        window = math.prod(size for i, size in enumerate(weight.shape) if i != to)
+        window = entries(size for i, size in enumerate(weight.shape) if i != to)
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
         few = jax.ShapeDtypeStruct((places, n), weight.dtype)
-        mixing = 0.0 if tail is None else cost(jax.eval_shape(partial(_mixed, channel=1, tail=tail), few))
+        mixing = 0.0 if tail is None else cost(jax.eval_shape(functools.partial(_mixed, channel=1, tail=tail), few))
         return dense(kernel, n) + mixing
 
     def convolved(kernel: Product, n: int, tail: Product | None) -> Any:
@@ -164,11 +199,12 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
             total([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
             dimension_numbers=numbers,
             **{name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")},
-            **{name: params[name] for name in ("precision", "preferred_element_type")},
+            precision=params["precision"],
+            preferred_element_type=result,
         )
         if tail is None:
             return y
-        how = How(weight.dtype, out.dtype, params["precision"])
+        how = How(weight.dtype, result, params["precision"])
         mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
         return jnp.moveaxis(mixed, -1, channel)
 
@@ -176,7 +212,7 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         weight,
         sum(costs(*part) for part in parts),
         dense(_whole(weight), weight.shape[to]),
-        lambda: sum(convolved(*part) for part in parts),
+        lambda: functools.reduce(jnp.add, [convolved(*part) for part in parts]).astype(out.dtype),
     )
 
 

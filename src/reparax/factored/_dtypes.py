@@ -1,0 +1,61 @@
+"""Which numbers a dtype holds: what decides whether a cast or a product may use the factors of a weight.
+
+A product is computed in another order in dtypes with the range of float32 only, and a factor is never cast to a dtype
+of less range: a product of numbers may fit where the numbers do not. Whole numbers stay what they are while the dtype
+of the weight holds each of them exactly; otherwise their rounding is part of the program.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+
+def has_range(dtype: Any) -> bool:
+    """Whether numbers of a dtype may be multiplied in another order: in float16 and smaller, factors may overflow."""
+    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
+
+
+def covers(dtype: Any, other: Any) -> bool:
+    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
+    if not jnp.issubdtype(other, jnp.inexact):
+        return exact(dtype, other)
+    if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
+
+
+def exact(dtype: Any, other: Any) -> bool:
+    """Whether a floating dtype holds each number of another dtype."""
+    digits = jnp.finfo(dtype).nmant + 1
+    if jnp.issubdtype(other, jnp.inexact):
+        return covers(dtype, other) and digits > jnp.finfo(other).nmant
+    if other == jnp.bool_:
+        return True
+    return digits >= jnp.iinfo(other).bits - int(jnp.issubdtype(other, jnp.signedinteger))
+
+
+def between(dtype: Any, result: Any) -> Any:
+    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
+    chosen = (result, dtype, jnp.float32, jnp.complex64)
+    return next(each for each in chosen if exact(each, dtype) and exact(each, result))
+
+
+def stored(array: Any, dtype: Any) -> Any:
+    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
+    whole = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if whole and exact(dtype, array.dtype) else array.astype(dtype)
+
+
+def is_algorithm(precision: Any) -> bool:
+    """Whether a precision names the dtypes in which products are computed."""
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+def in_any_order(precision: Any) -> bool:
+    """Whether products of a precision keep the range of their operands."""
+    if not is_algorithm(precision) or precision is lax.DotAlgorithmPreset.DEFAULT:
+        return True
+    types = getattr(precision, "supported_lhs_types", None)
+    return types is not None and all(map(has_range, types))
