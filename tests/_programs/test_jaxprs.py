@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
-from jax.experimental import io_callback
+from jax.experimental import io_callback, pallas
 from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -194,7 +194,15 @@ def test_mutable_arrays_are_told_by_their_type():
         return ref[...]
 
     assert jaxprs.has_refs(program(mutable, W))
+    assert jaxprs.has_refs(program(jax.jit(mutable), W))
     assert not jaxprs.has_refs(program(jnp.sin, W))
+
+
+def test_a_kernel_has_mutable_arrays_of_its_own():
+    def kernel(x, y):
+        y[...] = jnp.sin(x[...])
+
+    assert not jaxprs.has_refs(program(pallas.pallas_call(kernel, jax.ShapeDtypeStruct(W.shape, W.dtype)), W))
 
 
 def test_the_lines_of_source_begin_with_the_innermost():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from errors import raises
 from flax import nnx
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from residuals import contractions, draws, kept
@@ -374,6 +375,33 @@ def test_mutable_arrays_are_refused():
         rpx.remat(counting)(RAW, ROOT, X)
 
 
+def through_a_mutable_array(w, x):
+    ref = jax.new_ref(w)
+    ref[...] = jnp.sin(ref[...])
+    return x @ ref[...]
+
+
+HOLDING_A_MUTABLE_ARRAY = {
+    "jit": jax.jit(through_a_mutable_array),
+    "scan": lambda w, x: jax.lax.scan(lambda x, _: (through_a_mutable_array(w, x), None), x, None, length=2)[0],
+    "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, through_a_mutable_array, lambda w, x: x @ w, w, x),
+    "checkpoint": jax.checkpoint(through_a_mutable_array),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING_A_MUTABLE_ARRAY)
+def test_mutable_arrays_inside_of_a_body_are_refused(name):
+    def total(w, x):
+        return jnp.sum(HOLDING_A_MUTABLE_ARRAY[name](w, x))
+
+    with raises(
+        TypeError,
+        "remat(total) found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+        "function, and return its value together with the loss.",
+    ):
+        rpx.remat(total)(normal(3, 3), normal(2, 3))
+
+
 def test_what_is_no_function_is_refused():
     with raises(TypeError, "remat takes a function, but got 3 of type int."):
         rpx.remat(3)
@@ -537,6 +565,50 @@ def test_forward_mode_second_derivatives_and_hessians():
     trees_close(got, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["here", "in jit"])
+def test_forward_mode_of_what_has_no_backward_pass(inside, key):
+    def pooled(x):
+        return jax.lax.reduce_window(x, -jnp.inf, lambda a, b: jnp.maximum(a, b), (1, 2), (1, 1), "VALID")
+
+    def loss(w, key, x):
+        return jnp.sum(inside(pooled)(x @ jnp.sin(w))), jnp.argmax(x)
+
+    w, dot, x = normal(4, 4), normal(4, 4, seed=1), normal(2, 4, seed=2)
+    (value, _), (slope, _) = jax.jvp(lambda w: rpx.remat(loss)(w, key, x), (w,), (dot,))
+    h, dh = x @ np.sin(w), x @ (np.cos(w) * dot)
+    left = h[:, :-1] > h[:, 1:]
+    np.testing.assert_allclose(value, np.sum(np.where(left, h[:, :-1], h[:, 1:])), rtol=1e-5)
+    np.testing.assert_allclose(slope, np.sum(np.where(left, dh[:, :-1], dh[:, 1:])), rtol=1e-5)
+    with pytest.raises(ValueError, match="does not support reverse-mode autodiff"):
+        jax.grad(rpx.remat(loss), has_aux=True)(w, key, x)
+
+
+def test_what_is_linear_in_the_data_can_be_transposed(key):
+    def product(w, key, x):
+        return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
+
+    w, x, y = normal(4, 3), normal(2, 4, seed=1), normal(2, 3, seed=2)
+    (got,) = jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x)(y)
+    np.testing.assert_allclose(got, y @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5)
+
+
+def test_a_linear_solve_of_what_is_linear_in_the_data(key):
+    def product(w, x):
+        return jnp.sin(w) @ x
+
+    def solve(f, matrix):
+        solver = {"solve": lambda _, b: matrix @ b, "transpose_solve": lambda _, b: matrix.T @ b}
+        return lambda w, b: jnp.sum(jax.lax.custom_linear_solve(lambda x: f(w, x), b, **solver))
+
+    w, b = normal(3, 3) / 4 + jnp.eye(3), normal(3, seed=1)
+    matrix = np.sin(w)
+    inverse = jnp.asarray(np.linalg.inv(matrix))
+    dw, db = jax.grad(solve(rpx.remat(product), inverse), (0, 1))(w, b)
+    u = np.linalg.solve(matrix.T, np.ones(3, np.float32))  # the sum of the solutions is u @ b
+    np.testing.assert_allclose(db, u, rtol=1e-4)
+    np.testing.assert_allclose(dw, -np.outer(u, np.linalg.solve(matrix, b)) * np.cos(w), rtol=1e-4, atol=1e-5)
+
+
 def test_a_network_with_its_own_backward_pass():
     @jax.custom_vjp
     def clipped(x):
@@ -562,6 +634,86 @@ def test_effects_run_once():
     jax.block_until_ready(jax.jit(jax.grad(rpx.remat(printing)))(RAW, ROOT, X))
     jax.effects_barrier()
     assert len(seen) == 1
+
+
+# ---- Checks
+
+
+def of_a_negative_number(w, x):
+    return jnp.sum(jnp.log(-jnp.abs(x @ jnp.sin(w))))
+
+
+def of_negative_weights(w, x):
+    return jnp.sum(x @ jnp.log(-jnp.abs(w)))
+
+
+def out_of_bounds(w, x):
+    return jnp.sum(jnp.sin(w)[jnp.argmax(x) + 17])
+
+
+def by_a_check(w, x):
+    y = jnp.sum(x @ jnp.sin(w))
+    checkify.check(y > 1e9, "too small: {y}", y=y)
+    return y
+
+
+def in_a_loop(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sqrt(x @ jnp.sin(w) - 1), None), x, None, length=3)[0])
+
+
+def after_a_stage(w, x):
+    effective = rpx.WeightNorm().apply({"w": {"@weight_norm": {"v": w, "g": jnp.ones((1, 3))}}})["w"]
+    return jnp.sum(jnp.sqrt(-jnp.abs(x @ effective)))
+
+
+def in_its_derivative(w, x):
+    return jnp.sum(x @ jnp.sqrt(w - w))
+
+
+CHECKED = (of_a_negative_number, of_negative_weights, out_of_bounds, by_a_check, in_a_loop, after_a_stage)
+WAYS = {"value": lambda f: f, "gradient": jax.grad, "jit of the gradient": lambda f: jax.jit(jax.grad(f))}
+CHECKS = checkify.float_checks | checkify.index_checks | checkify.user_checks
+
+
+def checked(f, *args):
+    return str(checkify.checkify(f, errors=CHECKS)(*args)[0].get())
+
+
+@pytest.mark.parametrize("f", CHECKED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_checkify_finds_what_it_finds_in_the_plain_function(way, f):
+    args = normal(3, 3), normal(2, 3, seed=1)
+    report = checked(WAYS[way](f), *args)
+    assert report != "None"
+    assert checked(WAYS[way](rpx.remat(f)), *args) == report
+
+
+def nothing_wrong(w, key, x):
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ jnp.sin(w)) @ jnp.cos(w)))
+
+
+def test_checkify_finds_nothing_where_nothing_is_wrong(key):
+    assert checked(jax.grad(rpx.remat(nothing_wrong)), normal(3, 3), key, normal(2, 3)) == "None"
+
+
+def test_checkify_finds_an_error_of_the_derivative():
+    args = normal(3, 3), normal(2, 3, seed=1)
+    dot = jnp.ones((3, 3))
+    for derivative in (jax.grad, lambda f: lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (dot,))):
+        assert checked(rpx.remat(in_its_derivative), *args) == "None"
+        report = checked(derivative(in_its_derivative), *args)
+        assert report != "None"
+        assert checked(derivative(rpx.remat(in_its_derivative)), *args) == report
+
+
+def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
+    def of_checked(f):
+        return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
+
+    args = normal(3, 3), key, normal(2, 3)
+    assert kept(of_checked(nothing_wrong), *args)["weights"] > 0
+    assert kept(of_checked(rpx.remat(nothing_wrong)), *args)["weights"] == 0
+    trees_close(jax.grad(of_checked(rpx.remat(nothing_wrong)))(*args), jax.grad(nothing_wrong)(*args))
 
 
 # ---- Transformations around it

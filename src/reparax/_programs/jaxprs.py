@@ -27,6 +27,9 @@ _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
 # Equations that hold one program and run it once, on their own operands.
 _CALLS = {"jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map", "reparax_split", "reparax_linear"}
 
+# JAX takes an equation with this parameter for a call, and so looks inside of our own.
+PROGRAM = "call_jaxpr"
+
 # The parameters of the equations that we rebuild: those that we read, and those that we can ignore.
 _SCAN = ("length", "reverse", "unroll")
 _SCAN_UNREAD = {
@@ -167,12 +170,29 @@ def type_of(v: Any) -> Any:
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a program reads or writes mutable arrays."""
-    made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
-    return any(type(v.aval).__name__ == "AbstractRef" for v in (*jaxpr.constvars, *jaxpr.invars, *made))
+    """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
+    return any(map(_is_ref, (*jaxpr.constvars, *jaxpr.invars))) or _makes_refs(jaxpr)
+
+
+def _makes_refs(jaxpr: Jaxpr) -> bool:
+    if any(_is_ref(v) for eqn in jaxpr.eqns for v in eqn.outvars):
+        return True
+    inside = [program for eqn in jaxpr.eqns for program in inner(eqn)]
+    return any(_makes_refs(program) for program in inside if not any(map(_is_ref, program.invars)))
+
+
+def _is_ref(v: Var) -> bool:
+    return type(v.aval).__name__ == "AbstractRef"
 
 
 # ---- equations
+
+
+def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
+    """The function that JAX gives a call instead of its program, and the operands."""
+    # The function is the first operand before jax 0.9.2.
+    function, *operands = (*params.get("subfuns", ()), *args)
+    return lambda *args: function.call_wrapped(*args), operands
 
 
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:

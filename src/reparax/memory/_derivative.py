@@ -12,11 +12,13 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.interpreters import ad
 
-from reparax._programs import dependence
+from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Special
+from reparax._programs.jaxprs import Env
 from reparax._programs.roots import with_roots
 from reparax.memory import _bodies
 from reparax.memory._lazily import lazily
+from reparax.memory._linear import transpose
 from reparax.memory._piece import Piece, Pieces
 from reparax.memory._residuals import Linearized
 
@@ -43,7 +45,10 @@ def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
 def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     program = piece.program
     dots = {v: dot for v, dot in zip(program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
-    linearized = Linearized.of(program, piece.given, _special(piece), primals, list(dots))
+    try:
+        linearized = Linearized.of(program, piece.given, _special(piece), primals, list(dots))
+    except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
+        return _pushed(piece, primals, dots)
     outs, saved = linearized.forward()
     pushed = iter(linearized.tangents(saved, list(dots.values())))
 
@@ -54,4 +59,30 @@ def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     return outs, [tangent(v, out) for v, out in zip(program.outvars, outs, strict=True)]
 
 
-_split = Pieces("reparax_split", _run, _jvp)
+def _pushed(piece: Piece, primals: Sequence[Any], dots: Env) -> tuple[list[Any], list[Any]]:
+    """The outputs and their tangents, computed together."""
+    program = piece.program
+    env = dict(zip(program.invars, primals, strict=True))
+
+    def function(*values: Any) -> list[Any]:
+        held = env | dict(zip(dots, values, strict=True))
+        return _run(piece, jaxprs.values(held, program.invars))
+
+    outs, pushed = jax.jvp(function, [env[v] for v in dots], list(dots.values()))
+    return outs, [
+        dot if dependence.smooth(v) else ad.Zero(jax.typeof(out).to_tangent_aval())
+        for v, out, dot in zip(program.outvars, outs, pushed, strict=True)
+    ]
+
+
+def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
+    """For a function that is linear in some of its inputs."""
+    dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    order = [*(i for i in range(len(args)) if i not in dots), *dots]
+    invars, given = [piece.program.invars[i] for i in order], [piece.given[i] for i in order]
+    moved = Piece(piece.program.replace(invars=invars), given, len(dots))
+    found = dict(zip(order, transpose(moved, cts, [args[i] for i in order]), strict=True))
+    return [found[i] for i in range(len(args))]
+
+
+_split = Pieces("reparax_split", _run, _jvp, _transpose)

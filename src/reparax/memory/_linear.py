@@ -34,7 +34,8 @@ def _jvp(piece: Piece, primals: Any, tangents: Any) -> tuple[list[Any], list[Any
     return jax.jvp(function, (points, list(primals[n:])), (slopes, pushed))
 
 
-def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
+def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
+    """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
     n, used = piece.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     pairs = zip(args[:n], piece.given, strict=False)
@@ -53,4 +54,4 @@ def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 
 
-linear = Pieces("reparax_linear", _run, _jvp, _transpose)
+linear = Pieces("reparax_linear", _run, _jvp, transpose)

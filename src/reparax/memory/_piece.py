@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -54,23 +55,25 @@ class Pieces:
       name: Its name.
       run: The outputs of a piece, from the piece and its inputs.
       jvp: The outputs and their tangents, from the piece, its inputs and their tangents.
-      transpose: If pieces are linear: the cotangents of the inputs, from the piece, the cotangents of its outputs, and
-        the inputs.
+      transpose: If a piece is linear in some inputs: the cotangents of all inputs, from the piece, the cotangents of
+        its outputs, and the inputs.
     """
 
-    def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule | None = None) -> None:
-        self.primitive = made = Primitive(name)
+    def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
+        self.primitive = made = _Call(name)
 
         def of_arguments(*args: Any, **params: Any) -> list[Any]:
             return run(_piece(params), args)
 
-        made.multiple_results = True
+        def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+            program = _piece(params).program
+            return jaxprs.types(program), program.effects
+
         made.def_impl(of_arguments)
-        made.def_effectful_abstract_eval(lambda *args, program, **rest: (jaxprs.types(program), program.effects))
+        made.def_effectful_abstract_eval(types)
         mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
         ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece(params), primals, tangents)
-        if transpose:
-            ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece(params), cts, args)
+        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece(params), cts, args)
         batching.fancy_primitive_batchers[made] = self._batched
         partial_eval.dce_rules[made] = lambda used, *rest: _pruned(used, rest[-1])  # jax 0.12.0: one more argument
 
@@ -84,6 +87,24 @@ class Pieces:
         return self(piece.behind(consts, program), [*consts, *args]), places
 
 
+class _Call(Primitive):
+    """A primitive whose program JAX may replace by a function, as ``checkify`` does, which adds inputs and outputs."""
+
+    multiple_results = True
+
+    def bind(self, *args: Any, **params: Any) -> list[Any]:
+        """The outputs."""
+        if jaxprs.PROGRAM in params:
+            return super().bind(*args, **params)
+        function, operands = jaxprs.replacement(args, params)
+        if params["n_dots"]:  # what is added need not be linear
+            return function(*operands)
+        program, consts = jaxprs.opened(jax.make_jaxpr(function)(*operands))
+        added = len(operands) - len(params["given"])
+        given = [*(True for _ in consts), *(False for _ in range(added)), *params["given"]]
+        return self.bind(*consts, *operands, **_params(Piece(program, given)))
+
+
 def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
     if not any(used) and not eqn.effects:
         return [False for _ in eqn.invars], None
@@ -95,8 +116,8 @@ def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 def _params(piece: Piece) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
-    return {"program": piece.program, "given": tuple(piece.given), "n_dots": piece.n_dots}
+    return {jaxprs.PROGRAM: piece.program, "given": tuple(piece.given), "n_dots": piece.n_dots}
 
 
 def _piece(params: Any) -> Piece:
-    return Piece(params["program"], list(params["given"]), params["n_dots"])
+    return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"])

@@ -17,8 +17,8 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     the key. Everything else, such as activations, is stored exactly as without ``remat``; no matmul of the network runs
     twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in memory at
     a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
-    ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.vmap``, ``jax.jit``,
-    ``jax.shard_map`` and ``jax.checkpoint``, inside and outside.
+    ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.linear_transpose``,
+    ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
     weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
