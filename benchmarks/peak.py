@@ -2,7 +2,7 @@
 
 A step is the loss and its gradient, under weight norm and noise: of a plain network, by hand, by ``apply``, and by
 ``apply`` under ``remat``. Nothing runs and no array is made: XLA says what temporary memory its program needs. That is
-done for this machine, and for a TPU where libtpu is installed (``pip install libtpu``), whose wheel holds the whole
+done for this machine, and for a TPU where libtpu is installed (``pip install "jax[tpu]"``), whose wheel holds the whole
 compiler. Unrolled layers stand one after the other in the program; scanned ones are made in the body of a scan.
 
 Run: python benchmarks/peak.py
@@ -144,7 +144,7 @@ def measure(repeats: int) -> dict[str, Rows]:
     heading(1)
     places: dict[str, NamedSharding | None] = {"this machine": None}
     if (sharding := tpu()) is None:
-        print("libtpu is not installed, so there are no tables of its compiler: pip install libtpu")
+        print("libtpu is not installed, so there are no tables of its compiler: pip install 'jax[tpu]'")
     else:
         places["TPU v5p"] = sharding
     results: dict[str, Rows] = {}

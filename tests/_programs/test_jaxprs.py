@@ -3,6 +3,8 @@
 Each fails where JAX changes it, and names the version that changed it last, if one did since jax 0.8.0.
 """
 
+import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
@@ -54,6 +56,12 @@ def test_the_package_and_its_readme_say_which_jax_was_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == [f"jax>={jaxprs.OLDEST}"]
     assert f"JAX {jaxprs.OLDEST} to {jaxprs.NEWEST}." in (ROOT / "README.md").read_text()
+
+
+def test_the_compiler_for_tpus_is_the_one_that_belongs_to_this_jax():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["tpu"] == ["jax[tpu]"]
+    assert any(re.match(r"libtpu==.*extra == .tpu", line) for line in importlib.metadata.requires("jax"))
 
 
 # ---- programs
