@@ -124,13 +124,13 @@ SPHERES_AND_BALLS = (
 )
 MAPS = (
     rpx.Bounded(-1, 3, outside="project", where="dense/bias")
-    >> rpx.Simplex(axis=0, outside="project", where="dense/kernel")
+    >> rpx.Simplex(along=0, outside="project", where="dense/kernel")
     >> rpx.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
     >> rpx.Scale(0.5, where="conv/kernel")
 )
 MASKS = (
     rpx.Mask(where="dense/kernel")
-    >> rpx.NofM(2, 4, axis=0, where="out/kernel")
+    >> rpx.NofM(2, 4, along=0, where="out/kernel")
     >> rpx.RandomPrune(0.5, where="conv/.*")
 )
 
@@ -217,7 +217,7 @@ CASES = {
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.VariationalDropout(0.1, where="out/kernel")
-        >> rpx.HardConcrete(0.8, axis=-1, where="conv/kernel"),
+        >> rpx.HardConcrete(0.2, axis=-1, where="conv/kernel"),
         model,
     ),
     "noise of two kinds": (
@@ -226,7 +226,7 @@ CASES = {
     ),
     "quantize": (
         rpx.Quantize("int8", axis=-1, where="dense/kernel")
-        >> rpx.Quantize("int4", block=4, scale="learned", where="out/kernel")
+        >> rpx.Quantize("int4", block=4, step="learned", where="out/kernel")
         >> rpx.Quantize("ternary", where="conv/kernel"),
         model,
     ),

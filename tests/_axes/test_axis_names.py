@@ -99,16 +99,16 @@ def test_what_a_box_says_of_its_axes() -> None:
 # What takes names. ------------------------------------------------------------------------------------------------
 
 BY_NAME = [
-    lambda axis, **where: rpx.SpectralNorm(3, axis, **where),
-    rpx.WeightStandardization,
-    lambda axis, **where: rpx.MaxNorm(2.0, axis, **where),
-    rpx.Sphere,
-    lambda axis, **where: rpx.PoincareBall(0.01, axis, **where),
-    rpx.Simplex,
-    lambda axis, **where: rpx.NofM(1, 1, axis, **where),
-    lambda axis, **where: rpx.MagnitudePrune(0.5, axis, **where),
-    lambda axis, **where: rpx.RandomPrune(0.5, axis, **where),
-    lambda axis, **where: rpx.WeightDropout(0.5, axis, **where),
+    lambda axis, **where: rpx.SpectralNorm(3, axis=axis, **where),
+    lambda axis, **where: rpx.WeightStandardization(axis=axis, **where),
+    lambda axis, **where: rpx.MaxNorm(2.0, axis=axis, **where),
+    lambda axis, **where: rpx.Sphere(along=axis, **where),
+    lambda axis, **where: rpx.PoincareBall(0.01, along=axis, **where),
+    lambda axis, **where: rpx.Simplex(along=axis, **where),
+    lambda axis, **where: rpx.NofM(1, 1, along=axis, **where),
+    lambda axis, **where: rpx.MagnitudePrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.RandomPrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
 ]
 
 
@@ -167,7 +167,7 @@ def test_a_mapped_first_axis_leaves_names_right() -> None:
     raw = p.init(stacked)
     np.testing.assert_allclose(arrays(raw)["kernel/@weight_norm/g"][1], 2 * lengths(UP, 0), rtol=1e-6)
     np.testing.assert_allclose(p.fold(raw)["kernel"].value, stacked["kernel"].value, rtol=1e-6)
-    sphere = rpx.Sphere(axis="embed")
+    sphere = rpx.Sphere(along="embed")
     mapped = jax.vmap(sphere.apply)(sphere.init(stacked))["kernel"].value
     np.testing.assert_allclose(mapped[1], UP / lengths(UP, 0), rtol=1e-6)
 
@@ -203,8 +203,8 @@ def test_a_box_without_that_name_is_refused(key: Array) -> None:
 def test_a_name_of_two_axes_is_refused() -> None:
     square = {"w": nn.Partitioned(jnp.ones((2, 2)), ("mlp", "mlp"))}
     text = "expected one axis named 'mlp', got axes named ('mlp', 'mlp')"
-    with raises(ValueError, f"Sphere(axis='mlp').init at 'w': {text}. {TO_DO}"):
-        rpx.Sphere("mlp").init(square)
+    with raises(ValueError, f"Sphere(along='mlp').init at 'w': {text}. {TO_DO}"):
+        rpx.Sphere(along="mlp").init(square)
 
 
 def test_a_value_whose_axes_are_others_has_no_names() -> None:
@@ -224,4 +224,4 @@ def test_too_few_names_are_refused() -> None:
 
 def test_an_array_by_itself_has_no_names() -> None:
     with raises(ValueError, "the axis 'mlp' is a name, but a plain array has no axis names. Give the number."):
-        rpx.Sphere("mlp").project(jnp.ones((2, 2)))
+        rpx.Sphere(along="mlp").project(jnp.ones((2, 2)))

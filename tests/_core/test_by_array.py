@@ -104,11 +104,11 @@ def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over()
     raw = old.init(params)
     text = (
         "WeightNorm().apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
-        "chain or an older version of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
+        "chain or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
     )
     with raises(ValueError, text):
         new.apply(raw)
-    carried = rpx.transfer(raw, old, new)
+    carried = rpx.transfer(old, new, raw)
     np.testing.assert_allclose(carried["query"]["bias"], params["query"]["bias"])
     np.testing.assert_array_equal(
         carried["query"]["kernel"]["@weight_norm"]["v"], raw["query"]["kernel"]["@weight_norm"]["v"]
@@ -311,7 +311,7 @@ def of(size):
 def test_stages_of_one_kind_are_told_apart_by_the_types_of_arrays(p, params):
     raw = p.init(params)
     p.check(raw, like=params)
-    for got in (p.fold(raw), p.fold(p.update(p.rebase(raw))), p.fold(rpx.transfer(raw, p, p))):
+    for got in (p.fold(raw), p.fold(p.update(p.rebase(raw))), p.fold(rpx.transfer(p, p, raw))):
         for name, w in params.items():
             np.testing.assert_allclose(got[name], w, atol=1e-5)
 
@@ -322,7 +322,7 @@ def test_a_node_that_no_stage_could_have_made_is_named():
     raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
     text = (
         "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain or an older version "
-        "of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
+        "of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
     )
     with raises(ValueError, text):
         p.apply(raw)

@@ -244,11 +244,13 @@ CONFIGURATIONS = {
     ),
     '{"reparax": 1, "stages": [{"class": "reparax.WeightNorm", "axis": [0, 1]}]}': rpx.WeightNorm(axis=(0, 1)),
     '{"reparax": 1, "stages": [{"class": "reparax.WeightNorm", "axis": null}]}': rpx.WeightNorm(axis=None),
-    '{"reparax": 1, "stages": [{"class": "reparax.SpectralNorm", "n_steps": 3, "axis": 0}]}': rpx.SpectralNorm(3, 0),
+    '{"reparax": 1, "stages": [{"class": "reparax.SpectralNorm", "n_steps": 3, "axis": 0}]}': rpx.SpectralNorm(
+        3, axis=0
+    ),
     '{"reparax": 1, "stages": [{"class": "reparax.LowRank", "rank": 2}]}': rpx.LowRank(2),
     '{"reparax": 1, "stages": [{"class": "reparax.VarNoise", "std": 0.075}]}': rpx.VarNoise(0.075),
     '{"reparax": 1, "stages": [{"class": "reparax.WeightDropout", "rate": 0.5, "broadcast": -1}]}': rpx.WeightDropout(
-        0.5, -1
+        0.5, broadcast=-1
     ),
     '{"reparax": 1, "stages": [{"class": "reparax.Positive", "where": ".*scale"}]}': rpx.Positive(where=".*scale"),
     '{"reparax": 1, "stages": [{"class": "reparax.Freeze"}]}': rpx.Freeze(),
@@ -339,7 +341,7 @@ UNREADABLE = {
     ),
     "unknown_argument": (
         STAGE % '{"class": "reparax.WeightNorm", "axes": 1}',
-        "from_json cannot build reparax.WeightNorm from {'axes': 1}: it takes axis, where, stacked, detach, but not "
+        "from_json cannot build reparax.WeightNorm from {'axes': 1}: it takes axis, detach, where, stacked, but not "
         "axes.",
     ),
     "missing_argument": (
@@ -354,6 +356,10 @@ UNREADABLE = {
     "bad_value": (
         STAGE % '{"class": "reparax.VarNoise", "std": {"float": "inf"}}',
         "VarNoise got std=inf, but a standard deviation is a finite number.",
+    ),
+    "old_argument": (
+        STAGE % '{"class": "reparax.Simplex", "axis": 0}',
+        "from_json cannot build reparax.Simplex from {'axis': 0}: the argument 'axis' is now `along`.",
     ),
     "foreign_function": (
         STAGE % '{"class": "reparax.Tie", "ties": [["a", "b", {"function": "os.system"}]]}',

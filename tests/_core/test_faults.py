@@ -732,13 +732,13 @@ CONSTRUCTORS = {
         "(1, 1).",
     ),
     "broadcast_none": Fault(
-        lambda broadcast: rpx.WeightDropout(0.5, broadcast),
+        lambda broadcast: rpx.WeightDropout(0.5, broadcast=broadcast),
         lambda: (None,),
         TypeError,
         "WeightDropout takes an axis or a tuple of axes as broadcast, but got None.",
     ),
     "axis_bool": Fault(
-        rpx.WeightNorm,
+        lambda axis: rpx.WeightNorm(axis=axis),
         lambda: (True,),
         TypeError,
         "WeightNorm takes an axis or a tuple of axes as axis, but got True.",

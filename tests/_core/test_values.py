@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
+from reparax._core.renamed import RENAMED
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
 
@@ -63,7 +65,7 @@ STAGES = {
     "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.Invertible(least=0.5)],
     "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
-    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, scaling="sqrt", start="pissa", rows=0, columns=(1, 2))],
+    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2))],
     "LowRank": [rpx.LowRank(1)],
     "MagnitudePrune": [
         rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
@@ -73,28 +75,28 @@ STAGES = {
     "Mask": [rpx.Mask()],
     "Mean": [rpx.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.MaxNorm(3, axis=None), rpx.MaxNorm(1e-300, axis=("a", "b"))],
-    "NofM": [rpx.NofM(0, 1, axis="x")],
+    "NofM": [rpx.NofM(0, 1, along="x")],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
         rpx.Pack("haiku.lstm", at="lstm(/.*)?"),
         rpx.Pack({"w": rpx.Concat(("q: n heads h", "k: n heads h"), axis=1, per="heads")}, sizes={"heads": 2}),
     ],
-    "PoincareBall": [rpx.PoincareBall(0.01, axis=(0, -1))],
+    "PoincareBall": [rpx.PoincareBall(0.01, along=(0, -1))],
     "PositiveDefinite": [rpx.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.PositiveSemidefinite(), rpx.PositiveSemidefinite(rank=1)],
-    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", -1, 64, scale="learned")],
+    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", axis=-1, block=64, step="learned")],
     "RandomPrune": [rpx.RandomPrune(0.0, axis=-1)],
     "SET": [rpx.SET({".*kernel": 0.5}, 0.2)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
     "RigL": [rpx.RigL(0.75, drop=0.1)],
     "Rotated": [rpx.Rotated(4), rpx.Rotated(2, rows=1, columns=0)],
-    "Simplex": [rpx.Simplex(axis="a name")],
+    "Simplex": [rpx.Simplex(along="a name")],
     "Skew": [rpx.Skew()],
     "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],
     "SpecialOrthogonal": [rpx.SpecialOrthogonal("householder")],
     "SpectralNorm": [rpx.SpectralNorm(n_steps=3, axis=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
-    "Sphere": [rpx.Sphere(radius=2, axis=None)],
+    "Sphere": [rpx.Sphere(radius=2, along=None)],
     "Split": [
         rpx.Split({"W": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
         rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
@@ -226,7 +228,7 @@ def test_known_arrays_stay_arrays():
 
 OF_SCALARS = {
     "AlmostOrthogonal(radius=0.25)": lambda: rpx.AlmostOrthogonal(np.float64(0.25)),
-    "Hurwitz(rate=0.5)": lambda: rpx.Hurwitz(jnp.float32(0.5)),
+    "Hurwitz(margin=0.5)": lambda: rpx.Hurwitz(jnp.float32(0.5)),
     "Invertible(least=0.5)": lambda: rpx.Invertible(least=np.float32(0.5)),
     "FixedRank(2, least=0.5)": lambda: rpx.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
     "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.Triangular(np.bool_(0), jnp.array(1, bool)),
@@ -680,7 +682,7 @@ def test_a_schedule_is_no_number(name, function):
     ("who", "name", "build"),
     [
         ("AlmostOrthogonal", "radius", rpx.AlmostOrthogonal),
-        ("Hurwitz", "rate", rpx.Hurwitz),
+        ("Hurwitz", "margin", rpx.Hurwitz),
         ("FixedRank", "least", lambda x: rpx.FixedRank(1, least=x)),
     ],
 )
@@ -696,6 +698,83 @@ def test_numbers_that_must_be_known_are_not_traced(who, name, build):
         return x
 
     jax.eval_shape(traced, jnp.float32(0.5))
+
+
+OLD = {
+    "axis": (lambda: rpx.Sphere(axis=0), "Sphere: the argument 'axis' is now `along`."),
+    "scale": (lambda: rpx.Quantize("int8", scale="learned"), "Quantize: the argument 'scale' is now `step`."),
+    "keep": (
+        lambda: rpx.HardConcrete(keep=0.9),
+        "HardConcrete: the argument 'keep' is now `rate`, the probability that a gate is closed, which is 1 - keep.",
+    ),
+    "by position": (
+        lambda: rpx.WeightNorm(0),
+        "WeightNorm takes 0 of its arguments by position, but got 1. Write the others by name: axis=, detach=, where=, "
+        "stacked=.",
+    ),
+    "too many": (
+        lambda: rpx.MaxNorm(1.0, -1),
+        "MaxNorm takes 1 of its arguments by position, but got 2. Write the others by name: axis=, where=, stacked=, "
+        "outside=.",
+    ),
+    "none by name": (
+        lambda: rpx.Chain(rpx.WeightNorm(), rpx.VarNoise(0.1)),
+        "Chain takes 1 of its arguments by position, but got 2. It has no others.",
+    ),
+    "of others": (
+        lambda: Jump(0.1, 2),
+        "Jump takes 1 of its arguments by position, but got 2. Write the others by name: where=, stacked=.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_old_arguments_and_arguments_without_their_name_are_refused(case):
+    build, text = OLD[case]
+    with raises(TypeError, text):
+        build()
+
+
+P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
+SWAPPED = {
+    "summary(p, params)": lambda: rpx.summary(RAW, P),
+    "noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
+    "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
+    "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
+    "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),
+    "to_peft(p, raw)": lambda: rpx.to_peft(RAW, P),
+}
+
+
+@pytest.mark.parametrize("usage", SWAPPED)
+def test_functions_of_a_chain_take_it_first(usage):
+    name = usage.partition("(")[0]
+    with raises(TypeError, f"{name} takes parametrizations first, but got dict. Write `rpx.{usage}`."):
+        SWAPPED[usage]()
+
+
+def test_each_old_argument_is_of_a_public_stage_that_has_the_new_one_alone():
+    for cls, words in RENAMED.items():
+        taken = {each.name for each in dataclasses.fields(getattr(rpx, cls.removeprefix("reparax.")))}
+        assert taken.isdisjoint(words)
+        assert taken > {new.split("`")[1] for new in words.values()}
+
+
+@pytest.mark.parametrize("build", [rpx.Gaussian, rpx.HardConcrete, functools.partial(rpx.MagnitudePrune, 0.5)])
+def test_none_no_longer_means_single_weights(build):
+    name = type(build()).__name__
+    with raises(
+        ValueError,
+        f"{name} got axis=None, which means the whole array elsewhere, but acts on single weights or on slices. Write "
+        f"axis='each' for single weights, the default.",
+    ):
+        build(axis=None)
+
+
+@pytest.mark.parametrize("axis", ["each", ("each", 0)])
+def test_each_is_no_axis_along_which_something_lies(axis):
+    with raises(TypeError, f"Sphere takes an axis or a tuple of axes as along, but got {axis!r}."):
+        rpx.Sphere(along=axis)
 
 
 def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():

@@ -50,7 +50,7 @@ def test_a_layer_with_outputs_first_is_the_transposed_one():
     q, other = rpx.from_peft(tensors, CONFIG, turned)
     assert q == rpx.Freeze() >> rpx.LoRA(2, 4.0, rows=1, columns=0, where="dense/weight")
     np.testing.assert_allclose(q.fold(other)["dense"]["weight"].T, p.fold(raw)["dense"]["kernel"], rtol=1e-6)
-    again, _ = rpx.to_peft(other, q)
+    again, _ = rpx.to_peft(q, other)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
 
 
@@ -59,7 +59,7 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
     config = CONFIG | {"rank_pattern": {"dense": 1}, "alpha_pattern": {"out": 3}}
     p, raw = rpx.from_peft(tensors, config, model())
     assert p == rpx.Freeze() >> rpx.LoRA(1, 4.0, where="dense/kernel") >> rpx.LoRA(2, 3.0, where="out/kernel")
-    again, written = rpx.to_peft(raw, p)
+    again, written = rpx.to_peft(p, raw)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     ranks = {module: written["rank_pattern"].get(module, written["r"]) for module in ("dense", "out")}
     alphas = {module: written["alpha_pattern"].get(module, written["lora_alpha"]) for module in ("dense", "out")}
@@ -69,7 +69,7 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
 def test_a_name_that_ends_others_is_written_from_its_start():
     params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
     p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
-    _, config = rpx.to_peft(p.init(params), p)
+    _, config = rpx.to_peft(p, p.init(params))
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
@@ -77,7 +77,7 @@ def test_a_stored_base_and_noise_are_left_out():
     params = model()
     p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
     raw = p.init(params)
-    tensors, config = rpx.to_peft(raw, p)
+    tensors, config = rpx.to_peft(p, raw)
     assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
         f"{PREFIX}dense.weight",
         f"{PREFIX}dense.bias",
@@ -86,8 +86,8 @@ def test_a_stored_base_and_noise_are_left_out():
 
 
 def test_an_alpha_of_none_is_a_factor_of_one():
-    p = rpx.Freeze() >> rpx.LoRA(2, scaling="sqrt")
-    _, config = rpx.to_peft(p.init(model()), p)
+    p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
+    _, config = rpx.to_peft(p, p.init(model()))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
@@ -111,21 +111,21 @@ def test_what_peft_has_put_aside_is_not_read():
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
-    _, config = rpx.to_peft(p.init(model()), p)
+    _, config = rpx.to_peft(p, p.init(model()))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
 def test_ends_of_names_that_mean_several_modules():
     params = {name: {"kernel": jnp.ones((8, 8))} for name in ("lin", "xlin")}
-    p = rpx.Freeze() >> rpx.Gain(0, where="lin/kernel") >> rpx.Gain(-1, where="xlin/kernel")
-    assert rpx.to_peft(p.init(params), p)[1]["feedforward_modules"] == "lin"
+    p = rpx.Freeze() >> rpx.Gain(axis=0, where="lin/kernel") >> rpx.Gain(axis=-1, where="xlin/kernel")
+    assert rpx.to_peft(p, p.init(params))[1]["feedforward_modules"] == "lin"
     q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
     with raises(
         ValueError,
         "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
         "Freeze 'lin'.",
     ):
-        rpx.to_peft(q.init(params), q)
+        rpx.to_peft(q, q.init(params))
 
 
 def test_only_a_whole_part_of_a_name_is_peft_s():
@@ -372,7 +372,7 @@ def test_what_is_not_read(case):
 
 
 def written(p, raw=None):
-    return rpx.to_peft(p.init(model()) if raw is None else raw, p)
+    return rpx.to_peft(p, p.init(model()) if raw is None else raw)
 
 
 def refused(lines):
@@ -386,7 +386,7 @@ WRITING = {
         refused("dense/kernel: PEFT has no equivalent of WeightNorm(where='dense/kernel')"),
     ),
     "two methods": (
-        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.Gain(0, where=DENSE)),
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.Gain(axis=0, where=DENSE)),
         refused("expected adapters of one method, got IA3, LORA"),
     ),
     "none": (
@@ -394,11 +394,11 @@ WRITING = {
         refused("expected adapters of one method, got none"),
     ),
     "a gain without its bias": (
-        lambda: written(rpx.Freeze() >> rpx.Gain(-1, where=DENSE)),
+        lambda: written(rpx.Freeze() >> rpx.Gain(axis=-1, where=DENSE)),
         refused("dense/kernel: PEFT also multiplies 'dense/bias' by the factors of its outputs. Give it a tied Gain"),
     ),
     "a bias that is not tied": (
-        lambda: written(rpx.Freeze() >> rpx.Gain(-1, where="dense/.*")),
+        lambda: written(rpx.Freeze() >> rpx.Gain(axis=-1, where="dense/.*")),
         refused("dense/bias: PEFT multiplies a bias by the factors of its outputs. Tie the two gains"),
     ),
     "one gain": (
@@ -438,7 +438,7 @@ def test_what_is_not_written(case):
 def test_an_alpha_that_is_traced_is_refused():
     def write(alpha):
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
-        return len(rpx.to_peft(p.init(model()), p))
+        return len(rpx.to_peft(p, p.init(model())))
 
     text = refused("out/kernel: its number is traced, but only known numbers can be written")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
@@ -453,13 +453,13 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
         "to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train 'other/bias'. "
         "Freeze the others.",
     ):
-        rpx.to_peft(p.init(params), p)
+        rpx.to_peft(p, p.init(params))
 
 
 def test_rotations_are_written_after_a_rebase_too():
     p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)
     raw = p.init(model())
     raw["out"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 3, 3, seed=5))
-    before, after = rpx.to_peft(raw, p)[0], rpx.to_peft(p.rebase(raw), p)[0]
+    before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, p.rebase(raw))[0]
     (name,) = before
     np.testing.assert_allclose(after[name], before[name], atol=1e-5)

@@ -55,7 +55,7 @@ NAMES = {
         {"weight_g": G, "weight_v": W},
     ),
     "weight norm of the whole": (
-        rpx.WeightNorm(None),
+        rpx.WeightNorm(axis=None),
         dense("weight_norm", g=numbers(1, 1), v=W.T),
         {"parametrizations.weight.original0": numbers(), "parametrizations.weight.original1": W},
         {"weight_g": numbers(), "weight_v": W},
@@ -148,19 +148,19 @@ STYLES = pytest.mark.parametrize(("style", "column"), [("parametrizations", 2), 
 def test_each_value_has_its_name_in_torch(name, style, column):
     p, kernel, *_ = case = NAMES[name]
     tree, state = {"dense": {"kernel": kernel}}, {f"dense.{name}": x for name, x in case[column].items()}
-    got = rpx.to_torch(tree, p, style=style)
+    got = rpx.to_torch(p, tree, style=style)
     identical(got, state)
     assert all(type(x) is np.ndarray and x.flags.writeable for x in got.values())
-    identical(rpx.from_torch(state, p, DENSE), jax.tree.map(jnp.asarray, tree))
+    identical(rpx.from_torch(p, state, DENSE), jax.tree.map(jnp.asarray, tree))
 
 
 def test_stages_of_one_kind_are_told_apart():
-    p = rpx.WeightNorm(0, where="a/kernel") >> rpx.WeightNorm(None, where="b/kernel")
+    p = rpx.WeightNorm(axis=0, where="a/kernel") >> rpx.WeightNorm(axis=None, where="b/kernel")
     state = {"a.weight_g": numbers(1, 2), "a.weight_v": W, "b.weight_g": numbers(), "b.weight_v": W}
-    tree = rpx.from_torch(state, p, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
+    tree = rpx.from_torch(p, state, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
     np.testing.assert_allclose(p.fold(tree)["a"]["kernel"], (W / np.linalg.norm(W, axis=0) * [1, 2]).T, rtol=1e-6)
     np.testing.assert_allclose(p.fold(tree)["b"]["kernel"], (W / np.linalg.norm(W)).T, rtol=1e-6)
-    identical(rpx.to_torch(tree, p, style="hooks"), state)
+    identical(rpx.to_torch(p, tree, style="hooks"), state)
 
 
 # ---- names and layouts of parameters
@@ -177,7 +177,7 @@ MODEL = {
 
 def test_paths_and_axes_become_those_of_torch():
     got = rpx.to_torch(
-        MODEL, rpx.Chain(), names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"}, layouts={"deconv/.*": "conv_transpose"}
+        rpx.Chain(), MODEL, names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"}, layouts={"deconv/.*": "conv_transpose"}
     )
     identical(
         got,
@@ -195,13 +195,13 @@ def test_paths_and_axes_become_those_of_torch():
 
 def test_the_first_rule_that_matches_counts():
     names = {"a/kernel": "first", r"(\w)/kernel": r"second.\1"}
-    got = rpx.to_torch({"a": {"kernel": W}, "b": {"kernel": W}}, rpx.Chain(), names=names)
+    got = rpx.to_torch(rpx.Chain(), {"a": {"kernel": W}, "b": {"kernel": W}}, names=names)
     assert sorted(got) == ["first", "second.b"]
 
 
 def test_a_group_of_several_parts_of_a_path_is_written_with_dots():
     tree = {"encoder": {"layer_0": {"kernel": W}}}
-    assert list(rpx.to_torch(tree, rpx.Chain(), names={"(.*)/kernel": r"model.\1.weight"})) == [
+    assert list(rpx.to_torch(rpx.Chain(), tree, names={"(.*)/kernel": r"model.\1.weight"})) == [
         "model.encoder.layer_0.weight"
     ]
 
@@ -214,12 +214,12 @@ def test_singular_vectors_follow_the_axes_of_the_weight(layout, axis, rest):
     u, v = numbers(w.shape[axis]), numbers(w.size // w.shape[axis])
     tree = {"kernel": dense("spectral_norm", w=w, **{"@fixed": {"u": u, "v": v}})}
     p = rpx.SpectralNorm(axis=axis)
-    got = rpx.to_torch(tree, p, layouts={"kernel": layout})
+    got = rpx.to_torch(p, tree, layouts={"kernel": layout})
     turned = np.einsum(rest, v.reshape(np.delete(w.shape, axis)))
     turned = turned[:, ::-1, ::-1] if layout == "conv_transpose" else turned
     np.testing.assert_array_equal(got["parametrizations.weight.0._v"], turned.reshape(-1))
     np.testing.assert_array_equal(got["parametrizations.weight.0._u"], u)
-    identical(rpx.from_torch(got, p, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
+    identical(rpx.from_torch(p, got, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
 
 
 # ---- orthogonal matrices, by the formulas of torch
@@ -285,11 +285,11 @@ def assert_orthogonal_weight(map, state, w):
     """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
     p = rpx.Orthogonal(map.__name__)
     with jax.enable_x64():
-        tree = rpx.from_torch(state, p, {"kernel": w.T})
+        tree = rpx.from_torch(p, state, {"kernel": w.T})
         np.testing.assert_allclose(p.fold(tree)["kernel"], w.T, rtol=0, atol=1e-13)
         node = tree["kernel"]["@orthogonal"]
         node["x"] += jnp.asarray(np.random.default_rng(4).standard_normal(w.T.shape), w.dtype)
-        want, again = np.asarray(p.fold(tree)["kernel"]).T, rpx.to_torch(tree, p)
+        want, again = np.asarray(p.fold(tree)["kernel"]).T, rpx.to_torch(p, tree)
     original, base = again[f"{PATH}original"], again[f"{PATH}0.base"]
     np.testing.assert_allclose(base.conj().T @ base, np.eye(len(base)), rtol=0, atol=1e-13)
     wide = original.shape[0] < original.shape[1]
@@ -317,9 +317,9 @@ def test_batches_of_matrices_are_those_of_torch(map):
     p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
     with jax.enable_x64():
-        tree = rpx.from_torch(state, p, {"weight": w})
+        tree = rpx.from_torch(p, state, {"weight": w})
         np.testing.assert_allclose(p.fold(tree)["weight"], w, rtol=0, atol=1e-13)
-        again = rpx.to_torch(tree, p)
+        again = rpx.to_torch(p, tree)
     got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
@@ -330,20 +330,20 @@ def test_batches_of_matrices_are_those_of_torch(map):
 def test_a_file_is_read_and_written_without_torch(tmp_path):
     p, model = rpx.WeightNorm() >> rpx.VarNoise(0.1), {"dense": {"kernel": W.T, "bias": numbers(3)}}
     tree = p.init(model)
-    safetensors.numpy.save_file(rpx.to_torch(tree, p), tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(rpx.to_torch(p, tree), tmp_path / "model.safetensors")
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     np.testing.assert_allclose(
         state["dense.parametrizations.weight.original0"], np.linalg.norm(W, axis=1, keepdims=True), rtol=1e-6
     )
-    identical(rpx.from_torch(state, p, model), tree)
+    identical(rpx.from_torch(p, state, model), tree)
 
 
 def test_half_precision_is_that_of_torch_in_files(tmp_path):
     p, model = rpx.WeightNorm(), {"dense": {"kernel": jnp.asarray(W.T, jnp.bfloat16)}}
-    safetensors.numpy.save_file(rpx.to_torch(p.init(model), p), tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(rpx.to_torch(p, p.init(model)), tmp_path / "model.safetensors")
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {str(x.dtype) for x in state.values()} == {"bfloat16"}
-    got = rpx.from_torch(state, p, model)["dense"]["kernel"]["@weight_norm"]
+    got = rpx.from_torch(p, state, model)["dense"]["kernel"]["@weight_norm"]
     assert (got["g"].dtype, got["v"].dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_array_equal(got["g"], jnp.linalg.norm(W, axis=1)[None].astype(jnp.bfloat16).astype(jnp.float32))
 
@@ -352,7 +352,7 @@ def test_a_raw_tree_shares_no_memory_with_the_state_dict():
     buffer = np.ones(32, np.float32)
     start = -buffer.ctypes.data % 64 // 4  # arrays that begin there, JAX takes as they are
     state = {"dense.weight": buffer[start : start + 16]}
-    got = rpx.from_torch(state, rpx.Chain(), {"dense": {"weight": np.ones(16, np.float32)}})
+    got = rpx.from_torch(rpx.Chain(), state, {"dense": {"weight": np.ones(16, np.float32)}})
     buffer[:] = 0
     assert np.all(got["dense"]["weight"] == 1)
 
@@ -361,10 +361,10 @@ def test_modules_of_equinox_and_states_of_nnx_are_read():
     state = {"weight_g": G, "weight_v": W, "bias": numbers(3)}
     w = G * W / np.linalg.norm(W, axis=1, keepdims=True)
     model = eqx.filter_eval_shape(eqx.nn.Linear, 2, 3, key=jax.random.key(0))
-    read = rpx.WeightNorm(axis=0).fold(rpx.from_torch(state, rpx.WeightNorm(axis=0), model))
+    read = rpx.WeightNorm(axis=0).fold(rpx.from_torch(rpx.WeightNorm(axis=0), state, model))
     np.testing.assert_allclose(read(jnp.ones(2)), w.sum(1) + state["bias"], rtol=1e-6)
     params = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), nnx.Param)
-    got = rpx.WeightNorm().fold(rpx.from_torch(state, rpx.WeightNorm(), params))
+    got = rpx.WeightNorm().fold(rpx.from_torch(rpx.WeightNorm(), state, params))
     np.testing.assert_allclose(got["kernel"][...], w.T, rtol=1e-6)
 
 
@@ -375,7 +375,7 @@ def test_recurrent_cells_go_through_convert():
     p = rpx.WeightNorm(axis=0, where="lstm/weight_hh")
     state = {f"lstm.{name}_l0": x for name, x in like["lstm"].items() if name != "weight_hh"}
     state |= {"lstm.weight_hh_l0_g": numbers(8, 1), "lstm.weight_hh_l0_v": numbers(8, 2)}
-    effective = p.fold(rpx.from_torch(state, p, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
+    effective = p.fold(rpx.from_torch(p, state, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
     cell = rpx.convert(effective["lstm"], "torch.lstm", "flax.lstm")
     v = numbers(8, 2) / np.linalg.norm(numbers(8, 2), axis=1, keepdims=True) * numbers(8, 1)
     np.testing.assert_allclose(cell["hf"]["kernel"], v[2:4].T, rtol=1e-6)
@@ -386,12 +386,12 @@ TIED = {"embed": {"embedding": W}, "out": {"kernel": W.T}}
 
 
 def test_tied_parameters_are_written_twice_as_torch_does():
-    identical(rpx.to_torch(TIE.init(TIED), TIE), {"embed.weight": W, "out.weight": W})
+    identical(rpx.to_torch(TIE, TIE.init(TIED)), {"embed.weight": W, "out.weight": W})
 
 
 @pytest.mark.parametrize("state", [{"embed.weight": W, "out.weight": W}, {"embed.weight": W}], ids=["twice", "once"])
 def test_tied_parameters_are_read_where_they_stand_once_or_twice(state):
-    identical(rpx.from_torch(state, TIE, TIED), TIE.init(TIED))
+    identical(rpx.from_torch(TIE, state, TIED), TIE.init(TIED))
 
 
 # ---- errors
@@ -406,7 +406,7 @@ ADVICE = (
     "Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the state "
     "dict and from `like`."
 )
-PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
+PLAIN = "Exchange plain weights: `p.init(from_torch(Chain(), state, like))`, `to_torch(Chain(), p.fold(raw))`."
 
 
 def without(name):
@@ -436,7 +436,7 @@ DIFFERENCES = {
     ),
     "other axis": (
         STATE,
-        rpx.WeightNorm(0),
+        rpx.WeightNorm(axis=0),
         ["dense.weight_g: expected float32[1, 2] for dense/kernel, got float32[3, 1]"],
     ),
     "float64, which JAX would round": (
@@ -470,7 +470,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("state", "p", "lines"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_a_state_dict_of_another_model_is_refused_with_every_difference(state, p, lines):
     with raises(ValueError, mismatch(lines, repr(p))):
-        rpx.from_torch(state, p, MODEL_LIKE)
+        rpx.from_torch(p, state, MODEL_LIKE)
 
 
 LOW = rpx.LowRank(1)
@@ -478,73 +478,73 @@ REFLECTIONS = rpx.Orthogonal("householder")
 
 REFUSED = {
     "a model": (
-        lambda: rpx.from_torch([1], NORM, MODEL_LIKE),
+        lambda: rpx.from_torch(NORM, [1], MODEL_LIKE),
         TypeError,
         "from_torch takes a state dict, but got list. Call `module.state_dict()`.",
     ),
     "a checkpoint": (
-        lambda: rpx.from_torch({"model": STATE}, NORM, MODEL_LIKE),
+        lambda: rpx.from_torch(NORM, {"model": STATE}, MODEL_LIKE),
         TypeError,
         "from_torch takes a state dict of names and tensors, but got dict as 'model'. Pass the state dict itself, such "
         "as `checkpoint['model']`.",
     ),
     "no twin to read": (
-        lambda: rpx.from_torch(STATE, LOW, MODEL_LIKE),
+        lambda: rpx.from_torch(LOW, STATE, MODEL_LIKE),
         ValueError,
         f"from_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "no twin to write": (
-        lambda: rpx.to_torch(LOW.init(MODEL_LIKE), LOW),
+        lambda: rpx.to_torch(LOW, LOW.init(MODEL_LIKE)),
         ValueError,
         f"to_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "lengths along two axes": (
-        lambda: rpx.to_torch(rpx.WeightNorm((0, 1)).init(MODEL_LIKE), rpx.WeightNorm((0, 1))),
+        lambda: rpx.to_torch(rpx.WeightNorm(axis=(0, 1)), rpx.WeightNorm(axis=(0, 1)).init(MODEL_LIKE)),
         ValueError,
         "to_torch: 'dense/kernel': torch has norms along one axis, but no equivalent of WeightNorm(axis=(0, 1)). "
         f"{PLAIN}",
     ),
     "orthogonal kernels of convolutions": (
-        lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)).init(CONV), rpx.Orthogonal(stacked=(0, 1))),
+        lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)), rpx.Orthogonal(stacked=(0, 1)).init(CONV)),
         ValueError,
         "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and of torch are in the last two "
         f"axes, but these axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices that are stacked along another axis": (
-        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1).init(CUBE), rpx.Orthogonal(stacked=1)),
+        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1), rpx.Orthogonal(stacked=1).init(CUBE)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(stacked=1) and of torch are in the last two axes, but these "
         f"axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
-        lambda: rpx.to_torch(rpx.Orthogonal(rows=0).init(CUBE), rpx.Orthogonal(rows=0)),
+        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), rpx.Orthogonal(rows=0).init(CUBE)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
         f"differ between the two. {PLAIN}",
     ),
     "lengths of stacked arrays": (
-        lambda: rpx.to_torch(rpx.WeightNorm(stacked=0).init(CUBE), rpx.WeightNorm(stacked=0)),
+        lambda: rpx.to_torch(rpx.WeightNorm(stacked=0), rpx.WeightNorm(stacked=0).init(CUBE)),
         ValueError,
         f"to_torch: 'w': torch has no stacked arrays, and no equivalent of WeightNorm(stacked=0). {PLAIN}",
     ),
     "singular values of stacked arrays": (
-        lambda: rpx.from_torch({}, rpx.SpectralNorm(stacked=0), CUBE),
+        lambda: rpx.from_torch(rpx.SpectralNorm(stacked=0), {}, CUBE),
         ValueError,
         f"from_torch: 'w': torch has no stacked arrays, and no equivalent of SpectralNorm(stacked=0). {PLAIN}",
     ),
     "norms of convolutions": (
-        lambda: rpx.to_torch(CONVOLVED.init({"w": jnp.ones((3, 3, 1, 2))}), CONVOLVED),
+        lambda: rpx.to_torch(CONVOLVED, CONVOLVED.init({"w": jnp.ones((3, 3, 1, 2))})),
         ValueError,
         f"to_torch: 'w': torch has no norms of convolutions, and no equivalent of SpectralNorm(window=(4, 4)). {PLAIN}",
     ),
     "a stage on coordinates": (
-        lambda: rpx.to_torch((rpx.Freeze() >> rpx.Orthogonal()).init(DENSE), rpx.Freeze() >> rpx.Orthogonal()),
+        lambda: rpx.to_torch(rpx.Freeze() >> rpx.Orthogonal(), (rpx.Freeze() >> rpx.Orthogonal()).init(DENSE)),
         ValueError,
         f"to_torch: 'dense/kernel': torch has no equivalent of Orthogonal() on a value of another stage. {PLAIN}",
     ),
     "lost signs": (
         lambda: rpx.from_torch(
-            {f"{PATH}original": 0.5 * W, f"{PATH}0.base": np.eye(3, dtype=np.float32)}, REFLECTIONS, {"kernel": W.T}
+            REFLECTIONS, {f"{PATH}original": 0.5 * W, f"{PATH}0.base": np.eye(3, dtype=np.float32)}, {"kernel": W.T}
         ),
         ValueError,
         "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as "
@@ -552,7 +552,7 @@ REFUSED = {
     ),
     "a mask of weights for weights": (
         lambda: rpx.from_torch(
-            {"dense.weight_orig": W, "dense.weight_mask": np.full((3, 2), 0.5, np.float32)}, rpx.Mask(), DENSE
+            rpx.Mask(), {"dense.weight_orig": W, "dense.weight_mask": np.full((3, 2), 0.5, np.float32)}, DENSE
         ),
         ValueError,
         "from_torch: 'dense/kernel': expected a mask of zeros and ones, got other numbers, by which torch "
@@ -560,20 +560,20 @@ REFUSED = {
     ),
     "a mask of single weights": (
         lambda: rpx.from_torch(
-            {"dense.weight_orig": W, "dense.weight_mask": np.eye(3, 2, dtype=np.float32)},
             rpx.MagnitudePrune(count=1, axis=-1),
+            {"dense.weight_orig": W, "dense.weight_mask": np.eye(3, 2, dtype=np.float32)},
             DENSE,
         ),
         ValueError,
-        "from_torch: 'dense/kernel': expected a mask of whole slices, got one of single weights. Use `axis=None`.",
+        "from_torch: 'dense/kernel': expected a mask of whole slices, got one of single weights. Use `axis='each'`.",
     ),
     "another tied value": (
-        lambda: rpx.from_torch({"embed.weight": W, "out.weight": W + 1}, TIE, TIED),
+        lambda: rpx.from_torch(TIE, {"embed.weight": W, "out.weight": W + 1}, TIED),
         ValueError,
         "from_torch: 'out.weight' differs from what 'out/kernel' is tied to. Drop the tie, or leave the name out.",
     ),
     "a tree that is not raw": (
-        lambda: rpx.to_torch(MODEL_LIKE, NORM),
+        lambda: rpx.to_torch(NORM, MODEL_LIKE),
         ValueError,
         "to_torch: WeightNorm().apply got a tree that never went through init: it holds no '@weight_norm'. Call "
         "`raw = p.init(params)` once, with the whole chain, and pass `raw`.",
@@ -607,28 +607,28 @@ REFUSED = {
         "None}.",
     ),
     "a rule for nothing": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dens/.*": "x"}),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"dens/.*": "x"}),
         ValueError,
         "to_torch: `names` matches nothing: no path matches 'dens/.*' as a whole. The nearest of 2 paths are "
         "'dense/bias', 'dense/kernel'. Correct the expression; `.*` matches any text.",
     ),
     "one name for two": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/.*": "x"}),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"dense/.*": "x"}),
         ValueError,
         "to_torch: 'dense/bias' and 'dense/kernel' are both called 'x'. Give different `names`.",
     ),
     "a name of no group": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"dense/bias": r"\1"}),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"dense/bias": r"\1"}),
         ValueError,
         "to_torch: cannot make a name of '\\\\1' for 'dense/bias': invalid group reference 1 at position 1.",
     ),
     "an unknown layout": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), layouts={"dense/kernel": "oihw"}),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),
         ValueError,
         "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose'.",
     ),
     "an unknown style": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), style="old"),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, style="old"),
         ValueError,
         "to_torch takes style='parametrizations' or 'hooks', but got 'old'.",
     ),

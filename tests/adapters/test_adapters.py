@@ -50,8 +50,8 @@ def trains(p, raw, key=None):
     [
         (rpx.LoRA(2), 1.0),
         (rpx.LoRA(2, 6.0), 3.0),
-        (rpx.LoRA(4, 6, scaling="sqrt"), 3.0),
-        (rpx.LoRA(2, scaling="sqrt"), 1.0),
+        (rpx.LoRA(4, 6, divisor="sqrt"), 3.0),
+        (rpx.LoRA(2, divisor="sqrt"), 1.0),
     ],
 )
 def test_lora_is_the_base_and_a_scaled_product(p, factor):
@@ -267,7 +267,7 @@ def test_a_difference_stays_what_it_is_shaped_to():
 
 @pytest.mark.parametrize(
     ("axis", "shape", "spread"),
-    [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6))],
+    [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],
 )
 def test_gain_multiplies_along_its_axes(axis, shape, spread):
     p = rpx.Gain(axis=axis, where="dense/kernel")
@@ -435,10 +435,10 @@ ERRORS = {
         "LoRA got alpha=0.0 and start='pissa', which moves a part of the base into factors that alpha "
         "multiplies. Use another alpha, or start='kaiming'.",
     ),
-    "scaling": (
-        lambda: rpx.LoRA(2, scaling="r"),
+    "divisor": (
+        lambda: rpx.LoRA(2, divisor="r"),
         ValueError,
-        "LoRA takes scaling='rank' or 'sqrt', but got 'r'.",
+        "LoRA takes divisor='rank' or 'sqrt', but got 'r'.",
     ),
     "start": (
         lambda: rpx.LoRA(2, start="zeros"),

@@ -393,7 +393,7 @@ def test_one_draw_serves_every_step_of_a_recurrent_loop(key: Array) -> None:
 # Eight devices. ---------------------------------------------------------------------------------------------------
 
 SPECS = [P("data", "model"), P(None, "model"), P(("data", "model"), None)]
-LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, -1)]
+LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast=-1)]
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -435,7 +435,7 @@ def test_weight_norm_of_a_sharded_weight_stays_where_it_is(spec: P) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-@pytest.mark.parametrize("p", [CHAIN, rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, -1)], ids=repr)
+@pytest.mark.parametrize("p", [CHAIN, rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast=-1)], ids=repr)
 def test_explicit_meshes_keep_the_sharding_and_the_values(p: rpx.Parametrization, spec: P, key: Array) -> None:
     params = _sharded(AxisType.Explicit, spec)
     with jax.set_mesh(_mesh(AxisType.Explicit)):
@@ -462,7 +462,7 @@ def test_weight_norm_inside_shard_map_agrees_with_the_whole_weight() -> None:
     _assert_close(jax.jit(fold)(_whole()), _whole())
 
 
-@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, -1)], ids=repr)
+@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, broadcast=-1)], ids=repr)
 def test_inside_shard_map_each_shard_draws_as_a_weight_of_its_shape_does(p: rpx.Parametrization, key: Array) -> None:
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
 

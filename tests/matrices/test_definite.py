@@ -360,7 +360,7 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
         (
             lambda: rpx.Hurwitz(-1.0),
             ValueError,
-            "Hurwitz got rate=-1.0, but takes a finite decay rate that is not negative.",
+            "Hurwitz got margin=-1.0, but takes a finite margin that is not negative.",
         ),
         (
             lambda: rpx.Hurwitz().init({"w": jnp.ones((3, 2))}),

@@ -175,19 +175,19 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
 # Gates. ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "axis"), [(0.9, None), (0.5, 0), (0.7, -1)])
-def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(keep, axis):
-    p = rpx.HardConcrete(keep, axis=axis)
+@pytest.mark.parametrize(("rate", "axis"), [(0.1, "each"), (0.5, 0), (0.3, -1)])
+def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
+    p = rpx.HardConcrete(rate, axis=axis)
     raw = p.init({"w": jnp.ones((4, 3))})
     held = raw["w"]["@hard_concrete"]
     gates = held["log_alpha"].size
-    np.testing.assert_allclose(p.penalty(raw), 12 * keep, rtol=1e-5)
+    np.testing.assert_allclose(p.penalty(raw), 12 * (1 - rate), rtol=1e-5)
     np.testing.assert_allclose(p.fold(raw)["w"], 1.0, rtol=1e-6)
     found = draws(p, raw)
     n = found.shape[0] * gates
-    assert abs(np.mean(found != 0) - keep) < 5 * np.sqrt(keep * (1 - keep) / n)
+    assert abs(np.mean(found == 0) - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
     assert abs(found.mean() - 1) < 5 * found.std() / np.sqrt(n)
-    if axis is not None:  # weights that share a gate are zero together
+    if axis != "each":  # weights that share a gate are zero together
         alive = found != 0
         assert np.array_equal(alive, np.broadcast_to(np.take(alive, [0], 2 if axis == 0 else 1), alive.shape))
 
@@ -253,7 +253,7 @@ def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     q = rpx.VariationalDropout(std=0.1)
     start = q.init({"w": jnp.full((2, 2), 1e-3)})
     assert jax.tree.all(jax.tree.map(jnp.array_equal, q.deterministic.update(start), q.update(start)))
-    other = rpx.transfer(raw, p, rpx.Gaussian())
+    other = rpx.transfer(p, rpx.Gaussian(), raw)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, raw, other))
 
 
@@ -302,11 +302,11 @@ ERRORS = {
         ValueError,
         "Gaussian got std=0.0, but takes a finite number greater than 0.",
     ),
-    "keep": (
+    "rate": (
         lambda: rpx.HardConcrete(1.0),
         ValueError,
-        "HardConcrete got keep=1.0, but takes a probability above 0.32 and below 1: `update` closes gates with "
-        "a smaller one.",
+        "HardConcrete got rate=1.0, but takes a probability above 0 and below 0.68: `update` closes gates with "
+        "a larger one.",
     ),
     "no key": (
         lambda: rpx.Gaussian().apply(rpx.Gaussian().init({"w": normal(2)})),

@@ -49,7 +49,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("relative", SIZES)
-@pytest.mark.parametrize(("axis", "axes"), [(None, (0, 1)), (-1, (0,)), (0, (1,))])
+@pytest.mark.parametrize(("axis", "axes"), [(None, (0, 1)), (-1, (0,)), (0, (1,)), ("each", ())])
 def test_relative_noise_is_in_units_of_the_weights(relative, axis, axes):
     w = normal(6, 4)
     plain = shift(rpx.VarNoise(1.0), jnp.zeros_like(w))

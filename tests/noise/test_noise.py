@@ -293,8 +293,8 @@ ONE = {"w": jnp.ones((4, 3))}
         pytest.param(rpx.Chain((rpx.VarNoise(2),) * 4), rpx.VarNoise(4), id="four noises"),
         pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), rpx.WeightDropout(0.75), id="dropout"),
         pytest.param(
-            rpx.WeightDropout(0.5, (0, -1)) >> rpx.WeightDropout(0.5, [0, -1]),
-            rpx.WeightDropout(0.75, (0, -1)),
+            rpx.WeightDropout(0.5, broadcast=(0, -1)) >> rpx.WeightDropout(0.5, broadcast=[0, -1]),
+            rpx.WeightDropout(0.75, broadcast=(0, -1)),
             id="axes",
         ),
     ],

@@ -128,6 +128,7 @@ def test_weight_norm_is_exact_and_trains_wherever_the_length_is_finite(scale, dt
         pytest.param(normal(6, 4), -1, 0, id="last"),
         pytest.param(normal(6, 4), 0, 1, id="first"),
         pytest.param(normal(6, 4), None, (0, 1), id="none"),
+        pytest.param(normal(6, 4), "each", (), id="each"),
         pytest.param(normal(5, 4, 3), (0, 2), 1, id="two"),
         pytest.param(normal(3, 3, 8, 16), -1, (0, 1, 2), id="conv kernel"),
         pytest.param(rotated(6, 4), -1, 0, id="complex"),

@@ -61,10 +61,10 @@ def every(*shape, scale=3.0):
 # ---- Sphere
 
 
-@pytest.mark.parametrize(("axis", "along"), [(-1, 2), (0, 0), ((0, 2), (0, 2)), (None, (0, 1, 2))], ids=str)
-def test_sphere_divides_by_the_length_along_its_axes(axis, along):
+@pytest.mark.parametrize(("along", "axes"), [(-1, 2), (0, 0), ((0, 2), (0, 2)), (None, (0, 1, 2))], ids=str)
+def test_sphere_divides_by_the_length_along_its_axes(along, axes):
     arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
-    assert_projects(rpx.Sphere(axis, 2.0), arrays, lambda w: 2 * w / length(w, along))
+    assert_projects(rpx.Sphere(2.0, along=along), arrays, lambda w: 2 * w / length(w, axes))
 
 
 def test_sphere_takes_a_vector_of_zeros_to_equal_numbers():
@@ -88,10 +88,10 @@ def test_samples_of_the_sphere_are_uniform(key):
 # ---- MaxNorm
 
 
-@pytest.mark.parametrize(("axis", "normed"), [(-1, (0, 1)), (0, (1, 2)), (None, (0, 1, 2))], ids=str)
+@pytest.mark.parametrize(("axis", "normed"), [(-1, (0, 1)), (0, (1, 2)), (None, (0, 1, 2)), ("each", ())], ids=str)
 def test_max_norm_rescales_what_is_too_long(axis, normed):
     arrays = every(3, 4, 5)
-    assert_projects(rpx.MaxNorm(0.5, axis), arrays, lambda w: w * np.minimum(1, 0.5 / length(w, normed)))
+    assert_projects(rpx.MaxNorm(0.5, axis=axis), arrays, lambda w: w * np.minimum(1, 0.5 / length(w, normed)))
 
 
 def test_max_norm_leaves_shorter_weights_bit_for_bit():
@@ -202,7 +202,7 @@ def standardized(w, axis):
 @pytest.mark.parametrize(("axis", "inputs"), [(-1, (0, 1)), (0, (1, 2)), (None, (0, 1, 2))], ids=str)
 def test_standardized_weights_have_mean_zero_and_variance_one(axis, inputs):
     arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
-    assert_projects(rpx.WeightStandardization(axis), arrays, lambda w: standardized(w, inputs))
+    assert_projects(rpx.WeightStandardization(axis=axis), arrays, lambda w: standardized(w, inputs))
 
 
 def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_standardization():
@@ -240,9 +240,9 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (lambda: rpx.Sphere(0.5), TypeError, "Sphere takes an axis or a tuple of axes as axis, but got 0.5."),
+        (lambda: rpx.Sphere(along=0.5), TypeError, "Sphere takes an axis or a tuple of axes as along, but got 0.5."),
         (
-            lambda: rpx.Sphere(radius=0),
+            lambda: rpx.Sphere(0),
             ValueError,
             "Sphere got radius=0.0, but takes a finite number greater than 0.",
         ),
@@ -258,9 +258,9 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
             "PoincareBall got curvature=inf, but takes a finite number greater than 0.",
         ),
         (
-            lambda: rpx.Sphere(2).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.Sphere(along=2).init({"w": jnp.ones((3, 2))}),
             ValueError,
-            "Sphere(axis=2).init at 'w': axis=2 is out of bounds for an array of shape (3, 2). Leave it out "
+            "Sphere(along=2).init at 'w': along=2 is out of bounds for an array of shape (3, 2). Leave it out "
             "with `where`, or use a separate stage for it.",
         ),
         (

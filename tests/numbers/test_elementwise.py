@@ -99,7 +99,7 @@ def test_bounds_may_be_traced():
 
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_simplex_is_the_softmax_along_its_axis(axis):
-    p, x = rpx.Simplex(axis), normal(3, 4, 5, scale=5)
+    p, x = rpx.Simplex(along=axis), normal(3, 4, 5, scale=5)
     w = special.softmax(x.astype(float), axis)
     np.testing.assert_allclose(read(p, raw_of("simplex", x)), w, rtol=2e-6)
     np.testing.assert_allclose(started(p, w.astype(np.float32)), np.log(w), rtol=1e-5, atol=1e-6)
@@ -124,7 +124,7 @@ def test_simplex_projects_each_row_for_itself():
     w = normal(5, 4)
     rows = np.stack([nearest(row) for row in w])
     np.testing.assert_allclose(rpx.Simplex().project(w), rows, atol=1e-6)
-    np.testing.assert_allclose(rpx.Simplex(0).project(w.T), rows.T, atol=1e-6)
+    np.testing.assert_allclose(rpx.Simplex(along=0).project(w.T), rows.T, atol=1e-6)
 
 
 def test_samples_of_the_simplex_are_uniform(key):
@@ -281,14 +281,14 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
             "Bounded got low=0.0 and high=inf, but takes finite bounds, the lower one first.",
         ),
         (
-            lambda: rpx.Simplex((0, 1)),
+            lambda: rpx.Simplex(along=(0, 1)),
             TypeError,
             "Simplex takes one axis as axis, a number or a name, but got (0, 1).",
         ),
         (
-            lambda: rpx.Simplex(1).init({"w": jnp.ones(3)}),
+            lambda: rpx.Simplex(along=1).init({"w": jnp.ones(3)}),
             ValueError,
-            "Simplex(axis=1).init at 'w': axis=1 is out of bounds for an array of shape (3,). Leave it out "
+            "Simplex(along=1).init at 'w': along=1 is out of bounds for an array of shape (3,). Leave it out "
             "with `where`, or use a separate stage for it.",
         ),
         (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),

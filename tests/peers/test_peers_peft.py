@@ -81,7 +81,7 @@ def torch_net():
 
 def base_params():
     like = jax.eval_shape(lambda: Net().init(jax.random.key(0), TOKENS, IMAGES)["params"])
-    return rpx.from_torch(torch_net().state_dict(), rpx.Chain(), like, names=NAMES)
+    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, names=NAMES)
 
 
 def adapted(name):
@@ -116,7 +116,7 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_
     tensors, config = saved(model, tmp_path)
     p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
-    merged = rpx.from_torch(model.merge_and_unload().state_dict(), rpx.Chain(), base_params(), names=NAMES)
+    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
         got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
         want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
     else:
-        got = rpx.to_peft(rpx.combine(ours, fixed), p, names=NAMES)[0]
+        got = rpx.to_peft(p, rpx.combine(ours, fixed), names=NAMES)[0]
         want = theirs
     assert got.keys() == want.keys()
     for key in got:
@@ -155,7 +155,7 @@ def rotations(tree):
 def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
     tensors, config = saved(adapted(name), tmp_path)
     p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
-    again, written = rpx.to_peft(raw, p, names=NAMES)
+    again, written = rpx.to_peft(p, raw, names=NAMES)
     assert again.keys() == tensors.keys()
     for key, x in tensors.items():
         assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
@@ -169,7 +169,7 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
 def test_peft_loads_what_is_written(name, tmp_path):
     model = adapted(name)
     p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), names=NAMES)
-    tensors, config = rpx.to_peft(raw, p, names=NAMES)
+    tensors, config = rpx.to_peft(p, raw, names=NAMES)
     folder = tmp_path / "ours"
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -182,7 +182,7 @@ def test_peft_loads_what_is_written(name, tmp_path):
     ("chain", "settings"),
     [
         (rpx.LoRA(4, 8.0), {}),
-        (rpx.LoRA(4, 8.0, scaling="sqrt"), {"use_rslora": True}),
+        (rpx.LoRA(4, 8.0, divisor="sqrt"), {"use_rslora": True}),
         (rpx.LoRA(4, 8.0, start="pissa"), {"init_lora_weights": "pissa"}),
         (rpx.LoRA(4, 8.0, start="olora"), {"init_lora_weights": "olora"}),
     ],
@@ -243,7 +243,7 @@ def test_bfloat16_adapters_keep_their_bytes(tmp_path):
     tensors = load_torch(tmp_path / "adapter_model.safetensors")
     like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), base_params())
     p, raw = rpx.from_peft(tensors, config, like, names=NAMES)
-    again, _ = rpx.to_peft(raw, p, names=NAMES)
+    again, _ = rpx.to_peft(p, raw, names=NAMES)
     for key, x in tensors.items():
         np.testing.assert_array_equal(again[key].astype(np.float32), x.float().numpy())
 
@@ -305,20 +305,20 @@ def test_what_peft_has_not_is_refused_by_path():
         f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p.init(params), p, names=NAMES)
-    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(0, where=where)
+        rpx.to_peft(p, p.init(params), names=NAMES)
+    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(axis=0, where=where)
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n  "
         "expected adapters of one method, got IA3, LORA\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(mixed.init(params), mixed, names=NAMES)
-    untied = rpx.Freeze() >> rpx.Gain(-1, where="head/kernel")
+        rpx.to_peft(mixed, mixed.init(params), names=NAMES)
+    untied = rpx.Freeze() >> rpx.Gain(axis=-1, where="head/kernel")
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n  "
         "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(untied.init(params), untied, names=NAMES)
+        rpx.to_peft(untied, untied.init(params), names=NAMES)

@@ -47,7 +47,7 @@ def test_a_scale_for_each_output_is_torch_fake_quantize_per_channel(name):
 def test_learned_steps_have_the_gradients_of_torch(name, share):
     w, (low, high) = weights(), RANGES[name]
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.Quantize(name, scale="learned")
+    p = rpx.Quantize(name, step="learned")
     raw = p.init({"w": jnp.asarray(w)})
     step = share * raw["w"]["@quantize"]["step"]
     raw["w"]["@quantize"]["step"] = step
@@ -66,7 +66,7 @@ def test_learned_steps_have_the_gradients_of_torch(name, share):
 def test_learned_steps_for_each_output_have_the_gradients_of_torch():
     w, (low, high) = weights(), RANGES["int4"]
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.Quantize("int4", axis=-1, scale="learned")
+    p = rpx.Quantize("int4", axis=-1, step="learned")
     raw = p.init({"w": jnp.asarray(w)})
     step = 0.5 * raw["w"]["@quantize"]["step"]
     raw["w"]["@quantize"]["step"] = step

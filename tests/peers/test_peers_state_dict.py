@@ -90,7 +90,7 @@ def orthogonal(map, **options):
 
 
 def norm(axis):
-    return lambda where: rpx.WeightNorm(axis, where=where)
+    return lambda where: rpx.WeightNorm(axis=axis, where=where)
 
 
 def spectral(axis):
@@ -226,11 +226,11 @@ def exchanged(style):
     p = rpx.Chain(tuple(case.stages(f"{name}/{case.name}") for name, case in cases.items()))
     layouts = {f"{name}/.*": case.layout for name, case in cases.items() if case.layout}
     with jax.enable_x64():
-        raw = rpx.from_torch(model.state_dict(), p, like, layouts=layouts)
-        returned = rpx.to_torch(raw, p, layouts=layouts, style=style)
+        raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts)
+        returned = rpx.to_torch(p, raw, layouts=layouts, style=style)
         kernels = tuple((name, case.name) for name, case in cases.items())
         stepped, effective = trained(p, kernels, raw, {name: ours(cases[name], x) for name, x in targets.items()})
-        written = rpx.to_torch(stepped, p, layouts=layouts, style=style)
+        written = rpx.to_torch(p, stepped, layouts=layouts, style=style)
     loss_of_torch(model.train(), targets).backward()
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -292,7 +292,7 @@ def test_the_layouts_give_the_convolutions_of_torch():
     model = torch.nn.ModuleDict({"conv": conv(), "deconv": deconv(), "deconv of flax": deconv()}).double()
     axes, valid = ("NHWC", "HWIO", "NHWC"), {"strides": (1, 1), "padding": "VALID"}
     with jax.enable_x64():
-        got = rpx.from_torch(model.state_dict(), rpx.Chain(), like, layouts={"deconv/kernel": "conv_transpose"})
+        got = rpx.from_torch(rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose"})
         transposed = partial(jax.lax.conv_transpose, x, dimension_numbers=axes, **valid)
         outputs = {
             "conv": jax.lax.conv_general_dilated(x, got["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=axes),
@@ -308,7 +308,7 @@ def test_the_layouts_give_the_convolutions_of_torch():
 def test_tensors_are_copied_and_keep_half_precision():
     module = torch.nn.Linear(2, 3).bfloat16()
     like = {"kernel": jnp.zeros((2, 3), jnp.bfloat16), "bias": jnp.zeros(3, jnp.bfloat16)}
-    got = rpx.from_torch(module.state_dict(), rpx.Chain(), like)
+    got = rpx.from_torch(rpx.Chain(), module.state_dict(), like)
     want = module.weight.detach().float().numpy().T
     with torch.no_grad():
         module.weight.zero_()
@@ -348,8 +348,8 @@ def test_two_names_of_one_parameter_are_a_tie():
     model["out"].weight = model["embed"].weight
     p = rpx.Tie({"out/kernel": ("embed/embedding", jnp.transpose)}, unequal="overwrite")
     like = {"embed": {"embedding": np.zeros((4, 3), np.float32)}, "out": {"kernel": np.zeros((3, 4), np.float32)}}
-    raw = rpx.from_torch(model.state_dict(), p, like)
-    model.load_state_dict({name: torch.from_numpy(2 * x) for name, x in rpx.to_torch(raw, p).items()}, strict=True)
+    raw = rpx.from_torch(p, model.state_dict(), like)
+    model.load_state_dict({name: torch.from_numpy(2 * x) for name, x in rpx.to_torch(p, raw).items()}, strict=True)
     np.testing.assert_array_equal(
         2 * np.asarray(p.fold(raw)["out"]["kernel"]), model["embed"].weight.detach().numpy().T
     )

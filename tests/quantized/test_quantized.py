@@ -49,7 +49,7 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(name, axis, block, bloc
     rows, back = blocks(np.asarray(w, np.float32))
     scale = np.max(np.abs(rows), axis=1, keepdims=True) * np.float32(1 / TOPS[name])
     want = back(grid(name, rows / scale) * scale)
-    got = rpx.Quantize(name, axis, block).apply({"w": w})["w"]
+    got = rpx.Quantize(name, axis=axis, block=block).apply({"w": w})["w"]
     # A number half way between two may go to either, by the last bit of a quotient.
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
@@ -158,7 +158,7 @@ def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
 
 def test_a_learned_step_has_the_gradients_of_the_paper():
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    p = rpx.Quantize("int4", axis=-1, scale="learned")
+    p = rpx.Quantize("int4", axis=-1, step="learned")
     raw = p.init({"w": w})
     step = raw["w"]["@quantize"]["step"]
     np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
@@ -177,12 +177,12 @@ def test_a_learned_step_has_the_gradients_of_the_paper():
 def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     codes = np.random.default_rng(0).integers(-8, 6, (16, 4))
     w = {"w": jnp.asarray(0.37 * codes, jnp.float32)}
-    p = rpx.Quantize("int4", axis=-1, scale="learned")
+    p = rpx.Quantize("int4", axis=-1, step="learned")
     np.testing.assert_allclose(p.apply(p.init(w))["w"], w["w"], rtol=1e-6)
 
 
 def test_a_learned_step_is_the_finest_that_fits():
-    raw = rpx.Quantize("int8", axis=-1, scale="learned").init({"w": jnp.eye(4)})
+    raw = rpx.Quantize("int8", axis=-1, step="learned").init({"w": jnp.eye(4)})
     np.testing.assert_allclose(raw["w"]["@quantize"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
 
 
@@ -291,13 +291,13 @@ ERRORS = {
         "it with int4 or nf4.",
     ),
     "learned": (
-        lambda: rpx.Quantize("nf4", scale="learned"),
+        lambda: rpx.Quantize("nf4", step="learned"),
         ValueError,
         "Quantize got scale='learned' with nf4, but learns steps only for int8 and int4, without double_quant. "
         "Use scale='absmax'.",
     ),
     "learned twice": (
-        lambda: rpx.Quantize("int4", block=4, scale="learned", double_quant=True),
+        lambda: rpx.Quantize("int4", block=4, step="learned", double_quant=True),
         ValueError,
         "Quantize got scale='learned' with int4 and double_quant=True, but learns steps only for int8 and "
         "int4, without double_quant. Use scale='absmax'.",

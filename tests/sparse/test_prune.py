@@ -210,7 +210,7 @@ def test_a_mask_keeps_the_zeros_of_the_weight():
 @pytest.mark.parametrize(("axis", "n", "m"), [(-1, 2, 4), (0, 1, 2), (1, 1, 3), (0, 0, 4), (0, 4, 4)], ids=str)
 def test_n_of_every_m_weights_stay(axis, n, m):
     arrays = [normal(4, 6, 8), normal(4, 6, 8, dtype=np.float16), rotated(4, 6, 8), np.ones((4, 6, 8), np.float32)]
-    for w, got in zip(arrays, projected(rpx.NofM(n, m, axis), arrays), strict=True):
+    for w, got in zip(arrays, projected(rpx.NofM(n, m, along=axis), arrays), strict=True):
         groups = np.moveaxis(w, axis, -1).reshape(-1, m)
         expected = np.stack([without_smallest(group, m - n) for group in groups])
         np.testing.assert_array_equal(np.moveaxis(got, axis, -1).reshape(-1, m), expected)

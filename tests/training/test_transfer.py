@@ -48,8 +48,8 @@ CHAINS = [
 @pytest.mark.parametrize("p", CHAINS, ids=repr)
 def test_the_same_chain_keeps_every_value(p):
     raw = moved(p.init(PARAMS))
-    assert_equal(rpx.transfer(raw, p, p), raw)
-    assert_equal(jax.jit(lambda raw: rpx.transfer(raw, p, p))(raw), raw)
+    assert_equal(rpx.transfer(p, p, raw), raw)
+    assert_equal(jax.jit(lambda raw: rpx.transfer(p, p, raw))(raw), raw)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_same_chain_keeps_every_value(p):
 )
 def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
     raw = moved(old.init(PARAMS))
-    got = rpx.transfer(raw, old, new)
+    got = rpx.transfer(old, new, raw)
     assert_equal(got["a"], raw["a"])
     new.check(got, like=PARAMS)
     if "Orthogonal" not in repr(new):  # of the nearest orthogonal matrix to a weight that is none
@@ -74,7 +74,7 @@ def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
 def test_a_stage_in_front_keeps_what_it_does_not_take():
     old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
     raw = moved(old.init(PARAMS))
-    got = rpx.transfer(raw, old, new)
+    got = rpx.transfer(old, new, raw)
     np.testing.assert_array_equal(got["a"]["kernel"]["@weight_norm"]["v"], raw["a"]["kernel"]["@weight_norm"]["v"])
     want = jnp.log(jnp.expm1(raw["a"]["kernel"]["@weight_norm"]["g"]))
     np.testing.assert_allclose(got["a"]["kernel"]["@weight_norm"]["g"]["@positive"]["x"], want, rtol=1e-5)
@@ -94,7 +94,7 @@ def test_a_stage_in_front_keeps_what_it_does_not_take():
 )
 def test_the_model_stays_the_same(old, new):
     raw = moved(old.init(PARAMS))
-    got = rpx.transfer(raw, old, new)
+    got = rpx.transfer(old, new, raw)
     assert jax.tree.structure(got) == jax.tree.structure(new.init(PARAMS))
     assert_same_model(got, old, raw, new)
 
@@ -102,7 +102,7 @@ def test_the_model_stays_the_same(old, new):
 def test_freezing_keeps_what_is_frozen():
     old, new = rpx.WeightNorm(), rpx.WeightNorm() >> rpx.Freeze(where="b/kernel")
     raw = moved(old.init(PARAMS))
-    got = rpx.transfer(raw, old, new)
+    got = rpx.transfer(old, new, raw)
     assert_equal(got["a"], raw["a"])
     assert_same_model(got, old, raw, new)
 
@@ -111,7 +111,7 @@ def test_numbers_over_the_whole_tree_become_numbers_by_array():
     p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
     raw = p.init(PARAMS)
     before = {**raw, "a": {**raw["a"], "kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
-    assert_equal(rpx.transfer(before, p, p), raw)
+    assert_equal(rpx.transfer(p, p, before), raw)
     with pytest.raises(ValueError, match="a/kernel: expected @scale, got @scale@2"):
         p.check(before, like=PARAMS)
 
@@ -141,7 +141,7 @@ NEW = rpx.WeightNorm()
 def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
     raw = OLD.init(PARAMS)
     state = trained(optax.adam(1e-3), raw)
-    got = rpx.transfer(state, OLD, NEW)
+    got = rpx.transfer(OLD, NEW, state)
     assert jax.tree.structure(got) == jax.tree.structure(optax.adam(1e-3).init(NEW.init(PARAMS)))
     assert got[0].count == state[0].count == 2
     for name in ("mu", "nu"):
@@ -153,8 +153,8 @@ def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
 def test_the_state_goes_on_in_training():
     raw = OLD.init(PARAMS)
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    state = rpx.transfer(trained(tx, raw), OLD, NEW, like=raw)
-    new = rpx.transfer(raw, OLD, NEW)
+    state = rpx.transfer(OLD, NEW, trained(tx, raw), like=raw)
+    new = rpx.transfer(OLD, NEW, raw)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, new), state, new)
     assert jax.tree.structure(updates) == jax.tree.structure(new)
 
@@ -172,16 +172,16 @@ def test_the_state_of_our_optimizer(like):
             "`rpx.optimizer` has no entries for fixed values, so their shapes come from `like`."
         )
         with raises(ValueError, text):
-            rpx.transfer(state, old, new)
+            rpx.transfer(old, new, state)
         return
-    got = rpx.transfer(state, old, new, like=raw)
+    got = rpx.transfer(old, new, state, like=raw)
     assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(PARAMS)))
     assert_equal(got[0].mu["a"], state[0].mu["a"])
 
 
 def test_a_tree_of_another_chain_is_refused():
     with pytest.raises(ValueError, match="never went through init"):
-        rpx.transfer(PARAMS, rpx.WeightNorm(), rpx.Chain())
+        rpx.transfer(rpx.WeightNorm(), rpx.Chain(), PARAMS)
 
 
 # ---- states that have moments for some values alone
@@ -207,27 +207,27 @@ PARTIAL = {
 def test_what_has_no_moment_stays_so(name):
     tx, old, new = PARTIAL[name], FROZEN >> OLD, FROZEN >> NEW
     raw = old.init(PARAMS)
-    got = rpx.transfer(trained(tx, raw), old, new, like=raw)
+    got = rpx.transfer(old, new, trained(tx, raw), like=raw)
     want = tx.init(new.init(PARAMS))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
-    trained(tx, rpx.transfer(raw, old, new))
+    trained(tx, rpx.transfer(old, new, raw))
 
 
 @pytest.mark.parametrize(("old", "new"), [(rpx.Chain(), NEW), (rpx.VarNoise(0.1), rpx.Scale(2.0))], ids=repr)
 def test_hyperparameters_in_a_state_are_no_moments(old, new):
     tx, raw = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), old.init(PARAMS)
     state = trained(tx, raw)
-    got = rpx.transfer(state, old, new, like=raw)
+    got = rpx.transfer(old, new, state, like=raw)
     assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(PARAMS)))
     with pytest.raises(ValueError, match="found no raw tree of"):  # nothing but `like` tells moments from these
-        rpx.transfer(state, old, new)
+        rpx.transfer(old, new, state)
 
 
 def test_no_part_of_a_state_is_left_behind():
     old, tx = FROZEN >> OLD, PARTIAL["ours in multi steps"]  # gradients of the whole tree beside moments of a part
     with pytest.raises(ValueError, match="in some part of the state"):
-        rpx.transfer(trained(tx, old.init(PARAMS)), old, FROZEN >> NEW)
+        rpx.transfer(old, FROZEN >> NEW, trained(tx, old.init(PARAMS)))
 
 
 SOME = {
@@ -243,20 +243,20 @@ SOME = {
 def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
     tx, raw = SOME[name], OLD.init(PARAMS)
     state = trained(tx, raw)
-    assert_equal(rpx.transfer(state, OLD, OLD, like=raw), state)
+    assert_equal(rpx.transfer(OLD, OLD, state, like=raw), state)
     text = (
         "transfer cannot start a moment for 'b/kernel/@weight_norm/g': the state has none for some values that "
         "train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
         "`tx.init`."
     )
     with raises(ValueError, text):
-        rpx.transfer(state, OLD, NEW, like=raw)
+        rpx.transfer(OLD, NEW, state, like=raw)
 
 
 def test_unfrozen_values_start_without_momentum():
     tx, old, new = rpx.optimizer(optax.adam(1e-3)), rpx.Freeze(where=".*"), rpx.Chain()
     raw = old.init(PARAMS)
-    got = rpx.transfer(tx.init(raw), old, new, like=raw)
+    got = rpx.transfer(old, new, tx.init(raw), like=raw)
     assert_equal(got, tx.init(PARAMS))
 
 
@@ -264,5 +264,5 @@ def test_states_of_trees_with_functions():
     old, new = rpx.WeightNorm(where="a"), rpx.WeightNorm()
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2)), "f": jnp.tanh}
     tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(params)
-    got = rpx.transfer(tx.init(raw), old, new, like=raw)
+    got = rpx.transfer(old, new, tx.init(raw), like=raw)
     assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(params)))

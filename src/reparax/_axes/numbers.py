@@ -10,6 +10,9 @@ from reparax._numerics.arguments import is_whole
 Axis = int | str
 Axes = Axis | tuple[Axis, ...]
 
+EACH = "each"
+"""Given as feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
+
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
     """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
@@ -21,8 +24,23 @@ def check_axes(axes: Any, who: str, name: str) -> Axes:
 
 
 def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
-    """Like :func:`check_axes`, but None is allowed."""
+    """Like :func:`check_axes`, but None is allowed, for the whole array."""
     return None if axes is None else check_axes(axes, who, name)
+
+
+def check_features(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_optional_axes`, but ``"each"`` is allowed, for each number of the array."""
+    return EACH if _is_each(axes) else check_optional_axes(axes, who, name)
+
+
+def check_slices(axes: Any, who: str, name: str) -> Axes:
+    """Like :func:`check_features`, but None is refused: it once meant each number, and now means the whole array."""
+    if axes is None:
+        raise ValueError(
+            f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on slices. "
+            f"Write {name}='each' for single weights, the default."
+        )
+    return EACH if _is_each(axes) else check_axes(axes, who, name)
 
 
 def check_axis(axis: Any, who: str, name: str) -> Axis:
@@ -59,7 +77,11 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
 
 
 def _is_axis(value: object) -> bool:
-    return isinstance(value, str) or is_whole(value)
+    return (isinstance(value, str) and value != EACH) or is_whole(value)
+
+
+def _is_each(axes: object) -> bool:
+    return isinstance(axes, str) and axes == EACH
 
 
 def _each(axes: Axes) -> tuple[Axis, ...]:
@@ -68,7 +90,7 @@ def _each(axes: Axes) -> tuple[Axis, ...]:
 
 def has_names(axes: Axes | None) -> bool:
     """Whether any axis is given by name."""
-    return axes is not None and any(isinstance(axis, str) for axis in _each(axes))
+    return axes is not None and axes != EACH and any(isinstance(axis, str) for axis in _each(axes))
 
 
 def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
@@ -104,7 +126,7 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 
 def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
-    if axes is None or all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
+    if axes is None or axes == EACH or all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         return None
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
@@ -113,7 +135,9 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
 
 
 def count_from_front(axes: Axes, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front."""
+    """``axes`` counted from the front; all of them for ``"each"``."""
+    if axes == EACH:
+        return tuple(range(w.ndim))
     return tuple(sorted(axis % w.ndim for axis in list_axes(axes)))
 
 

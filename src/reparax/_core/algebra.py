@@ -108,7 +108,7 @@ class Parametrization(Static, ABC):
             if kind_of(mark) in [stage.kind for stage in _stages(self)]:
                 raise ValueError(
                     f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                    f"or an older version of reparax made it. Convert it with `rpx.transfer(raw, old, new)`."
+                    f"or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
                 )
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
         return effective
@@ -462,6 +462,13 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 def overrides(stage: Parametrization, *methods: str) -> bool:
     """Whether the class of a stage overrides one of these methods."""
     return any(getattr(type(stage), method) is not getattr(Parametrization, method) for method in methods)
+
+
+def require_chains(usage: str, *got: object) -> None:
+    """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
+    if others := [type(x).__name__ for x in got if not isinstance(x, Parametrization)]:
+        name = usage.partition("(")[0]
+        raise TypeError(f"{name} takes parametrizations first, but got {others[0]}. Write `rpx.{usage}`.")
 
 
 def call(p: Parametrization, method: str) -> str:

@@ -14,9 +14,11 @@ import numpy as np
 from jax.core import Tracer
 
 from reparax._core.known import everywhere, holds_array, plain
+from reparax._core.renamed import renamed
 from reparax._tree.paths import describe
 
 FORMAT = 1
+_OF_ALL_STAGES = ("where", "stacked", "outside")
 # Only functions of these modules, and of those below them, have a name in JSON.
 _PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
 _NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
@@ -39,13 +41,15 @@ def class_name(cls: type) -> str:
 
 
 def arguments(stage: Any) -> dict[str, Any]:
-    """The constructor arguments of ``stage`` that differ from their defaults; keyword-only ones come last."""
-    values = {field: getattr(stage, field.name) for field in _declared(stage)}
+    """The constructor arguments of ``stage`` that differ from their defaults, in the order of code."""
+    values = {field: getattr(stage, field.name) for field in declared(stage)}
     return {field.name: value for field, value in values.items() if not _same(value, field.default)}
 
 
-def _declared(stage: Any) -> list[dataclasses.Field[Any]]:
-    return sorted((f for f in dataclasses.fields(stage) if f.repr), key=lambda field: bool(field.kw_only))
+def declared(stage: Any) -> list[dataclasses.Field[Any]]:
+    """The arguments by position, then those by name; those that all stages take come last."""
+    fields = [field for field in dataclasses.fields(stage) if field.repr]
+    return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
 
 
 def required(stage: Any) -> set[str]:
@@ -216,7 +220,9 @@ def _build(entry: Mapping[str, Any]) -> Any:
 
 def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with the argument names; None if they fit."""
-    taken = [field.name for field in _declared(cls)]
+    if (old := renamed(class_name(cls), arguments)) is not None:
+        return old
+    taken = [field.name for field in declared(cls)]
     if unknown := [name for name in arguments if name not in taken]:
         return f"it takes {', '.join(taken)}, but not {unknown[0]}"
     missing = [name for name in taken if name in required(cls) and name not in arguments]

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
-from reparax._core.config import find_functions, name_functions, register_class
+from reparax._core.config import class_name, declared, find_functions, name_functions, register_class
 from reparax._core.kinds import kind_of_class
 from reparax._core.known import holds_array, plain
+from reparax._core.renamed import renamed
 from reparax._tree.raw import register_kind
 
 Check = Callable[[Any, str, str], Any]
@@ -131,12 +132,26 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        _require_arguments(type(self), args, kwargs)
         init(self, *plain(args), **plain(kwargs))
         for each in _fields(self):  # defaults, and what `__post_init__` computes
             if hasattr(self, each.name):
                 object.__setattr__(self, each.name, plain(getattr(self, each.name)))
 
     return initialize
+
+
+def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses old names, and arguments by position that must have their names."""
+    if (wrong := renamed(class_name(cls), kwargs)) is not None:
+        raise TypeError(f"{cls.__name__}: {wrong}.")
+    unnamed = [each for each in _fields(cls) if each.init and not each.kw_only]
+    if len(args) > len(unnamed):
+        named = ", ".join(f"{each.name}=" for each in declared(cls) if each.kw_only)
+        others = f"Write the others by name: {named}." if named else "It has no others."
+        raise TypeError(
+            f"{cls.__name__} takes {len(unnamed)} of its arguments by position, but got {len(args)}. {others}"
+        )
 
 
 def _refuse_init(cls: type) -> None:

@@ -36,7 +36,7 @@ class IA3Method(Method):
         size, ones = target.shape[axis], target.ones
         inputs = feedforward or bool(ones)
         require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
-        return Layer((Gain(axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
+        return Layer((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
 
     def write(self, target: Target, node: Node) -> Written:
         g, gain = node.values["g"], node.stage

@@ -55,8 +55,8 @@ class LoRAMethod(Method):
         magnitude = (1, out, *ones) if ones else (out,)
         dora = bool(config.get("use_dora"))
         require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
-        scaling = "sqrt" if config.get("use_rslora") else "rank"
-        lora = LoRA(rank, alpha, scaling=scaling, **target.rows_and_columns())
+        divisor = "sqrt" if config.get("use_rslora") else "rank"
+        lora = LoRA(rank, alpha, divisor=divisor, **target.rows_and_columns())
         values = {
             "@lora/a": target.read_inputs(tensors[names[0]]),
             "@lora/b": jnp.asarray(tensors[names[1]]).reshape(out, rank).T,
@@ -67,7 +67,7 @@ class LoRAMethod(Method):
         spread = [out if i == target.out else 1 for i in range(len(target.shape))]
         g = jnp.asarray(tensors["lora_magnitude_vector"]).reshape(spread)
         inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
-        return Layer((lora, WeightNorm(axis, detach=True)), {"@weight_norm/g": g, **inside})
+        return Layer((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
 
     def write(self, target: Target, node: Node) -> Written:
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
@@ -78,7 +78,7 @@ class LoRAMethod(Method):
         if norm is not None:
             g = norm.values["g"].astype(a.dtype)
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
-        rank, alpha, root = stage.rank, stage.alpha, stage.scaling == "sqrt"
+        rank, alpha, root = stage.rank, stage.alpha, stage.divisor == "sqrt"
         factor = 1.0 if alpha is None else known(alpha) / (math.sqrt(rank) if root else rank)
         return Written(tensors, factor, rank, {"root": root and alpha is not None, "use_dora": norm is not None})
 

@@ -190,7 +190,7 @@ def _gains_of_biases(
         if bias is not None and target.path in layers and not is_named(target.module, inputs):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
             paths.append(re.escape(bias.path))
-    return ([Tie(ties)], [Gain(-1, where="|".join(sorted(paths)))]) if ties else ([], [])
+    return ([Tie(ties)], [Gain(axis=-1, where="|".join(sorted(paths)))]) if ties else ([], [])
 
 
 def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:

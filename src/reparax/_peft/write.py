@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._peft.method import Method, Node, Written
 from reparax._peft.methods import METHODS, method_of
 from reparax._peft.target import Target
@@ -27,7 +27,7 @@ from reparax.training import _transfer
 
 
 def to_peft(
-    raw: PyTree, p: Parametrization, *, names: Rules = None, layouts: Rules = None
+    p: Parametrization, raw: PyTree, *, names: Rules = None, layouts: Rules = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Converts a raw tree of ``p`` to an adapter that PEFT can load: its tensors and its configuration.
 
@@ -37,8 +37,8 @@ def to_peft(
     are left out.
 
     Args:
-      raw: A raw tree of ``p``.
-      p: The chain that made it, for one of the methods that :func:`from_peft` reads.
+      p: The chain, for one of the methods that :func:`from_peft` reads.
+      raw: A raw tree of it.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
       layouts: As for :func:`from_torch`. An adapted array with the layout ``"same"`` whose rows are its first axis is
         an embedding table.
@@ -53,12 +53,13 @@ def to_peft(
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.LoRA(1, alpha=2.0)
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
-      >>> tensors, config = rpx.to_peft(raw, p)
+      >>> tensors, config = rpx.to_peft(p, raw)
       >>> {name: x.shape for name, x in tensors.items()}
       {'base_model.model.dense.lora_A.weight': (1, 3), 'base_model.model.dense.lora_B.weight': (2, 1)}
       >>> config["peft_type"], config["r"], config["lora_alpha"], config["target_modules"]
       ('LORA', 1, 2, ['dense'])
     """
+    require_chains("to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
     targets = {target.path: target for target in targets_of(abstract(weights.fold, raw), names, layouts).values()}
     nodes, free, lines = _places(weights, raw, targets)

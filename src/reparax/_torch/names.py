@@ -16,7 +16,7 @@ from reparax.sparse._mask import Mask, NofM
 from reparax.sparse._prune import MagnitudePrune, RandomPrune
 from reparax.training import _transfer
 
-EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(state, Chain(), like))`, `to_torch(p.fold(raw), Chain())`."
+EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(Chain(), state, like))`, `to_torch(Chain(), p.fold(raw))`."
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._core.algebra import Parametrization
+from reparax._core.algebra import Parametrization, require_chains
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
@@ -19,7 +19,7 @@ from reparax.matrices._orthogonal import Orthogonal
 
 
 def from_torch(
-    state: Mapping[str, Any], p: Parametrization, like: PyTree, *, names: Rules = None, layouts: Rules = None
+    p: Parametrization, state: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
 ) -> PyTree:
     r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
 
@@ -33,8 +33,8 @@ def from_torch(
     before ``u``.
 
     Args:
-      state: A dict of names and tensors, or arrays.
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
+      state: A dict of names and tensors, or arrays.
       like: The model's parameters, or their shapes and dtypes.
       names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
         in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
@@ -62,11 +62,12 @@ def from_torch(
       ... }
       >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
       >>> p = rpx.WeightNorm()
-      >>> raw = rpx.from_torch(state, p, like)
+      >>> raw = rpx.from_torch(p, state, like)
       >>> p.fold(raw)["dense"]["kernel"]
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
     """
+    require_chains("from_torch(p, state, like)", p)
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         expected = abstract(p.init, like)
@@ -78,8 +79,8 @@ def from_torch(
 
 
 def to_torch(
-    raw: PyTree,
     p: Parametrization,
+    raw: PyTree,
     *,
     names: Rules = None,
     layouts: Rules = None,
@@ -91,11 +92,11 @@ def to_torch(
     ``strict=True``, and safetensors takes the arrays as they are. Each has the dtype of its weight. Torch cannot read
     bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
 
-    If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(p.fold(raw), Chain())``.
+    If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(Chain(), p.fold(raw))``.
 
     Args:
-      raw: A raw tree of ``p``.
-      p: The chain that made it.
+      p: The chain.
+      raw: A raw tree of it.
       names: As for :func:`from_torch`.
       layouts: As for :func:`from_torch`.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``, or ``"hooks"``, those of
@@ -108,9 +109,10 @@ def to_torch(
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm()
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
-      >>> {name: x.shape for name, x in rpx.to_torch(raw, p, style="hooks").items()}
+      >>> {name: x.shape for name, x in rpx.to_torch(p, raw, style="hooks").items()}
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
+    require_chains("to_torch(p, raw)", p)
     if style not in ("parametrizations", "hooks"):
         raise ValueError(f"to_torch takes style='parametrizations' or 'hooks', but got {style!r}.")
     with locate_errors("to_torch"):

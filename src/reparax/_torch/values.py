@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import list_axes
+from reparax._axes.numbers import EACH, list_axes
 from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import permute, read_layout, write_layout
 from reparax._torch.names import EXCHANGE_PLAIN
@@ -90,7 +90,7 @@ def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:
-    if isinstance(axis, tuple):
+    if isinstance(axis, tuple) or axis == EACH:
         raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
@@ -116,7 +116,7 @@ def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     axes = tuple(i for i, (size, whole) in enumerate(zip(shape, mask.shape, strict=True)) if size < whole)
     found = jnp.max(mask, axis=axes, keepdims=True)
     if not jnp.all(found == mask):
-        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis=None`.")
+        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis='each'`.")
     return found
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, count_from_front, others
+from reparax._axes.numbers import Axes, check_features, count_from_front, others
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
@@ -20,7 +20,8 @@ class Gain(Reparametrization):
     sigma-reparametrization.
 
     Args:
-      axis: The axes with one factor per index, by number or by name. Default: one factor for the whole array.
+      axis: The axes with one factor per index, by number or by name. Default: None, one factor for the whole
+        array; ``"each"`` for one factor of each weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -38,7 +39,7 @@ class Gain(Reparametrization):
       Susskind, *Stabilizing Transformer Training by Preventing Attention Entropy Collapse*, 2023.
     """
 
-    axis: Axes | None = argument(check_optional_axes, default=None)
+    axis: Axes | None = argument(check_features, default=None, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     min_ndim: ClassVar[int] = 2

@@ -26,7 +26,7 @@ class LoRA(RowsAndColumns):
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
-    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, scaling="sqrt")``
+    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
     QLoRA                             ``Stored("nf4", block=64) >> LoRA(8)``
@@ -39,7 +39,7 @@ class LoRA(RowsAndColumns):
       rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
         layer of two outputs, except with ``start="pissa"`` or ``"olora"``.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
-      scaling: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
+      divisor: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
       start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
         ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
@@ -71,7 +71,7 @@ class LoRA(RowsAndColumns):
 
     rank: int = argument(check_positive_whole)
     alpha: Any = argument(per_array(optional(check_number)), default=None)
-    scaling: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
+    divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("a", "b")
@@ -111,7 +111,7 @@ class LoRA(RowsAndColumns):
         """The number c."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
-        return scalar(self.alpha, like.real) / (self.rank if self.scaling == "rank" else self.rank**0.5)
+        return scalar(self.alpha, like.real) / (self.rank if self.divisor == "rank" else self.rank**0.5)
 
     def _difference(self, a: Array, b: Array) -> Array:
         a, b = widened(a), widened(b)

@@ -25,12 +25,12 @@ class VeRA(RowsAndColumns):
     Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
     :math:`W_0`, like ``W``. A of shape ``(rows, rank)`` and B of ``(rank, columns)`` depend only on ``seed`` and their
     shapes, so all arrays of one shape share them. They are uniform with the bounds :math:`\sqrt{6 / \text{rows}}` and
-    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``scale`` and ``b`` at zero, so ``init`` is exact, bit for bit.
+    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``start`` and ``b`` at zero, so ``init`` is exact, bit for bit.
     Half-precision matrices are computed in float32.
 
     Args:
       rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
-      scale: The initial value of ``d``.
+      start: The initial value of ``d``.
       seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -48,7 +48,7 @@ class VeRA(RowsAndColumns):
     """
 
     rank: int = argument(check_positive_whole)
-    scale: float = argument(check_known_number, default=0.1)
+    start: float = argument(check_known_number, default=0.1)
     seed: int = argument(check_whole, default=0, kw_only=True)
 
     kind: ClassVar[str] = "vera"
@@ -59,7 +59,7 @@ class VeRA(RowsAndColumns):
     alike: ClassVar[tuple[str, ...]] = ("w",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"d": jnp.full(self.rank, self.scale, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
+        return {"d": jnp.full(self.rank, self.start, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, d, b = values["w"], widened(values["d"]), widened(values["b"])

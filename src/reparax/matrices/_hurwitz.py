@@ -16,9 +16,9 @@ from reparax.matrices._definite import cholesky, definite, factor, unfactored
 from reparax.matrices._patterns import Skew
 
 
-def _norm(w: Array, rate: float = 0.0) -> Array:
-    """The largest absolute row sum of each matrix plus the rate, of shape ``(..., 1, 1)``; 1 if both are zero."""
-    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + rate
+def _norm(w: Array, margin: float = 0.0) -> Array:
+    """The largest absolute row sum of each matrix plus the margin, of shape ``(..., 1, 1)``; 1 if both are zero."""
+    norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + margin
     return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
@@ -38,11 +38,11 @@ def _lyapunov(a: Array, q: Array) -> Array:
     return jax.lax.fori_loop(0, 40, step, (a, q))[1] / 2
 
 
-def _check_rate(value: Any, who: str, name: str) -> float:
-    rate = check_known_number(value, who, name)
-    if not 0 <= rate < math.inf:
-        raise ValueError(f"{who} got {name}={rate}, but takes a finite decay rate that is not negative.")
-    return rate
+def _check_margin(value: Any, who: str, name: str) -> float:
+    margin = check_known_number(value, who, name)
+    if not 0 <= margin < math.inf:
+        raise ValueError(f"{who} got {name}={margin}, but takes a finite margin that is not negative.")
+    return margin
 
 
 class Hurwitz(Matrices):
@@ -57,7 +57,7 @@ class Hurwitz(Matrices):
     of the largest entry.
 
     Args:
-      rate: The decay rate alpha, not negative.
+      margin: The number alpha, not negative: solutions decay at least as fast as :math:`e^{-\alpha t}`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
@@ -73,7 +73,7 @@ class Hurwitz(Matrices):
       Duan and Patton, *A Note on Hurwitz Stability of Matrices*, 1998.
     """
 
-    rate: float = argument(_check_rate, default=0.0)
+    margin: float = argument(_check_margin, default=0.0)
 
     decays: ClassVar[bool] = False
     dtypes: ClassVar[Any] = jnp.floating
@@ -83,9 +83,9 @@ class Hurwitz(Matrices):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
-        norm, one, excess = _norm(x, self.rate), identity(x), self._excess(x)[..., None, None]
+        norm, one, excess = _norm(x, self.margin), identity(x), self._excess(x)[..., None, None]
         inside = excess < -resolution(x, norm) / 2
-        stable = x + (self.rate - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
+        stable = x + (self.margin - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
         q = norm * one
         solution = _lyapunov(stable, q)
         values, vectors = definite(solution)
@@ -99,16 +99,16 @@ class Hurwitz(Matrices):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         p, q = factor(values["p"]), factor(values["q"])
         skew = Skew().apply_leaf({"x": widened(values["s"])})
-        w = product(p, p.mT, skew - product(q, q.mT) / 2) - self.rate * identity(p)
+        w = product(p, p.mT, skew - product(q, q.mT) / 2) - self.margin * identity(p)
         return w.astype(values["p"].dtype)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = widened(jnp.asarray(w))
         if tolerance is None:
-            return jnp.all(self._excess(x) < -resolution(x, _norm(x, self.rate)[..., 0, 0]) / 2)
+            return jnp.all(self._excess(x) < -resolution(x, _norm(x, self.margin)[..., 0, 0]) / 2)
         return jnp.all(self._excess(x) <= tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _excess(self, w: Array) -> Array:
-        """The largest real part of an eigenvalue, minus ``-rate``."""
+        """The largest real part of an eigenvalue, minus ``-margin``."""
         size = _norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
-        return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.rate
+        return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.margin

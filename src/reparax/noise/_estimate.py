@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
-from reparax._core.algebra import Chain, Parametrization, call
+from reparax._core.algebra import Chain, Parametrization, call, require_chains
 from reparax._core.keys import Keys, check_key
 from reparax._core.pending import settle
 from reparax._numerics.arithmetic import inexact_places, widened
@@ -49,6 +49,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
       Salimans, Ho, Chen, Sidor and Sutskever, *Evolution Strategies as a Scalable Alternative to Reinforcement
       Learning*, 2017.
     """
+    require_chains("noise_gradient(p, raw, keys, fitness)", p)
     stages = p.stages if isinstance(p, Chain) else (p,)
     place, noise = _noise(p, stages)
     if keys.shape[:1] != fitness.shape or fitness.ndim != 1:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._axes.numbers import EACH, Axes, check_slices, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
@@ -33,7 +33,7 @@ class Gaussian(Reparametrization):
       std: The initial :math:`\sigma`, a positive number.
       prior: The standard deviation :math:`s` of the prior, a positive number or a traced scalar.
       axis: The axes with one standard deviation per index, by number or by name, as for :class:`WeightNorm`.
-        Default: one for each weight.
+        Default: ``"each"``, one for each weight.
       where: Which arrays to act on. Default: every floating or complex parameter, biases too.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -53,7 +53,7 @@ class Gaussian(Reparametrization):
 
     std: Any = argument(per_array(check_positive_number), default=0.01)
     prior: Any = argument(per_array(check_positive_number), default=1.0)
-    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True
     main: ClassVar[tuple[str, ...] | None] = ("mean",)
@@ -61,7 +61,7 @@ class Gaussian(Reparametrization):
     aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        alike = () if self.axis is None else others(self.axis, w)
+        alike = others(self.axis, w)
         shape = [1 if i in alike else size for i, size in enumerate(w.shape)]
         dtype = widened(w).real.dtype
         return {"mean": w, "rho": jnp.full(shape, softplus_inverse(scalar(self.std, jnp.zeros((), dtype))), dtype)}

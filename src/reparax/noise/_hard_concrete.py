@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._axes.numbers import EACH, Axes, check_slices, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
@@ -17,18 +17,18 @@ from reparax._stage.varied import per_array
 from reparax.noise import _random
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
-LEAST = 0.32
+LARGEST = 0.68
 NODES, SHARES = np.polynomial.legendre.leggauss(16)
 
 
-def _check_keep(value: Any, who: str, name: str) -> float:
-    keep = check_known_number(value, who, name)
-    if not LEAST < keep < 1:
+def _check_rate(value: Any, who: str, name: str) -> float:
+    rate = check_known_number(value, who, name)
+    if not 0 < rate < LARGEST:
         raise ValueError(
-            f"{who} got {name}={keep}, but takes a probability above {LEAST} and below 1: `update` closes gates with a "
-            f"smaller one."
+            f"{who} got {name}={rate}, but takes a probability above 0 and below {LARGEST}: `update` closes gates with "
+            f"a larger one."
         )
-    return keep
+    return rate
 
 
 class HardConcrete(Reparametrization):
@@ -46,16 +46,17 @@ class HardConcrete(Reparametrization):
     weights: :math:`\sum P(z > 0)`, each gate counted once per weight.
 
     Args:
-      keep: The initial probability :math:`P(z > 0)`, above 0.32; ``update`` closes gates below it.
+      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`, below 0.68;
+        ``update`` closes gates above that.
       axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`: ``0`` prunes inputs
-        of a kernel ``(in, out)``. Default: one gate for each weight.
+        of a kernel ``(in, out)``. Default: ``"each"``, one gate for each weight.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.HardConcrete(0.8, axis=0)
+      >>> p = rpx.HardConcrete(0.2, axis=0)
       >>> raw = p.init({"w": jnp.ones((4, 2))})
       >>> p.penalty(raw).round(3)
       Array(6.4, dtype=float32)
@@ -66,8 +67,8 @@ class HardConcrete(Reparametrization):
       Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
     """
 
-    keep: Any = argument(per_array(_check_keep), default=0.9)
-    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    rate: Any = argument(per_array(_check_rate), default=0.1)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2
@@ -79,7 +80,7 @@ class HardConcrete(Reparametrization):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
         shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
-        start = math.log(self.keep) - math.log1p(-self.keep) + TEMPERATURE * math.log(-LOW / HIGH)
+        start = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
         log_alpha = jnp.full(shape, start, x.real.dtype)
         return {"w": (x / _mean(log_alpha)).astype(w.dtype), "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
 
@@ -105,7 +106,7 @@ class HardConcrete(Reparametrization):
 
     def _shared(self, w: Array) -> tuple[int, ...]:
         """The axes along which weights share one gate."""
-        return () if self.axis is None else others(self.axis, w)
+        return others(self.axis, w)
 
     def _gated(self, values: dict[str, Array], gate: Array) -> Array:
         x = widened(values["w"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_axes, check_optional_axes, others, unstacked
+from reparax._axes.numbers import Axes, check_axes, check_features, others, unstacked
 from reparax._axes.stacked import map_stacked
 from reparax._core.keys import split_key
 from reparax._core.value import argument
@@ -84,7 +84,7 @@ class VarNoise(Drawn):
 
     std: Any = argument(per_array(_check_std))
     relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
-    axis: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    axis: Axes | None = argument(check_features, default=None, kw_only=True)
     rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
@@ -175,7 +175,7 @@ class WeightDropout(Drawn):
     """
 
     rate: Any = argument(per_array(_check_rate))
-    broadcast: Axes = argument(check_axes, default=())
+    broadcast: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
@@ -199,7 +199,7 @@ class WeightDropout(Drawn):
             rate = min(1 - math.prod(1 - rate for rate in rates), math.nextafter(1, 0))
         else:
             rate = 1 - jnp.asarray(_keep(self.rate)) * jnp.asarray(_keep(later.rate))
-        return WeightDropout(rate, self.broadcast, stacked=self.stacked)
+        return WeightDropout(rate, broadcast=self.broadcast, stacked=self.stacked)
 
 
 def _hypot(a: Any, b: Any) -> Any:

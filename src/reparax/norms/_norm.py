@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._axes.numbers import Axes, check_features, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
@@ -39,8 +39,8 @@ class WeightNorm(Reparametrization):
     Args:
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
-        ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array.
-        By number or by name.
+        ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
+        ``"each"`` for one norm of each weight. By number or by name.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -62,7 +62,7 @@ class WeightNorm(Reparametrization):
       Weight-Decomposed Low-Rank Adaptation*, 2024.
     """
 
-    axis: Axes | None = argument(check_optional_axes, default=-1)
+    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
     detach: bool = argument(check_flag, default=False, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)

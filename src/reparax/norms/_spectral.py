@@ -71,7 +71,7 @@ class SpectralNorm(Constraint):
     """
 
     n_steps: int = argument(check_positive_whole, default=1)
-    axis: Axis = argument(check_axis, default=-1)
+    axis: Axis = argument(check_axis, default=-1, kw_only=True)
     window: tuple[int, ...] | None = argument(optional(check_window), default=None, kw_only=True)
     strides: Sizes = argument(check_sizes, default=1, kw_only=True)
     padding: Padding = argument(check_padding, default="SAME", kw_only=True)

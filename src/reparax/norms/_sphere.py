@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, along, check_optional_axes, others
+from reparax._axes.numbers import Axes, along, check_features, check_optional_axes, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
@@ -23,13 +23,13 @@ class Sphere(Constraint):
     Samples are uniform. Half-precision arrays are computed in float32.
 
     Args:
-      axis: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
-        output of a dense kernel ``(in, out)``. None for the whole array.
       radius: The norm :math:`r`, a number or a traced scalar.
+      along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
+        output of a dense kernel ``(in, out)``. None for the whole array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -42,22 +42,22 @@ class Sphere(Constraint):
       Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
     """
 
-    axis: Axes | None = argument(check_optional_axes, default=-1)
     radius: Any = argument(per_array(check_positive_number), default=1.0)
+    along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
 
     decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
     aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"v": jnp.where(is_zero(w, along(self.axis, w)), jnp.ones_like(w), w)}
+        return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         x = widened(v)
-        return (scalar(self.radius, x) * unit(x, along(self.axis, v))).astype(v.dtype)
+        return (scalar(self.radius, x) * unit(x, along(self.along, v))).astype(v.dtype)
 
 
 class MaxNorm(Constraint):
@@ -91,7 +91,7 @@ class MaxNorm(Constraint):
     """
 
     max: Any = argument(per_array(check_positive_number))
-    axis: Axes | None = argument(check_optional_axes, default=-1)
+    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
@@ -127,10 +127,10 @@ class PoincareBall(Constraint):
 
     Args:
       curvature: :math:`c`, greater than 0, a number or a traced scalar.
-      axis: The axes along which a point's coordinates lie, as for :class:`Sphere`.
+      along: The axes along which a point's coordinates lie, as for :class:`Sphere`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -147,17 +147,17 @@ class PoincareBall(Constraint):
     """
 
     curvature: Any = argument(per_array(check_positive_number), default=1.0)
-    axis: Axes | None = argument(check_optional_axes, default=-1)
+    along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
     aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         length = jnp.minimum(self._length(w), _limit(w))
-        direction = unit(widened(w), along(self.axis, w))
+        direction = unit(widened(w), along(self.along, w))
         root = jnp.sqrt(scalar(self.curvature, direction))
         return {"v": (jnp.arctanh(length) / root * direction).astype(w.dtype)}
 
@@ -180,7 +180,7 @@ class PoincareBall(Constraint):
 
     def _length(self, w: Array) -> Array:
         """The norm of each vector, in units of the ball's radius."""
-        length = norm(widened(w), along(self.axis, w))
+        length = norm(widened(w), along(self.along, w))
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._axes.numbers import Axes, check_features, others
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
@@ -45,7 +45,7 @@ class WeightStandardization(Constraint):
       2021.
     """
 
-    axis: Axes | None = argument(check_optional_axes, default=-1)
+    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("v",)
     min_ndim: ClassVar[int] = 2

@@ -24,10 +24,10 @@ class Simplex(Constraint):
     which the model does not read. If you sample raw values, give that number a density of its own.
 
     Args:
-      axis: The axis along which the numbers sum to 1.
+      along: The axis along which the numbers sum to 1.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -42,12 +42,12 @@ class Simplex(Constraint):
       Dimensions*, 2008.
     """
 
-    axis: Axis = argument(check_axis, default=-1)
+    along: Axis = argument(check_axis, default=-1, kw_only=True)
 
     decays: ClassVar[bool] = False
     main: ClassVar[tuple[str, ...] | None] = ("x",)
     min_ndim: ClassVar[int] = 1
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
     aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -60,17 +60,17 @@ class Simplex(Constraint):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
-        return jax.nn.softmax(widened(x), axis=position(self.axis, x)).astype(x.dtype)
+        return jax.nn.softmax(widened(x), axis=position(self.along, x)).astype(x.dtype)
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.sum(jax.nn.log_softmax(values["x"], axis=position(self.axis, values["x"])))
+        return jnp.sum(jax.nn.log_softmax(values["x"], axis=position(self.along, values["x"])))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
     def _nearest(self, w: Array) -> Array:
-        axis = position(self.axis, w)
+        axis = position(self.along, w)
         nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         return jnp.moveaxis(nearest, -1, axis)
 

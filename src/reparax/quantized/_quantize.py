@@ -26,7 +26,7 @@ class Quantize(Scaled):
     ternary numbers and learned steps are not available there. The gradient is that of the identity (straight-through),
     and scales count as constants.
 
-    With ``scale="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
+    With ``step="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
     (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude
     to the largest number; if the weights are multiples of a step already, it takes that step and is exact. Numbers
     outside the range are clipped, and get no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the
@@ -36,7 +36,7 @@ class Quantize(Scaled):
       format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
       axis, block, double_quant: As for :class:`Stored`.
-      scale: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
+      step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -54,23 +54,23 @@ class Quantize(Scaled):
     """
 
     format: str = argument(one_of(*FORMATS, "ternary"))
-    scale: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
+    step: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     straight_through: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale == "learned" and (self.format not in BITS or self.double_quant):
+        if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"Quantize got scale='learned' with {self.format}{twice}, but learns steps only for int8 and int4, "
-                f"without double_quant. Use scale='absmax'."
+                f"Quantize got step='learned' with {self.format}{twice}, but learns steps only for int8 and int4, "
+                f"without double_quant. Use step='absmax'."
             )
 
     @property
     def bare(self) -> bool:
-        return self.scale != "learned"
+        return self.step != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w, "step": self._step(w)}

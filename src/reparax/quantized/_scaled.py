@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_optional_axes, others
+from reparax._axes.numbers import Axes, check_features, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import widened
@@ -24,8 +24,8 @@ class Scaled(Reparametrization):
     """The base of both stages: decides which entries share a scale."""
 
     format: str = argument(one_of(*FORMATS))
-    axis: Axes | None = argument(check_optional_axes, default=None)
-    block: int | None = argument(optional(check_positive_whole), default=None)
+    axis: Axes | None = argument(check_features, default=None, kw_only=True)
+    block: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating

@@ -73,11 +73,11 @@ class NofM(Constraint):
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      axis: The axis along which groups are formed.
+      along: The axis along which groups are formed.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -91,13 +91,13 @@ class NofM(Constraint):
 
     n: int = argument(check_whole)
     m: int = argument(check_whole)
-    axis: Axis = argument(check_axis, default=-1)
+    along: Axis = argument(check_axis, default=-1, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
     fixed: ClassVar[tuple[str, ...]] = ("mask",)
     min_ndim: ClassVar[int] = 2
     aligned: ClassVar[bool] = True
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,9 +105,9 @@ class NofM(Constraint):
             raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
-        if w.shape[position(self.axis, w)] % self.m:
+        if w.shape[position(self.along, w)] % self.m:
             return (
-                f"expected an axis {self.axis} whose length is divisible by {self.m}, got shape {w.shape}. "
+                f"expected an axis {self.along} whose length is divisible by {self.m}, got shape {w.shape}. "
                 f"Leave it out with `where`, or choose another axis."
             )
         return None
@@ -122,7 +122,7 @@ class NofM(Constraint):
         return {"mask": masking(values["w"], self._kept(values["w"]))["mask"]}
 
     def _kept(self, w: Array) -> Array:
-        axis = position(self.axis, w)
+        axis = position(self.along, w)
         scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = scores.reshape(*scores.shape[:-1], -1, self.m)
         kept = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)

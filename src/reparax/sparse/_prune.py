@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, along, check_optional_axes, others
+from reparax._axes.numbers import EACH, Axes, along, check_slices, count_from_front, others
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
@@ -23,7 +23,7 @@ class _Prune(Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
     sparsity: Any = argument(optional(per_array(_amount.check_shares)), default=None)
-    axis: Axes | None = argument(check_optional_axes, default=None)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     main: ClassVar[tuple[str, ...] | None] = ("w",)
@@ -37,7 +37,7 @@ class _Prune(Constraint):
         _amount.require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return _amount.too_many(self, math.prod(w.shape[axis] for axis in along(self.axis, w)))
+        return _amount.too_many(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
@@ -76,7 +76,7 @@ class MagnitudePrune(_Prune):
         each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
         by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
-        ``(in, out)``. Default: single weights.
+        ``(in, out)``. Default: ``"each"``, single weights.
       order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
@@ -95,7 +95,7 @@ class MagnitudePrune(_Prune):
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
-    order: float = argument(_check_order, default=2.0)
+    order: float = argument(_check_order, default=2.0, kw_only=True)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, _scores(w, self.axis, self.order))
@@ -115,7 +115,7 @@ class RandomPrune(_Prune):
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
         each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
         by one for halves, and beyond 2^24 weights.
-      axis: Prunes whole slices, one for each index of these feature axes. Default: single weights.
+      axis: Prunes whole slices, one for each index of these feature axes. Default: ``"each"``, single weights.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -142,10 +142,10 @@ class RandomPrune(_Prune):
         return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in random order
 
 
-def _scores(w: Array, axis: Axes | None, order: float) -> Array:
+def _scores(w: Array, axis: Axes, order: float) -> Array:
     """The scores of slices: numbers that grow with their norm, of size 1 along the normed axes."""
     x = jnp.abs(widened(w))
-    if axis is None:
+    if axis == EACH:
         return x
     if order == math.inf:
         return jnp.max(x, axis=others(axis, w), keepdims=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._tree.differences import abstract
@@ -139,6 +139,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
               @weight_norm/v  float32[64, 10]   640      0  2.5 KiB
       total                                     660      0  2.6 KiB
     """
+    require_chains("summary(p, params)", p)
     return Summary(repr(p), tuple(_rows(abstract(p.init, params), _Watched((p,)).acting(params))))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
@@ -18,7 +18,7 @@ from reparax._tree.raw import FIXED, kind_of, node_predicate, outer_markers, own
 from reparax.training._partition import are_free
 
 
-def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTree = None) -> PyTree:
+def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTree = None) -> PyTree:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
@@ -29,12 +29,12 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
     values are kept, but new values are an error, because the state does not show which of them need moments.
 
     It also reads raw trees of older versions, in which markers were numbered over the whole tree:
-    ``transfer(raw, p, p)`` writes them as ``p.init`` does now.
+    ``transfer(p, p, raw)`` writes them as ``p.init`` does now.
 
     Args:
-      raw: A raw tree, or the state of an optimizer: a tuple that contains trees like the raw tree.
-      old: The chain that made it.
+      old: The chain that made the raw tree.
       new: The chain to convert it to.
+      raw: The raw tree, or the state of an optimizer: a tuple that contains trees like the raw tree.
       like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
         :func:`optimizer`, or is not a tuple, or if ``old`` leaves no markers, by which moments are found.
 
@@ -46,9 +46,10 @@ def transfer(raw: PyTree, old: Parametrization, new: Parametrization, like: PyTr
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
       >>> raw = old.init({"w": jnp.ones((3, 2))})
-      >>> jax.tree.map(jnp.shape, rpx.transfer(raw, old, new))
+      >>> jax.tree.map(jnp.shape, rpx.transfer(old, new, raw))
       {'w': {'@weight_norm': {'g': {'@positive': {'x': (1, 2)}}, 'v': (3, 2)}}}
     """
+    require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
         return _carried(raw, old, new).tree
     return _of_state(raw, old, new, like)
