@@ -436,7 +436,7 @@ KNOWN = {
 def test_a_path_is_known_wherever_the_model_has_it(p, key):
     raw = p.init(MODEL)
     np.testing.assert_array_equal(p.apply(raw, key)["params"]["a"]["bias"].shape, (4,))
-    assert rpx.transfer(raw, p, p)["step"] == 3
+    assert rpx.transfer(p, p, raw)["step"] == 3
 
 
 def test_leaving_out_everything_is_refused():

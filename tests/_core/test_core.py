@@ -416,7 +416,7 @@ SHOWN = [
     [
         (rpx.WeightNorm(), ["axis", "detach", "stacked", "where"]),
         (rpx.VarNoise(0.1), ["axis", "rank", "relative", "stacked", "std", "where"]),
-        (rpx.Sphere(), ["axis", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
+        (rpx.Sphere(), ["along", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
         (rpx.Chain(), ["stages"]),
         (WithHelp(), ["explain", "rate", "stacked", "where"]),
     ],

@@ -20,7 +20,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax._core.renamed import RENAMED
+from reparax._core.renamed import OLD_ARGUMENTS, OLD_FUNCTIONS
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
 
@@ -753,8 +753,16 @@ def test_functions_of_a_chain_take_it_first(usage):
         SWAPPED[usage]()
 
 
+@pytest.mark.parametrize("old", OLD_FUNCTIONS)
+def test_old_functions_say_the_new_ones(old):
+    with raises(AttributeError, f"`rpx.{old}` is now `rpx.{OLD_FUNCTIONS[old]}`."):
+        getattr(rpx, old)
+    assert callable(getattr(rpx, OLD_FUNCTIONS[old]))
+    assert not hasattr(rpx, "nothing")
+
+
 def test_each_old_argument_is_of_a_public_stage_that_has_the_new_one_alone():
-    for cls, words in RENAMED.items():
+    for cls, words in OLD_ARGUMENTS.items():
         taken = {each.name for each in dataclasses.fields(getattr(rpx, cls.removeprefix("reparax.")))}
         assert taken.isdisjoint(words)
         assert taken > {new.split("`")[1] for new in words.values()}

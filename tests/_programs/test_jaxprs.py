@@ -22,8 +22,8 @@ import reparax as rpx
 from reparax._core.recompute import recompute
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
-from reparax.factored import _factored
 from reparax.memory import _rehearsal
+from reparax.products import _factored
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -404,7 +404,7 @@ def test_a_newer_jax_with_another_name_for_an_equation_is_refused(run, primitive
 
 @pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize("primitive", ["scan_p", "jit_p", "dot_general_p"])
-@pytest.mark.parametrize("function", [rpx.factored, rpx.explain])
+@pytest.mark.parametrize("function", [rpx.factored, rpx.explained])
 def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, primitive, monkeypatch):
     monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
     with unreadable("a small network"):

@@ -579,29 +579,29 @@ REFUSED = {
         "`raw = p.init(params)` once, with the whole chain, and pass `raw`.",
     ),
     "a name that is a number": (
-        lambda: rpx.from_torch(STATE | {3: W}, NORM, MODEL_LIKE),
+        lambda: rpx.from_torch(NORM, STATE | {3: W}, MODEL_LIKE),
         TypeError,
         "from_torch takes a state dict of names and tensors, but got 3 as a name. Make it a string.",
     ),
     "no tensor": (
-        lambda: rpx.from_torch(STATE | {"step": None}, NORM, MODEL_LIKE),
+        lambda: rpx.from_torch(NORM, STATE | {"step": None}, MODEL_LIKE),
         TypeError,
         "from_torch takes a state dict of names and tensors, but got NoneType as 'step'. Pass the state dict itself, "
         "such as `checkpoint['model']`.",
     ),
     "a rule that is no regular expression": (
-        lambda: rpx.to_torch(MODEL_LIKE, rpx.Chain(), names={"(dense/.*": "x"}),
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"(dense/.*": "x"}),
         ValueError,
         "to_torch: `names` has '(dense/.*', which is not a regular expression: missing ), unterminated subpattern at "
         "position 0.",
     ),
     "rules that are no dict": (
-        lambda: rpx.from_torch(STATE, NORM, MODEL_LIKE, layouts="kernel"),
+        lambda: rpx.from_torch(NORM, STATE, MODEL_LIKE, layouts="kernel"),
         ValueError,
         "from_torch: `layouts` takes a dict of regular expressions and, for each, a text, but got 'kernel'.",
     ),
     "a rule without a text": (
-        lambda: rpx.from_torch(STATE, NORM, MODEL_LIKE, names={"dense/kernel": None}),
+        lambda: rpx.from_torch(NORM, STATE, MODEL_LIKE, names={"dense/kernel": None}),
         ValueError,
         "from_torch: `names` takes a dict of regular expressions and, for each, a text, but got {'dense/kernel': "
         "None}.",

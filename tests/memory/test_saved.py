@@ -27,6 +27,7 @@ def test_a_hand_written_loss_keeps_its_effective_weights_and_activations():
     assert report.bytes("weights") == 32 * 4 * 4
     assert report.bytes("activations") == (8 * 16 + 8 * 32) * 4
     assert report.bytes("parameters") == 0
+    assert report.bytes() == (32 * 4 + 8 * 16 + 8 * 32) * 4
 
 
 def test_remat_keeps_raw_parameters_instead():
@@ -160,7 +161,7 @@ def test_a_value_is_no_function():
         rpx.saved(loss(PARAMS, KEY, X), PARAMS)
 
 
-@pytest.mark.parametrize("kind", ["weight", None])
+@pytest.mark.parametrize("kind", ["weight", 0])
 def test_unknown_kinds_are_refused(kind):
     with raises(ValueError, f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."):
         rpx.saved(loss, PARAMS, KEY, X).bytes(kind)

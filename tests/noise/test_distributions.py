@@ -24,12 +24,12 @@ def draws(p, raw, keys=KEYS):
 # Gaussian. ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", [None, -1, 0])
+@pytest.mark.parametrize("axis", ["each", -1, 0])
 def test_gaussian_has_its_mean_and_its_standard_deviations(axis):
     p = rpx.Gaussian(std=0.1, axis=axis)
     raw = p.init({"w": normal(3, 2)})
     held = raw["w"]["@gaussian"]
-    assert held["rho"].shape == {None: (3, 2), -1: (1, 2), 0: (3, 1)}[axis]
+    assert held["rho"].shape == {"each": (3, 2), -1: (1, 2), 0: (3, 1)}[axis]
     np.testing.assert_allclose(jax.nn.softplus(held["rho"]), 0.1, rtol=1e-5)
     held["rho"] = held["rho"] + jnp.abs(normal(*held["rho"].shape, seed=1))
     std = np.broadcast_to(jax.nn.softplus(held["rho"]), (3, 2))

@@ -163,7 +163,7 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
         (
             lambda: rpx.SpectralNorm(window=(3, 3), where="w").init({"w": jnp.ones((3, 4))}),
             ValueError,
-            "SpectralNorm(where='w', window=(3, 3)).init at 'w': expected a kernel of 4 dimensions for window=(3, 3), "
+            "SpectralNorm(window=(3, 3), where='w').init at 'w': expected a kernel of 4 dimensions for window=(3, 3), "
             "got shape (3, 4). Leave it out with `where`.",
         ),
         (

@@ -283,7 +283,7 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
         (
             lambda: rpx.Simplex(along=(0, 1)),
             TypeError,
-            "Simplex takes one axis as axis, a number or a name, but got (0, 1).",
+            "Simplex takes one axis as along, a number or a name, but got (0, 1).",
         ),
         (
             lambda: rpx.Simplex(along=1).init({"w": jnp.ones(3)}),

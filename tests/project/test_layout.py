@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ ALLOWED = {
     "training": set(FLOORS),
     "_programs": {"_tree", "_core"},
     "memory": {"_tree", "_numerics", "_core", "_programs"},
-    "factored": {"_tree", "_numerics", "_programs"},
+    "products": {"_tree", "_numerics", "_programs"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},
@@ -75,10 +77,17 @@ def test_nothing_private_to_a_wing_is_used_by_another(wing):
     ] == []  # which read raw values of several families
 
 
-@pytest.mark.parametrize("wing", [*FAMILIES, "training", "memory", "factored"])
+@pytest.mark.parametrize("wing", [*FAMILIES, "training", "memory", "products"])
 def test_the_names_of_a_family_are_those_of_the_package(wing):
     family = importlib.import_module(f"reparax.{wing}")
     names = [name for name in vars(family) if not name.startswith("_")]
     assert names
     for name in names:
         assert getattr(rpx, name) is getattr(family, name)
+
+
+def test_no_module_has_the_name_of_a_function():
+    for each in pkgutil.walk_packages(rpx.__path__, "reparax."):
+        package, _, name = each.name.rpartition(".")
+        found = vars(importlib.import_module(package)).get(name)
+        assert found is None or inspect.ismodule(found), each.name

@@ -293,14 +293,14 @@ ERRORS = {
     "learned": (
         lambda: rpx.Quantize("nf4", step="learned"),
         ValueError,
-        "Quantize got scale='learned' with nf4, but learns steps only for int8 and int4, without double_quant. "
-        "Use scale='absmax'.",
+        "Quantize got step='learned' with nf4, but learns steps only for int8 and int4, without double_quant. "
+        "Use step='absmax'.",
     ),
     "learned twice": (
         lambda: rpx.Quantize("int4", block=4, step="learned", double_quant=True),
         ValueError,
-        "Quantize got scale='learned' with int4 and double_quant=True, but learns steps only for int8 and "
-        "int4, without double_quant. Use scale='absmax'.",
+        "Quantize got step='learned' with int4 and double_quant=True, but learns steps only for int8 and "
+        "int4, without double_quant. Use step='absmax'.",
     ),
     "complex": (
         lambda: rpx.Stored("int8", where="w").init({"w": normal(2, 2, dtype=np.complex64)}),

@@ -1,8 +1,9 @@
-"""Arguments of version 0.1 that are another word now. Each is an error that says the new word, for one version."""
+"""Words of version 0.1 that are another word now. Each is an error that says the new one, for one version."""
 
 from collections.abc import Collection
+from typing import Any
 
-RENAMED = {
+OLD_ARGUMENTS = {
     "reparax.HardConcrete": {"keep": "`rate`, the probability that a gate is closed, which is 1 - keep"},
     "reparax.Hurwitz": {"rate": "`margin`"},
     "reparax.LoRA": {"scaling": "`divisor`"},
@@ -16,7 +17,18 @@ RENAMED = {
 """For each class, as JSON names it, its old arguments and what to write instead."""
 
 
+OLD_FUNCTIONS = {"explain": "explained"}
+"""The old names of functions, and the new ones."""
+
+
+def old_function(name: str) -> Any:
+    """The ``__getattr__`` of the package, which Python calls for names that it does not have."""
+    if name in OLD_FUNCTIONS:
+        raise AttributeError(f"`rpx.{name}` is now `rpx.{OLD_FUNCTIONS[name]}`.")
+    raise AttributeError(f"module 'reparax' has no attribute {name!r}")
+
+
 def renamed(cls: str, given: Collection[str]) -> str | None:
     """What is wrong with the names of the arguments given to a class; None if none of them is an old one."""
-    old = [name for name in RENAMED.get(cls, {}) if name in given]
-    return f"the argument {old[0]!r} is now {RENAMED[cls][old[0]]}" if old else None
+    old = [name for name in OLD_ARGUMENTS.get(cls, {}) if name in given]
+    return f"the argument {old[0]!r} is now {OLD_ARGUMENTS[cls][old[0]]}" if old else None

@@ -54,14 +54,14 @@ class Saved:
 
     kept: tuple[Kept, ...]
 
-    def bytes(self, kind: str) -> int:
-        """The total size of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
-        if kind not in _TITLES:
+    def bytes(self, kind: str | None = None) -> int:
+        """The total size, or that of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
+        if kind is not None and kind not in _TITLES:
             raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
-        return sum(each.bytes for each in self.kept if each.kind == kind)
+        return sum(each.bytes for each in self.kept if kind in (None, each.kind))
 
     def __repr__(self) -> str:
-        lines = [f"kept for the backward pass: {readable(sum(each.bytes for each in self.kept))}"]
+        lines = [f"kept for the backward pass: {readable(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines.append(f"  {title}: {readable(self.bytes(kind))}")
             rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]

@@ -11,11 +11,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from reparax._programs import dependence, jaxprs
-from reparax.factored import _makers
-from reparax.factored._facts import Facts, facts_in, together
-from reparax.factored._moves import each_factor
-from reparax.factored._sums import Factor, Label, Product, Sum, entries
-from reparax.factored._told import tells
+from reparax.products import _makers
+from reparax.products._facts import Facts, facts_in, together
+from reparax.products._moves import each_factor
+from reparax.products._sums import Factor, Label, Product, Sum, entries
+from reparax.products._told import tells
 
 Outs = tuple[list[Any], list[Facts]]
 Rule = Callable[[Any, JaxprEqn, Sequence[Any], Sequence[Facts]], "Outs | None"]

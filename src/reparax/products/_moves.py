@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax.factored._dtypes import covers, is_algorithm, stored
-from reparax.factored._sums import Factor, Label, Product, Sum, complete
+from reparax.products._dtypes import covers, is_algorithm, stored
+from reparax.products._sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
 

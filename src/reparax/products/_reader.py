@@ -10,10 +10,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
-from reparax.factored import _bodies, _makers, _moves, _multiply, _told, _uses
-from reparax.factored._facts import NUMBER, Facts, of_equation, of_outputs
-from reparax.factored._plan import Plan, Read, Record
-from reparax.factored._sums import Sum
+from reparax.products import _bodies, _makers, _moves, _multiply, _told, _uses
+from reparax.products._facts import NUMBER, Facts, of_equation, of_outputs
+from reparax.products._plan import Plan, Read, Record
+from reparax.products._sums import Sum
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from reparax._programs.jaxprs import type_of
-from reparax.factored import _moves
-from reparax.factored._dtypes import covers, has_range, in_any_order
-from reparax.factored._facts import Facts
-from reparax.factored._multiply import ENTRY, cost
-from reparax.factored._sums import Product, Sum, complete, contracted, entries, multiplied
+from reparax.products import _moves
+from reparax.products._dtypes import covers, has_range, in_any_order
+from reparax.products._facts import Facts
+from reparax.products._multiply import ENTRY, cost
+from reparax.products._sums import Product, Sum, complete, contracted, entries, multiplied
 
 _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 

@@ -24,6 +24,6 @@ loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and it
 program twice: first to record what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
 """
 
-from reparax.factored._explained import Explained as Explained
-from reparax.factored._explained import explain as explain
-from reparax.factored._factored import factored as factored
+from reparax.products._explained import Explained as Explained
+from reparax.products._explained import explained as explained
+from reparax.products._factored import factored as factored

@@ -12,9 +12,9 @@ from jax.extend.core import Jaxpr
 from reparax._programs import dependence, jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.roots import with_roots
-from reparax.factored._facts import Facts
-from reparax.factored._plan import Plan
-from reparax.factored._reader import Reader
+from reparax.products._facts import Facts
+from reparax.products._plan import Plan
+from reparax.products._reader import Reader
 
 
 def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     ``jax.checkpoint`` and ``vmap``, up to matrix products (``@``, ``einsum``), convolutions and table lookups. For all
     other operations the array is formed once; also in float16 and float8 and before a cast to a dtype of less range,
     where factors may overflow although their product does not; and if the factors cost more operations than the array,
-    including all gradients. :func:`explain` says which weights are formed, where and why. Values and gradients are
+    including all gradients. :func:`explained` says which weights are formed, where and why. Values and gradients are
     those of ``fun`` up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,

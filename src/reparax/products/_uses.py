@@ -12,10 +12,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs.jaxprs import type_of
-from reparax.factored import _moves
-from reparax.factored._dtypes import between, in_any_order
-from reparax.factored._multiply import ENTRY, How, cost, total
-from reparax.factored._sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
+from reparax.products import _moves
+from reparax.products._dtypes import between, in_any_order
+from reparax.products._multiply import ENTRY, How, cost, total
+from reparax.products._sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from reparax.factored._circles import Circle
+from reparax.products._circles import Circle
 
 Shape = Sequence[int]
 T = TypeVar("T")
