@@ -6,8 +6,9 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d%s" % (*sys.version_info[:2], sys.abiflags))' 2>/dev/null)
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check -q install
-INSTALL := $(if $(shell command -v uv),uv pip install -q --python $(RUN),$(PIP))
+# Progress is shown, as this takes a while. Python compiles what it imports; to compile all takes longer than the rest.
+PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN),$(PIP))
 
 .PHONY: demo test test-thorough test-peers test-versions bench bench-device evidence docs notebooks dist lint format clean
 
@@ -77,6 +78,7 @@ $(RUN):
 	  echo "'$(PYTHON)' has no working venv; on Debian: apt-get install python$(VERSION)-venv"; exit 1; }
 
 $(VENV)/%.stamp: pyproject.toml | $(RUN)
+	@echo "Installing what 'make $*' needs, into $(VENV):"
 	$(INSTALL) -e '.[$*]'
 	@touch $@
 

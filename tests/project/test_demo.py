@@ -12,11 +12,10 @@ import pytest
 
 import reparax as rpx
 
-for extra in ("flax", "matplotlib", "optax", "rich", "sklearn"):
+for extra in ("matplotlib", "optax", "rich", "sklearn"):
     pytest.importorskip(extra)
 
 demo = importlib.import_module("reparax.demo")
-linen = importlib.import_module("flax.linen")
 
 
 def scores(perturbed, quantized):
@@ -54,17 +53,37 @@ def test_every_image_is_either_for_training_or_for_the_test():
 
 def test_noise_of_size_zero_leaves_accuracy_and_large_noise_does_not(key):
     images = demo.load()[1].images
-    params = demo.MODEL.init(key, images)
-    read = demo.Digits(images, jnp.argmax(demo.MODEL.apply(params, images), axis=-1))
+    params = demo.initial(key)
+    read = demo.Digits(images, jnp.argmax(demo.logits(params, images), axis=-1))
     assert demo.perturbed_accuracy(params, 0.0, key, read) == 100
     assert demo.perturbed_accuracy(params, 0.4, key, read) < 60
 
 
 def test_all_configurations_start_from_the_same_model(key):
-    params = jax.vmap(demo.MODEL.init, in_axes=(0, None))(jax.random.split(key, 2), jnp.zeros((1, 64)))
+    params = jax.vmap(demo.initial)(jax.random.split(key, 2))
     for p in demo.CONFIGURATIONS.values():
         effective = jax.vmap(p.fold)(demo.start(p, params).raw)
         chex.assert_trees_all_close(effective, params, atol=1e-6)
+
+
+def test_the_network_is_affine_maps_with_relu_between(key):
+    images = np.random.default_rng(0).random((5, 64), np.float32)
+    params = demo.initial(key)
+    assert [layer["kernel"].shape for layer in params] == [(64, 128), (128, 128), (128, 10)]
+    params = jax.tree.map(lambda w: w + 0.01, params)
+    *hidden, last = jax.tree.map(np.asarray, params)
+    x = images
+    for layer in hidden:
+        x = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
+    np.testing.assert_allclose(demo.logits(params, images), x @ last["kernel"] + last["bias"], rtol=1e-4, atol=1e-5)
+
+
+def test_all_seeds_and_steps_draw_their_own_minibatches_and_keys(key):
+    drawn = demo.draw(key, 2, 3, 300)
+    assert drawn.rows.shape == (2, 3, demo.BATCH)
+    assert 0 <= drawn.rows.min() < 20 < 280 < drawn.rows.max() < 300
+    assert len(np.unique(jax.random.key_data(drawn.keys).reshape(6, -1), axis=0)) == 6
+    assert len(np.unique(drawn.rows.reshape(6, -1), axis=0)) == 6
 
 
 def test_a_cell_is_mean_and_sample_standard_deviation():
@@ -102,7 +121,7 @@ def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
 
 
 def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(demo, "MODEL", linen.Sequential([linen.Dense(10)]))
+    monkeypatch.setattr(demo, "SIZES", (64, 10))
     path = tmp_path / "plot.png"
     demo.main(["--steps", "60", "--seeds", "2", "--plot", str(path)])
     printed = capsys.readouterr().out
@@ -136,12 +155,11 @@ def test_a_missing_extra_ends_in_one_sentence(monkeypatch):
 
 def test_weights_trained_under_noise_stand_noise_better(key):
     training, test = demo.load()
-    init_keys, step_keys, test_keys = jax.random.split(key, (3, 2))
-    params = jax.vmap(demo.MODEL.init, in_axes=(0, None))(init_keys, training.images)
-    keys = jax.vmap(lambda key: jax.random.split(key, 500))(step_keys)
+    init_keys, test_keys = jax.random.split(key, (2, 2))
+    params, drawn = jax.vmap(demo.initial)(init_keys), demo.draw(key, 2, 250, len(training.labels))
 
     def noisy(p):
-        trained = demo.train(p, params, training, keys)
+        trained = demo.train(p, params, training, drawn)
         return jax.vmap(demo.perturbed_accuracy, (0, None, 0, None))(trained, 0.2, test_keys, test).mean()
 
     assert noisy(rpx.VarNoise(0.075)) > noisy(rpx.Chain()) + 8
