@@ -37,6 +37,23 @@ def test_contains_compares_with_the_projection(w, tolerance, member):
     assert bool(Centered().contains(jnp.array(w), tolerance)) is member
 
 
+@pytest.mark.parametrize(
+    ("stage", "w", "member"),
+    [
+        (Centered(), np.array([1, -1]), True),
+        (Centered(), np.array([1, -2]), False),
+        (rpx.Positive(), np.array([1, 2, 3]), True),
+        (rpx.MagnitudePrune(0.5), np.array([[True, False]]), True),
+        (rpx.Orthogonal(), np.eye(2, dtype=np.int8), True),
+        (rpx.Orthogonal(stacked=0), np.ones((2, 2, 2), np.int32), False),
+    ],
+    ids=str,
+)
+def test_integers_are_numbers(stage, w, member):
+    assert bool(stage.contains(w)) is member
+    assert jnp.issubdtype(stage.project(w).dtype, jnp.floating)
+
+
 def test_contains_runs_under_jit():
     assert bool(jax.jit(Centered().contains)(jnp.array([1.0, -1.0])))
 

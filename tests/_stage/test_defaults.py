@@ -348,3 +348,24 @@ def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
         moved = p.init(params)
         moved["query"]["bias"] += 1e-6
         np.testing.assert_array_equal(p.fold(p.update(moved))["query"]["bias"], np.full((2, 3), 1e-6, np.float32))
+
+
+class FirstRow(rpx.Reparametrization):
+    """The effective array has another shape than the raw value, and than the model's array."""
+
+    min_ndim, changes_type = 2, True
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return values["x"][0]
+
+
+@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.selected({"w": True})], ids=repr)
+def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
+    p, w = FirstRow(where=where), jnp.arange(6.0).reshape(2, 3)
+    raw = p.init({"w": w, "b": jnp.ones(3)})
+    np.testing.assert_array_equal(p.apply(raw)["w"], w[0])
+    noisy = p >> rpx.VarNoise(0.1, where="w")
+    assert noisy.apply(noisy.init({"w": w, "b": jnp.ones(3)}), jax.random.key(0))["w"].shape == (3,)

@@ -125,6 +125,18 @@ def test_special_linear_fills_in_singular_values_that_rounding_hides():
         assert contained(p, got)
 
 
+def test_the_rounding_of_a_matrix_grows_with_its_condition():
+    # Rounded to float32, these have determinants that differ from 1 by up to a thousandth.
+    p, rng = rpx.SpecialLinear(), np.random.default_rng(0)
+    for least in (1e-1, 1e-2, 1e-3):
+        for _ in range(5):
+            left, right = (np.linalg.qr(rng.standard_normal((4, 4)))[0] for _ in range(2))
+            w = (left * np.array([1 / least, 1, 1, least])) @ right
+            w[0] *= np.sign(np.linalg.det(w))
+            assert contained(p, jnp.asarray(w, jnp.float32))
+            assert not contained(p, jnp.asarray(1.3 * w, jnp.float32))
+
+
 @pytest.mark.parametrize("stage", [rpx.FixedRank(2), rpx.Invertible(), rpx.FixedRank(2, least=0.0)], ids=repr)
 def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolerance(stage):
     raw = stage.init({"w": jnp.eye(2)})

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from scipy import stats
 
 import reparax as rpx
 
@@ -57,7 +58,7 @@ def test_a_volume_is_that_of_the_jacobian(name):
     np.testing.assert_allclose(p.log_det(raw), log_slope(effective, flat), rtol=1e-4, atol=1e-4)
 
 
-def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum():
+def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_density():
     p = rpx.Simplex()
     raw = p.init({"w": jax.nn.softmax(normal(5))})
     x = raw["w"]["@simplex"]["x"] + 0.7
@@ -66,7 +67,24 @@ def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum():
         return jnp.append(jax.nn.softmax(x)[:-1], jax.nn.logsumexp(x))
 
     got = p.log_det({"w": {"@simplex": {"x": x}}})
-    np.testing.assert_allclose(got, log_slope(both, x), rtol=1e-4)
+    np.testing.assert_allclose(got, log_slope(both, x) + stats.norm.logpdf(both(x)[-1]), rtol=1e-4)
+
+
+def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior():
+    # Raw values at equal distances cover all places that matter; a flat direction would make their sum as large as the
+    # square that they cover.
+    ends = np.linspace(-12, 8, 201)
+    p, x = rpx.Simplex(), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
+
+    def density(x):
+        raw = {"w": {"@simplex": {"x": x}}}
+        w = p.fold(raw)["w"]
+        return w[0], jnp.exp(jax.scipy.stats.beta.logpdf(w[0], 3.0, 2.0) + p.log_det(raw))
+
+    first, found = jax.jit(jax.vmap(density))(x)
+    cell = (ends[1] - ends[0]) ** 2
+    np.testing.assert_allclose(np.sum(found) * cell, 1, rtol=1e-3)
+    np.testing.assert_allclose(np.sum(first * found) * cell, 3 / 5, rtol=1e-3)  # the mean of the beta distribution
 
 
 def test_frozen_values_do_not_count():

@@ -260,7 +260,8 @@ ERRORS = {
         lambda: rpx.Stored("int8", block=4).init({"w": normal(8, 4, 2)}),
         ValueError,
         "Stored('int8', block=4).init at 'w': expected a matrix, got shape (8, 4, 2), whose blocks could lie "
-        "along any axis. Name all axes but the one to cut with `axis`, or leave it out with `where`.",
+        "along any axis. Give the axes along which matrices are stacked (stacked=0), name all axes but the one to cut "
+        "with `axis`, or leave it out with `where`.",
     ),
     "no axis": (
         lambda: rpx.Stored("int8", axis=2, block=4).init({"w": normal(8, 4, 2)}),

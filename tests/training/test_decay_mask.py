@@ -57,6 +57,13 @@ def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
     assert not stage.decays
 
 
+@pytest.mark.parametrize("name", ["bias_n", "bias_ih_l0", "in_proj_bias", "relative_position_bias_table"])
+def test_a_name_with_the_word_bias_in_it_is_that_of_a_bias(name):
+    params = {"cell": {name: jnp.ones((3, 4)), "weight_hh": jnp.ones((3, 4, 4)), "unbiased": jnp.ones((3, 4))}}
+    assert rpx.decay_mask(params) == {"cell": {name: False, "weight_hh": True, "unbiased": True}}
+    assert rpx.WeightNorm().init(params)["cell"][name].shape == (3, 4)
+
+
 def test_biases_of_attention_have_two_axes_and_do_not_decay():
     model = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
     mask = rpx.decay_mask(

@@ -167,7 +167,8 @@ class Parametrization(Static, ABC):
 
         It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
         Carlo on ``raw``, use ``log_prior(p.fold(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
-        values. Noise is replaced by its mean, and frozen values do not count.
+        values. A :class:`Simplex`, which has one raw value too many, adds the density of a number that the weights do
+        not tell. Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
           ValueError: If a stage is not a bijection; the error names it.

@@ -14,7 +14,7 @@ def largest(scores: Array, count: Any) -> Array:
 
     It halves the range of the smallest score that stays until that is known, and then, if other scores are equal to it,
     the range of their indices. Each step compares and counts, so a sharded array stays where it is. On a CPU, all steps
-    together take 30 ns for a score, where sorting takes 1 us.
+    together take 30 ns for a score, where sorting takes 600.
     """
     keys = _ordered(scores)
     wanted = jnp.asarray(count).astype(jnp.int32)

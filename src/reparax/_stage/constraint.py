@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
-from reparax._numerics.arithmetic import widened
+from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Reparametrization
 
 
@@ -28,12 +28,18 @@ def refuse_infinite(w: Array) -> str | None:
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
-def near(w: Array, projection: Array, tolerance: float | None) -> Array:
+def near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
     """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
     x = widened(w)
     distance = jnp.max(jnp.abs(widened(projection) - x), initial=0.0)
     units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+
+
+def _numbers(w: Array) -> Array:
+    """``w`` as an array; integers and booleans as floating numbers."""
+    w = jnp.asarray(w)
+    return w if is_inexact(w) else w.astype(float)
 
 
 # Subclasses write the three methods for one array; these wrappers apply them to each of several stacked arrays.
@@ -43,7 +49,7 @@ def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def project(self: Any, w: Array) -> Array:
         one = self._alone
-        return method(self, w) if one is self else self._over(one.project)(jnp.asarray(w))
+        return method(self, _numbers(w)) if one is self else self._over(one.project)(_numbers(w))
 
     return project
 
@@ -53,8 +59,8 @@ def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
         one = self._alone
         if one is self:
-            return method(self, w, tolerance)
-        return jnp.all(self._over(lambda w: one.contains(w, tolerance))(jnp.asarray(w)))
+            return method(self, _numbers(w), tolerance)
+        return jnp.all(self._over(lambda w: one.contains(w, tolerance))(_numbers(w)))
 
     return contains
 

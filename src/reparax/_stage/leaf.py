@@ -90,8 +90,11 @@ class _Leafwise(Parametrization):
         return next(filter(None, reasons), None)
 
     def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
+        """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
         if self.min_ndim >= 2 and is_bias_or_scale(slot):
             return False
+        if w is None:
+            return True
         with locate_errors(f"{who} at {slot.path!r}"):
             stacked = self._places(names)
         return lacks_axes(w, stacked) is None and self.default(one_stacked(w, stacked))
@@ -213,7 +216,7 @@ class Perturbation(_Leafwise):
         an ``@``, such as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every
         floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
         stage sets another number. With two or more, arrays with the usual names of biases and scales are excluded:
-        ``bias``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
+        ``bias`` (also as a part, as in ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
       stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index separately,
         with separate noise. By number, counted from the front, or by name; several as a tuple. Other arguments do not
         count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)`` count as matrices whose ``axis=0``
@@ -669,7 +672,9 @@ class Reparametrization(_Leafwise):
         def place(i: int) -> Place:
             array = partial(self._type, nodes[i], names[i]) if i in nodes else partial(without_noise, leaves[i])
             present = is_array(leaves[i]) or i in (fitting or nodes)
-            return Place(slots[i], present, array, lambda: self._by_default(who, array(), slots[i], names[i]))
+            hidden = self.changes_type and i in nodes  # the effective array does not show the type of the model's
+            like: Callable[[], Any] = (lambda: None) if hidden else array
+            return Place(slots[i], present, array, lambda: self._by_default(who, like(), slots[i], names[i]))
 
         places = list(map(place, range(len(leaves))))
         chosen = choose(who, self.where, places, is_state(tree, is_node))
@@ -735,8 +740,11 @@ class Reparametrization(_Leafwise):
         return jax.eval_shape(self._closed, abstract(types)) if known is None else known
 
     def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
-        """The shapes that ``init`` gives for the effective array of values of these types; None if it needs numbers."""
-        if has_symbols(types):
+        """The shapes that ``init`` gives for the effective array of values of these types.
+
+        None if it needs numbers, or if the effective array has another type than the model's.
+        """
+        if has_symbols(types) or self.changes_type:
             return None
         effective = self._effective(types)
         try:

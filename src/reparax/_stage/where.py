@@ -14,7 +14,7 @@ from reparax._tree.paths import IsLeaf, PyTree, describe, has_ancestor, is_array
 from reparax._tree.raw import Slot, empty_nodes, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
-"""The usual names of arrays with one number for each feature."""
+"""The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
 
 
 @register_static
@@ -169,7 +169,8 @@ def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
 
 def is_bias_or_scale(slot: Slot) -> bool:
     """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
-    return not {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}.isdisjoint(BIASES_AND_SCALES)
+    names = {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}
+    return any(name in BIASES_AND_SCALES or "bias" in name.split("_") for name in names)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from reparax._numerics.linalg import (
     product,
     resolution,
 )
+from reparax._stage.constraint import near
 from reparax._stage.matrices import Matrices
 from reparax.matrices._base_maps import cayley
 
@@ -203,6 +204,23 @@ class SpecialLinear(_SingularValues):
 
     def turned(self, left: Array, right: Array) -> Array:
         return oriented(left, right)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether the determinant is 1, up to rounding.
+
+        Args:
+          w: A square matrix.
+          tolerance: As for :class:`Constraint`. Default: as there, and more by the condition of the matrix, the ratio
+            of its singular values, times the machine epsilon: by so much rounding of the entries moves the determinant.
+        """
+        if tolerance is not None:
+            return super().contains(w, tolerance)
+        singular = jnp.linalg.svd(widened(w), compute_uv=False)
+        least, largest = singular[..., -1], singular[..., 0]
+        invertible = least > resolution(w, largest)
+        condition = jnp.where(invertible, largest / jnp.where(invertible, least, largest), jnp.zeros_like(least))
+        units = float(jnp.finfo(w.dtype).eps) * (10 * w.shape[-1] + condition)
+        return near(w, self.project(w), units)
 
     def spectrum(self, s: Array) -> Array:
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))

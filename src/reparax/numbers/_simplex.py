@@ -20,8 +20,10 @@ class Simplex(Constraint):
     there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
     Half-precision arrays are computed in float32.
 
-    ``log_det`` is that of the bijection from ``x`` to the point of the simplex and the number :math:`\log \sum e^x`,
-    which the model does not read. If you sample raw values, give that number a density of its own.
+    The model does not read the number :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
+    direction. ``log_det`` therefore is the log-determinant of the bijection from ``x`` to the point of the simplex and
+    r, plus the log-density of a standard normal r, for each sum: with it, ``log_prior(p.fold(raw)) + p.log_det(raw)``
+    is a density whose points of the simplex have the given prior.
 
     Args:
       along: The axis along which the numbers sum to 1.
@@ -63,7 +65,9 @@ class Simplex(Constraint):
         return jax.nn.softmax(widened(x), axis=position(self.along, x)).astype(x.dtype)
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        return jnp.sum(jax.nn.log_softmax(values["x"], axis=position(self.along, values["x"])))
+        x, axis = values["x"], position(self.along, values["x"])
+        unread = jax.nn.logsumexp(x, axis=axis)
+        return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.

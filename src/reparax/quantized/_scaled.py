@@ -52,8 +52,9 @@ class Scaled(Reparametrization):
             return None
         if self.axis is None and w.ndim > 2:
             return (
-                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Name all axes but the "
-                f"one to cut with `axis`, or leave it out with `where`."
+                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Give the axes along "
+                f"which matrices are stacked (stacked=0), name all axes but the one to cut with `axis`, or leave it "
+                f"out with `where`."
             )
         if self.axis is not None and len(others(self.axis, w)) != 1:
             return (

@@ -124,6 +124,6 @@ class NofM(Constraint):
     def _kept(self, w: Array) -> Array:
         axis = position(self.along, w)
         scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
-        groups = scores.reshape(*scores.shape[:-1], -1, self.m)
+        groups = scores.reshape(*scores.shape[:-1], scores.shape[-1] // self.m, self.m)
         kept = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
         return jnp.moveaxis(kept.reshape(scores.shape), -1, axis)

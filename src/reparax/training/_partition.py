@@ -90,10 +90,10 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
 def decay_mask(raw: PyTree) -> PyTree:
     """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
 
-    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, ``b``,
-    ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape; for auxiliary values, such as the ``g`` of weight
-    norm; for fixed values; and for stages in which a smaller value is not a smaller weight, such as ``Orthogonal``,
-    ``Positive`` and ``Simplex`` (stages say so by ``decays = False``).
+    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, also as
+    a part, as in ``bias_n``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape; for auxiliary
+    values, such as the ``g`` of weight norm; for fixed values; and for stages in which a smaller value is not a smaller
+    weight, such as ``Orthogonal``, ``Positive`` and ``Simplex`` (stages say so by ``decays = False``).
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
     shrink weights that are normed, decay the lengths: ``rpx.labels(raw, main=False, aux=True, fixed=False)``.
