@@ -1,6 +1,7 @@
 """Selection of the arrays that a stage acts on."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -89,18 +90,29 @@ def all_but(*patterns: Any) -> AllBut:
 Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
-def selected(mask: PyTree) -> Selected:
-    """A selection for ``where`` from a tree of booleans, such as an optax mask.
+def selected(mask: PyTree, model: PyTree = None) -> Selected:
+    """A selection for ``where`` from a tree of booleans, such as an optax mask, or in the words of a model.
 
     Args:
       mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. The tree of parameters must
-        have each path that is True.
+        have each path that is True. With ``model``, a function that returns a part of it, or several in a list.
+      model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Example:
-      >>> import reparax as rpx
+      >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
       VarNoise(0.1, where=selected({'dense/kernel': True}))
+      >>> layers = {"layers": [{"weight": jnp.ones((2, 2))}, {"weight": jnp.ones((2, 2))}]}
+      >>> rpx.VarNoise(0.1, where=rpx.selected(lambda m: m["layers"][0]["weight"], layers))
+      VarNoise(0.1, where=selected({'layers/0/weight': True}))
     """
+    if model is not None:
+        return _parts(mask, model)
+    if inspect.isroutine(mask):
+        raise TypeError(
+            "selected got a function without the model whose parts it returns. Pass the model too: "
+            "`rpx.selected(lambda m: m.layers[0].weight, model)`."
+        )
     paths, flags, _ = named(mask)
     for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
@@ -109,6 +121,29 @@ def selected(mask: PyTree) -> Selected:
                 f"selected takes a tree of booleans, but got {got} at {path_text(path)!r}. Write True or False."
             )
     return Selected(tuple(path_text(path) for path, flag in zip(paths, flags, strict=True) if flag))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands in a model for what it holds at a path."""
+
+    path: str
+    array: bool
+
+
+def _parts(choose: Any, model: PyTree) -> Selected:
+    """The selection of the arrays in the parts of ``model`` that ``choose`` returns."""
+    paths, leaves, treedef = named(model)
+    if not callable(choose):
+        raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
+    pairs = zip(paths, leaves, strict=True)
+    found = jax.tree.leaves(choose(treedef.unflatten([_Place(path_text(path), is_array(x)) for path, x in pairs])))
+    for part in found:
+        if not isinstance(part, _Place):
+            raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
+    if not any(part.array for part in found):
+        raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
+    return Selected(tuple(dict.fromkeys(part.path for part in found if part.array)))
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:

@@ -1,0 +1,80 @@
+"""Selections in the words of a model: the paths of the parts that a function returns."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from errors import raises
+from flax import nnx
+
+import reparax as rpx
+
+PARAMS = {"layers": [{"weight": jnp.ones((3, 2)), "bias": jnp.zeros(2)} for _ in range(2)], "name": "mlp"}
+
+
+def paths(choose, model):
+    return rpx.selected(choose, model).paths
+
+
+@pytest.mark.parametrize(
+    ("choose", "found"),
+    [
+        (lambda m: m["layers"][1]["weight"], ("layers/1/weight",)),
+        (lambda m: m["layers"][0], ("layers/0/bias", "layers/0/weight")),
+        (lambda m: [each["bias"] for each in m["layers"]], ("layers/0/bias", "layers/1/bias")),
+        (lambda m: (m["layers"][0]["bias"], m["layers"][0]["bias"], m["name"]), ("layers/0/bias",)),
+    ],
+    ids=["an array", "a folder", "several", "twice, and a text"],
+)
+def test_the_parts_that_a_function_returns_are_known_by_their_paths(choose, found):
+    assert paths(choose, PARAMS) == found
+
+
+def test_it_is_the_selection_of_a_tree_of_booleans_and_lies_beside_a_checkpoint():
+    by_part = rpx.selected(lambda m: m["layers"][0]["weight"], jax.eval_shape(lambda: {"layers": PARAMS["layers"]}))
+    p = rpx.WeightNorm(where=by_part)
+    assert by_part == rpx.selected({"layers": [{"weight": True, "bias": False}, False]})
+    assert rpx.from_json(p.to_json()) == p
+    raw = p.init({"layers": PARAMS["layers"]})
+    assert jax.tree.map(jnp.shape, raw["layers"][0]["weight"]) == {"@weight_norm": {"g": (1, 2), "v": (3, 2)}}
+    assert jnp.shape(raw["layers"][1]["weight"]) == (3, 2)
+
+
+def test_parts_of_modules():
+    mlp = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
+    assert paths(lambda m: m.layers[0].weight, mlp) == ("layers/0/weight",)
+    assert paths(lambda m: m.layers[1], mlp) == ("layers/1/weight", "layers/1/bias")
+    params = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+    assert paths(lambda m: m["kernel"], params) == ("kernel",)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: rpx.selected(lambda m: m.weight),
+            TypeError,
+            "selected got a function without the model whose parts it returns. Pass the model too: "
+            "`rpx.selected(lambda m: m.layers[0].weight, model)`.",
+        ),
+        (
+            lambda: rpx.selected({"layers": True}, PARAMS),
+            TypeError,
+            "selected takes a function of the model, but got dict. Leave out the model.",
+        ),
+        (
+            lambda: rpx.selected(lambda m: jnp.ones(2), PARAMS),
+            TypeError,
+            "selected takes a function that returns parts of the model, but got float32[2].",
+        ),
+        (
+            lambda: rpx.selected(lambda m: m["name"], PARAMS),
+            ValueError,
+            "selected takes a function that returns arrays of the model, but it returned none.",
+        ),
+    ],
+    ids=["no model", "a tree", "another array", "no array"],
+)
+def test_errors(call, error, text):
+    with raises(error, text):
+        call()
