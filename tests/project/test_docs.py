@@ -88,5 +88,25 @@ def test_the_api_pages_have_every_public_name_once():
     assert sorted(index) == sorted(documented)
 
 
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    {
+        "weight noise": rpx.VarNoise,
+        "DropConnect": rpx.WeightDropout,
+        "NoisyNet": rpx.Gaussian,
+        "QLoRA": rpx.Stored,
+        "IA3": rpx.Gain,
+        "LoHa": rpx.Hadamard,
+        "OFT": rpx.Rotated,
+        "2:4": rpx.NofM,
+        "BitNet": rpx.Quantize,
+        "parametrize": rpx.Reparametrization,
+    }.items(),
+)
+def test_a_name_that_people_search_for_is_in_the_table_and_at_the_stage(name, stage):
+    assert name in (stage.__doc__ or "")
+    assert re.search(rf"^\|[^|]*\b{name}\b[^|]*\|", (ROOT / "docs" / "stages.md").read_text(), flags=re.MULTILINE)
+
+
 def test_the_citation_names_this_version():
     assert f"\nversion: {rpx.__version__}\n" in (ROOT / "CITATION.cff").read_text()

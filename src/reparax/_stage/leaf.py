@@ -322,6 +322,9 @@ class _Node:
 class Reparametrization(_Leafwise):
     """A stage that replaces each selected array by named raw values, under the marker ``@kind``.
 
+    It is what torch calls a parametrization: ``parametrize.register_parametrization`` of a module with
+    ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
+
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
     ``apply_leaf(init_leaf(w)) == w``. Instead of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of
     :class:`Term` whose sum is the array. It may also set:

@@ -27,7 +27,8 @@ class Gaussian(Reparametrization):
        \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
 
     so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
-    :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
+    :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance. Without the penalty it is
+    the layer of NoisyNet.
 
     Args:
       std: The initial :math:`\sigma`, a positive number.
@@ -48,7 +49,7 @@ class Gaussian(Reparametrization):
 
     References:
       Graves, *Practical Variational Inference for Neural Networks*, 2011; Blundell, Cornebise, Kavukcuoglu and
-      Wierstra, *Weight Uncertainty in Neural Networks*, 2015.
+      Wierstra, *Weight Uncertainty in Neural Networks*, 2015; Fortunato et al., *Noisy Networks for Exploration*, 2018.
     """
 
     std: Any = argument(per_array(check_positive_number), default=0.01)

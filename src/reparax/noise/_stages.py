@@ -40,7 +40,7 @@ def _check_rate(value: Any, who: str, name: str) -> Any:
 
 
 class VarNoise(Drawn):
-    r"""Variational noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
+    r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is

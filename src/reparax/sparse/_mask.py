@@ -62,7 +62,7 @@ class Mask(Reparametrization):
 
 
 class NofM(Constraint):
-    r"""N:M sparsity, :math:`w = m \, x`: of each ``m`` consecutive weights along an axis, only the ``n`` largest.
+    r"""N:M sparsity, such as 2:4, :math:`w = m \, x`: of each ``m`` weights in a row, only the ``n`` largest.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
     has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
