@@ -373,6 +373,34 @@ WRONG = {
         "from_json cannot build reparax.Selected from {'paths': 3}: Selected takes a tuple of paths, but got "
         "3. Make it with `rpx.selected`.",
     ),
+    "a pattern of all_but": (
+        text_of({"class": "reparax.WeightNorm", "where": {"class": "reparax.AllBut", "patterns": ["("]}}),
+        "all_but got where='(', which is not a regular expression: missing ), unterminated subpattern at position 0.",
+    ),
+    "patterns of all_but": (
+        text_of({"class": "reparax.WeightNorm", "where": {"class": "reparax.AllBut", "patterns": "ab"}}),
+        "from_json cannot build reparax.AllBut from {'patterns': 'ab'}: AllBut takes a tuple of expressions, but got "
+        "'ab'. Make it with `rpx.all_but`.",
+    ),
+    "no pattern of all_but": (
+        text_of({"class": "reparax.WeightNorm", "where": {"class": "reparax.AllBut", "patterns": []}}),
+        "from_json cannot build reparax.AllBut from {'patterns': ()}: all_but takes at least one regular expression "
+        "for whole paths, but got none.",
+    ),
+    "too few numbers": (
+        text_of({"class": "reparax.VarNoise", "std": {"class": "reparax.ByPath", "patterns": ["a"], "numbers": []}}),
+        "from_json cannot build reparax.ByPath from {'patterns': ('a',), 'numbers': ()}: ByPath takes a tuple of "
+        "expressions and one of as many numbers, but got ('a',) and (). Write a dict.",
+    ),
+    "text for expressions": (
+        text_of({"class": "reparax.VarNoise", "std": {"class": "reparax.ByPath", "patterns": "a", "numbers": [1]}}),
+        "from_json cannot build reparax.ByPath from {'patterns': 'a', 'numbers': (1,)}: ByPath takes a tuple of "
+        "expressions and one of as many numbers, but got 'a' and (1,). Write a dict.",
+    ),
+    "true for the format": (
+        '{"reparax": true, "stages": []}',
+        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": true, "stages": []}\'.',
+    ),
     "an abstract class": (
         text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),
         "from_json found the stage 'reparax.Joint', but no class of that name is defined. "
@@ -417,6 +445,10 @@ ODD = [
     {"class": 3},
     {"class": "reparax.Mask"},
     {"class": "reparax.Selected", "paths": [3]},
+    {"class": "reparax.AllBut", "patterns": [3]},
+    {"class": "reparax.AllBut", "patterns": None},
+    {"class": "reparax.ByPath", "patterns": ["a", "b"], "numbers": [1]},
+    {"class": "reparax.ByPath", "patterns": 3, "numbers": "x"},
     {"class": "reparax.Concat", "parts": ["a"]},
     {"function": 3},
     {"function": "jax.numpy.tanh"},

@@ -233,7 +233,7 @@ def load_stages(text: str) -> list[Any]:
     """The stages that :func:`dump_stages` wrote as ``text``."""
     try:
         match _parsed(text):
-            case {"reparax": 1, "stages": [*entries]} if all(map(_is_entry, entries)):
+            case {"reparax": version, "stages": [*entries]} if _is_known(version) and all(map(_is_entry, entries)):
                 return [_build(entry) for entry in entries]
             case _:
                 raise ValueError(
@@ -241,6 +241,10 @@ def load_stages(text: str) -> list[Any]:
                 )
     except RecursionError as error:
         raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error
+
+
+def _is_known(version: Any) -> bool:
+    return not isinstance(version, bool) and version == FORMAT  # True equals 1
 
 
 def _is_entry(entry: Any) -> bool:

@@ -12,6 +12,10 @@ def from_json(text: str) -> Parametrization:
         to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
         ``jax.scipy``. Nothing else is imported.
 
+    A text from a stranger runs no code of theirs, but use it like their code: a regular expression with repetitions in
+    repetitions can take years to match, and a rank or a count can ask for more memory than there is. Read such a text,
+    or try it in a process that you can end.
+
     Example:
       >>> import reparax as rpx
       >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())

@@ -24,6 +24,15 @@ class ByPath:
     patterns: tuple[str, ...] = field(metadata={"static": True})
     numbers: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        patterns: Any = self.patterns
+        numbers: Any = self.numbers
+        if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
+            raise TypeError(
+                f"ByPath takes a tuple of expressions and one of as many numbers, but got {patterns!r} and "
+                f"{numbers!r}. Write a dict."
+            )
+
     def __repr__(self) -> str:
         return code(dict(zip(self.patterns, self.numbers, strict=True)))
 
