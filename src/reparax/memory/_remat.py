@@ -43,10 +43,10 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.075)
-      >>> params = p.init({"w": jnp.ones((3, 2))})
-      >>> def loss(params, key, x):
-      ...     return jnp.sum((x @ p.apply(params, key)["w"]) ** 2)
-      >>> grads = jax.grad(rpx.remat(loss))(params, jax.random.key(0), jnp.ones((4, 3)))
+      >>> raw = p.init({"w": jnp.ones((3, 2))})
+      >>> def loss(raw, key, x):
+      ...     return jnp.sum((x @ p.apply(raw, key)["w"]) ** 2)
+      >>> grads = jax.grad(rpx.remat(loss))(raw, jax.random.key(0), jnp.ones((4, 3)))
       >>> jax.tree.map(jnp.shape, grads)
       {'w': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}
 

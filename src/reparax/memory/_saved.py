@@ -100,8 +100,8 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.VarNoise(0.1)
-      >>> def loss(params, key, x):
-      ...     w = p.apply(params, key)["w"]
+      >>> def loss(raw, key, x):
+      ...     w = p.apply(raw, key)["w"]
       ...     return jnp.sum(x @ w @ w)
       >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
       >>> rpx.saved(loss, *example)  # doctest: +ELLIPSIS
