@@ -10,7 +10,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN),$(PIP))
 
-.PHONY: demo test test-thorough test-peers test-versions bench bench-device evidence docs notebooks dist lint format clean
+.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -21,6 +21,10 @@ test: $(VENV)/test.stamp
 # What `make test` leaves out: grids over all stages, shapes and libraries.
 test-thorough: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough
+
+# What each file costs.
+test-costs: $(VENV)/test.stamp
+	PYTHONPATH=tests $(RUN) -m pytest -q -p costs -n auto --dist loadgroup -m "not thorough"
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers

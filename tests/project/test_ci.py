@@ -1,0 +1,69 @@
+"""`.ci/run`: parts in their order up to the first that fails, and a table at the end."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = """
+lint:
+	@echo "0 errors, 0 warnings, 0 informations"
+test:
+	@echo "4362 passed, 3 skipped in 293.10s (0:04:53)"
+docs:
+	@echo pages
+bad:
+	@echo "=== 1 failed, 4 passed in 2.1s ==="; exit 3
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+
+    def run(*parts):
+        ran = subprocess.run([sys.executable, script, *parts], capture_output=True, text=True, check=False)
+        table = ran.stdout[ran.stdout.rindex("part  ") :].splitlines()[1:]
+        assert all(re.fullmatch(r" +\d+:\d\d +\d+:\d\d +\d+", line[14:39]) for line in table[:-1])
+        assert re.fullmatch(r" +\d+:\d\d", table[-1][14:23])
+        return ran.returncode, [(line[:14].strip(), line[41 if line in table[:-1] else 25 :]) for line in table]
+
+    return run
+
+
+def test_each_part_is_a_line_with_its_times_and_last_words(run):
+    assert run("lint", "test", "docs") == (
+        0,
+        [
+            ("lint", "0 errors, 0 warnings, 0 informations"),
+            ("test", "4362 passed, 3 skipped in 293.10s (0:04:53)"),
+            ("docs", "done"),
+            ("in all", "all passed."),
+        ],
+    )
+
+
+def test_the_first_part_that_fails_is_the_last_and_is_named(run):
+    assert run("lint", "bad", "docs") == (
+        1,
+        [
+            ("lint", "0 errors, 0 warnings, 0 informations"),
+            ("bad", "1 failed, 4 passed in 2.1s"),
+            ("in all", "make bad failed, and what follows it was not run."),
+        ],
+    )
+
+
+def test_its_parts_are_targets_of_make_and_lint_and_test_come_first():
+    parts = re.search(r"^PARTS = \((.*)\)$", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)[1]
+    names = re.findall(r'"([\w-]+)"', parts)
+    assert names[:2] == ["lint", "test"]
+    assert set(names) == {"lint", "test", "docs", "test-thorough", "test-peers", "test-versions", "dist"}
+    for name in names:
+        assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
