@@ -2,6 +2,7 @@
 
 import os
 import re
+from importlib.metadata import metadata
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -62,6 +63,9 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "navbar_persistent": [],
 }
+ADDRESS = dict(line.split(", ", 1) for line in metadata("reparax").get_all("Project-URL", [])).get("Source")
+if ADDRESS:
+    html_theme_options |= {"repository_url": ADDRESS, "use_repository_button": True}
 html_show_sourcelink = False
 html_copy_source = False
 

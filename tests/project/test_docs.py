@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import tomllib
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 COMING_FROM = ROOT / "docs" / "coming_from.md"
+VERSIONS = ROOT / "docs" / "versions.md"
+CITATION = ROOT / "CITATION.cff"
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 
 
@@ -108,5 +111,27 @@ def test_a_name_that_people_search_for_is_in_the_table_and_at_the_stage(name, st
     assert re.search(rf"^\|[^|]*\b{name}\b[^|]*\|", (ROOT / "docs" / "stages.md").read_text(), flags=re.MULTILINE)
 
 
+def test_the_page_of_versions_names_the_oldest_python_and_jax_and_the_newest_of_the_readme():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = re.findall(r"^\| (Python|JAX) \| ([\d.]+) \| ([\d.]+) \|$", VERSIONS.read_text(), flags=re.MULTILINE)
+    oldest = {name: row for name, *row in rows}
+    assert project["requires-python"] == f">={oldest['Python'][0]}"
+    assert project["dependencies"] == [f"jax>={oldest['JAX'][0]}"]
+    python, jax_versions = (" to ".join(oldest[name]) for name in ("Python", "JAX"))
+    assert f"Tested on Python {python} and JAX {jax_versions}." in README.read_text()
+
+
+def test_links_to_the_project_are_made_from_one_place():
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"].get("Source")
+    named = [line for line in CITATION.read_text().splitlines() if line.startswith("repository-code:")]
+    assert named == ([f"repository-code: {address}"] if address else [])
+
+
+def test_the_changelog_has_one_list_for_this_version_after_what_is_not_released():
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[:2] == ["Unreleased", rpx.__version__]
+    assert len(headings) == len(set(headings))
+
+
 def test_the_citation_names_this_version():
-    assert f"\nversion: {rpx.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {rpx.__version__}\n" in CITATION.read_text()
