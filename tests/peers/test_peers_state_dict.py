@@ -318,7 +318,7 @@ def test_tensors_are_copied_and_keep_half_precision():
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_tensors_of_eight_bits_are_read(dtype):
     tensor = torch.tensor([0.5, -3.0, 448.0]).to(getattr(torch, dtype))
-    got = rpx.from_torch({"w": tensor}, rpx.Chain(), {"w": jnp.zeros(3, getattr(jnp, dtype))})["w"]
+    got = rpx.from_torch(rpx.Chain(), {"w": tensor}, {"w": jnp.zeros(3, getattr(jnp, dtype))})["w"]
     assert got.dtype == getattr(jnp, dtype)
     np.testing.assert_array_equal(np.asarray(got, np.float32), tensor.float().numpy())
 
@@ -340,7 +340,7 @@ def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(kind):
     change, text = UNREADABLE[kind]
     x, like = torch.ones(2, 3), {"l": {"kernel": jnp.zeros((3, 2))}}
     with raises(ValueError, f"from_torch takes tensors of plain numbers, but 'l.weight' is {text}"):
-        rpx.from_torch({"l.weight": change(x)}, rpx.Chain(), like)
+        rpx.from_torch(rpx.Chain(), {"l.weight": change(x)}, like)
 
 
 def test_two_names_of_one_parameter_are_a_tie():
