@@ -23,6 +23,8 @@ from reparax.testing import (
     purity,
     rebase,
     right_inverse,
+    selection,
+    transfers,
     transformations,
     types_kept,
     update,
@@ -338,6 +340,22 @@ class OtherContainer(Identity):
         return OrderedDict(raw)
 
 
+class Redundant(rpx.Parametrization):
+    """Many raw trees have one effective tree, and no marker tells the values."""
+
+    def init(self, params, key=None):
+        return {"w": params, "shift": jax.tree.map(jnp.zeros_like, params)}
+
+    def apply(self, raw, key=None):
+        return jax.tree.map(jnp.add, raw["w"], raw["shift"])
+
+
+class Deaf(Identity):
+    """It takes everything, whatever is selected."""
+
+    where: object = None
+
+
 MEAN = (
     "mean: the mean of 1024 draws differs from `deterministic` at 'a': it is off by #, with a standard error "
     "of #; define `mean_leaf` or `deterministic`."
@@ -423,6 +441,8 @@ BROKEN = {  # in the texts, # is a number
         rebase,
         "rebase: it makes 'a/@cast_rebase/@fixed/count' bfloat16[2], but it was float32[2].",
     ),
+    "redundant": (Redundant(), transfers, "transfer: `transfer(p, p, raw)` changes 'shift/a'."),
+    "deaf": (Deaf(), selection, "selection: init takes 'no such path' as where, which matches nothing."),
     "forgetful": (Forgetful(0.5), checkpoints, "checkpoints: to_json and from_json return a different one."),
     "other container": (
         OtherContainer(),

@@ -71,6 +71,42 @@ def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
         assert_same_model(got, old, raw, new)
 
 
+class Half(rpx.Perturbation):
+    """Changes arrays in place, and so does its mean."""
+
+    def apply_leaf(self, w, key):
+        return w * jax.random.bernoulli(key, 0.5, w.shape).astype(w.dtype)
+
+    def mean_leaf(self, w):
+        return 0.5 * w
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (rpx.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.Cast("bfloat16")),
+        (rpx.Cast("bfloat16") >> rpx.Quantize("int8"), rpx.Cast("bfloat16") >> rpx.Quantize("int8")),
+        (rpx.Quantize("int8", where="a/kernel"), rpx.Quantize("int8") >> rpx.VarNoise(0.1)),
+        (Half(), Half() >> rpx.VarNoise(0.1)),
+        (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
+        (rpx.Gaussian(0.1), rpx.Gaussian(0.1, where=".*") >> rpx.VarNoise(0.1)),
+    ],
+    ids=repr,
+)
+def test_an_array_that_the_same_stages_change_in_place_keeps_its_raw_value(old, new):
+    raw = moved(old.init(PARAMS))
+    got = rpx.transfer(old, new, raw)
+    assert_equal(got["a"]["kernel"], raw["a"]["kernel"])
+    assert_equal(rpx.transfer(old, old, raw), raw)
+    assert_equal(jax.jit(lambda raw: rpx.transfer(old, old, raw))(raw), raw)
+
+
+def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
+    raw = moved(Half().init(PARAMS))
+    for new in (rpx.Chain(), rpx.Cast("float32")):
+        assert_equal(rpx.transfer(Half(), new, raw), Half().fold(raw))
+
+
 def test_a_stage_in_front_keeps_what_it_does_not_take():
     old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
     raw = moved(old.init(PARAMS))

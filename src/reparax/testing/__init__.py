@@ -14,6 +14,8 @@ from reparax.testing._laws import plain_trees as plain_trees
 from reparax.testing._laws import purity as purity
 from reparax.testing._laws import rebase as rebase
 from reparax.testing._laws import right_inverse as right_inverse
+from reparax.testing._laws import selection as selection
+from reparax.testing._laws import transfers as transfers
 from reparax.testing._laws import transformations as transformations
 from reparax.testing._laws import types_kept as types_kept
 from reparax.testing._laws import update as update

@@ -19,7 +19,7 @@ from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
 from reparax._tree.paths import PyTree, items, path_text
-from reparax.training import combine, partition
+from reparax.training import combine, partition, transfer
 
 
 @partial(jax.jit, static_argnums=0)
@@ -53,6 +53,12 @@ compiled_update = jax.jit(updated, static_argnums=0)
 @partial(jax.jit, static_argnums=0)
 def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
     return p.rebase(raw)
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_transfer(p: Parametrization, raw: PyTree) -> PyTree:
+    """``raw``, converted from ``p`` to ``p``."""
+    return transfer(p, p, raw)
 
 
 @partial(jax.jit, static_argnums=0)

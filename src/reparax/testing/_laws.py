@@ -5,10 +5,13 @@ Each law is a function of a parametrization, a tree of arrays and a key. If the 
 """
 
 import copy
+import dataclasses
 import itertools
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reparax._core.algebra import Chain, Parametrization, overrides
+from reparax._core.config import code
 from reparax._core.json import from_json
+from reparax._stage.where import all_but, selected
 from reparax._tree.paths import PyTree, is_array
 from reparax._tree.raw import empty_nodes, flatten_slots, parameter
 from reparax.testing import _formats
@@ -30,6 +35,7 @@ from reparax.testing._evidence import (
     compiled_fold,
     compiled_init,
     compiled_rebase,
+    compiled_transfer,
     compiled_update,
     deviation,
     deviations,
@@ -67,9 +73,9 @@ def check_laws(
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
     The laws are about the right inverse, types, value semantics, JAX transformations, keys, means, purity, gradients,
-    ``update``, ``rebase``, checkpoints and plain trees. If the gradient of your stage is not that of its formula, as
-    for rounding, set ``straight_through = True``. If the mean of a random stage is not the array itself, define
-    ``mean_leaf``.
+    ``update``, ``rebase``, ``transfer``, selection, checkpoints and plain trees. If the gradient of your stage is not
+    that of its formula, as for rounding, set ``straight_through = True``. If the mean of a random stage is not the
+    array itself, define ``mean_leaf``.
 
     Args:
       p: A stage or a chain.
@@ -342,6 +348,31 @@ def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
     require_close(p, "rebase", compiled_fold(p, based), before, rounding(raw, before), "the effective tree differs")
 
 
+def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
+    """``transfer(p, p, raw)`` changes no bit."""
+    raw = moved(compiled_init(p, params, key), key)
+    got = compiled_transfer(p, raw)
+    require_same_types(p, "transfer", got, raw, "`transfer(p, p, raw)`")
+    for (path, w), (_, before) in zip(arrays(got), arrays(raw), strict=True):
+        require(p, "transfer", equal(w, before), f"`transfer(p, p, raw)` changes {path!r}")
+
+
+def selection(p: Parametrization, params: PyTree, key: Array) -> None:
+    """A selection that matches nothing is an error, in every form that ``where`` takes."""
+    name = "no such path"
+
+    def none(path: str, array: Any) -> bool:
+        del path, array
+        return False
+
+    for stage in stages(p):
+        if any(field.name == "where" for field in dataclasses.fields(stage)):
+            for where in (name, none, selected({name: True}), all_but(name)):
+                alone = replace(stage, where=where)
+                text = f"init takes {code(where)} as where, which matches nothing"
+                require_raises(p, "selection", lambda alone=alone: alone.init(params, key), text)
+
+
 def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     raw, name = compiled_init(p, params, key), "checkpoints"
@@ -383,6 +414,8 @@ LAWS: tuple[Law, ...] = (
     gradients,
     update,
     rebase,
+    transfers,
+    selection,
     checkpoints,
     plain_trees,
 )

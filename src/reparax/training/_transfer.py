@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
+from reparax._stage.mean import Mean
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
 from reparax._tree.raw import FIXED, kind_of, node_predicate, outer_markers, own_mark
@@ -22,8 +23,9 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
-    are the same. All other values are computed by ``init`` from the current weights. In an optimizer's state, the
-    moments of kept values are kept, other moments start at zero, and counters are kept.
+    are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
+    the same stages change it. All other values are computed by ``init`` from the current weights. In an optimizer's
+    state, the moments of kept values are kept, other moments start at zero, and counters are kept.
 
     A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
     values are kept, but new values are an error, because the state does not show which of them need moments.
@@ -69,8 +71,8 @@ class _Carried:
 
 
 def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
-    params, nodes = _Reading((old,)).nodes(gather_boxes(raw))
-    return _Writing((new,)).carried(params, nodes)
+    params, read = _Reading((old,)).read(gather_boxes(raw))
+    return _Writing((new,)).carried(params, read)
 
 
 Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
@@ -81,43 +83,70 @@ def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
     found: Nodes = {}
 
     def read(raw: PyTree) -> PyTree:
-        effective, nodes = _Reading((p,)).nodes(gather_boxes(raw))
-        found.update(nodes)
+        effective, read = _Reading((p,)).read(gather_boxes(raw))
+        found.update(read.nodes)
         return effective
 
     abstract(read, raw)
     return {path: stage for path, (stage, _) in found.items()}
 
 
+@dataclass(frozen=True)
+class _InPlace:
+    """An array that a stage changed without a marker."""
+
+    stage: Parametrization
+    path: Names
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the stages of a chain read: each marker dict with its stage, and the arrays that they changed in place."""
+
+    nodes: Nodes
+    in_place: list[_InPlace]
+
+
 class _Reading(Chain):
     kind: ClassVar[str] = "reading_a_raw_tree"
 
-    def nodes(self, tree: PyTree) -> tuple[PyTree, Nodes]:
-        """The effective tree, and each marker dict that was consumed, with its stage."""
-        found: Nodes = {}
+    def read(self, tree: PyTree) -> tuple[PyTree, _Read]:
+        """The effective tree, and what was read."""
+        found = _Read({}, [])
         for stage in Chain((self.deterministic,)):
-            before, tree = _marked(tree, stage.kind), stage.apply_tree(tree, Keys(None))
+            seen, tree = tree, stage.apply_tree(tree, Keys(None))
             after = _marked(tree, stage.kind)
-            found |= {path: (stage, node) for path, node in before.items() if path not in after}
+            found.nodes.update(
+                {path: (stage, node) for path, node in _marked(seen, stage.kind).items() if path not in after}
+            )
+            old = _arrays(seen)
+            found.in_place.extend(
+                _InPlace(stage, path, old[path], x)
+                for path, x in _arrays(tree).items()
+                if path in old and x is not old[path]
+            )
         return tree, found
 
 
 class _Writing(Chain):
     kind: ClassVar[str] = "writing_a_raw_tree"
 
-    def carried(self, params: PyTree, nodes: Nodes) -> _Carried:
-        """The raw tree of ``params``, with each of ``nodes`` put back if the same stage makes it at its path."""
+    def carried(self, params: PyTree, read: _Read) -> _Carried:
+        """The raw tree of ``params``, with what was read put back if the same stage makes it at its path."""
         tree, kept = params, set[Names]()
         for stage in reversed(self.stages):
-            before, tree = _marked(tree, stage.kind), stage.init_tree(tree, Keys(None))
+            given, tree = tree, stage.init_tree(tree, Keys(None))
+            before = _marked(given, stage.kind)
             made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
             again = {
                 path: node
-                for path, (other, node) in nodes.items()
+                for path, (other, node) in read.nodes.items()
                 if path in made and _same(stage, other) and _alike(node, made[path])
             }
             kept |= again.keys()
-            tree = _replaced(tree, stage.kind, again)
+            tree = _unchanged(stage, given, _replaced(tree, stage.kind, again), read.in_place)
         return _Carried(spread_boxes(functools.partial(self.init_tree, keys=Keys(None)), params, tree), frozenset(kept))
 
 
@@ -144,8 +173,23 @@ def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]])
     )
 
 
-def _same(a: Parametrization, b: Parametrization) -> bool:
-    """Whether two stages act in the same way on an array that both select."""
+def _unchanged(stage: Parametrization, given: PyTree, made: PyTree, in_place: Sequence[_InPlace]) -> PyTree:
+    """``made`` by ``stage`` from ``given``, with each array of which ``stage`` made the given one as it was before."""
+    arrays, shapes = _arrays(given), {path: x.shape for path, x in _arrays(made).items()}
+    found = {
+        each.path: each.before
+        for each in in_place
+        if arrays.get(each.path) is each.after
+        and shapes.get(each.path) == each.before.shape
+        and _same(stage, each.stage)
+    }
+    paths, leaves, treedef = named(made)
+    return treedef.unflatten([found.get(plain(path), x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _same(stage: Parametrization, other: Parametrization) -> bool:
+    """Whether two stages act in the same way on an array that both select; one that was read may be a mean."""
+    a, b = stage, other.stage if isinstance(other, Mean) else other
     names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
     return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
 
