@@ -6,7 +6,9 @@ import tomllib
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import reparax as rpx
 from reparax.testing import check_laws
@@ -45,6 +47,21 @@ def test_readme_runs(blocks):
         globs |= examples.globs
     assert runner.summarize(verbose=False).failed == 0
     assert len(blocks) >= 6
+
+
+def test_the_lines_for_a_cluster_run_after_those_of_their_page(monkeypatch):
+    page = (ROOT / "docs" / "notebooks" / "sharding.md").read_text()
+    imports, model, chain, *_ = re.findall(r"```\{code-cell\}\n(.*?)```", page, flags=re.DOTALL)
+    lines = re.findall(r"^(?:import|from) .*", imports, flags=re.MULTILINE)
+    (cluster,) = re.findall(r"## On a cluster.*?```python\n(.*?)```", page, flags=re.DOTALL)
+    names = {"this_process_reads": lambda: np.ones((16, 32), np.float32)}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec("\n".join([*lines, model, chain.partition("\n")[0], cluster]), names)
+    raw, batch, specs = (names[name] for name in ("raw", "batch", "specs"))
+    assert raw["up"]["@weight_norm"]["v"].sharding.spec == specs["up"]
+    assert batch.sharding.spec == PartitionSpec("data")
+    assert {axis.name for axis in names["mesh"].axis_types} == {"Auto"}
 
 
 @pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq"])
