@@ -6,7 +6,9 @@ import tomllib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -62,6 +64,19 @@ def test_the_lines_for_a_cluster_run_after_those_of_their_page(monkeypatch):
     assert raw["up"]["@weight_norm"]["v"].sharding.spec == specs["up"]
     assert batch.sharding.spec == PartitionSpec("data")
     assert {axis.name for axis in names["mesh"].axis_types} == {"Auto"}
+
+
+def test_the_lines_for_schedule_free_optimizers_run():
+    page = (ROOT / "docs" / "notebooks" / "recipes.md").read_text()
+    (lines,) = re.findall(r"Schedule-free.*?```python\n(.*?)```", page, flags=re.DOTALL)
+    p = rpx.Freeze(where="b") >> rpx.WeightNorm(where="w")
+    raw = p.init({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    names = {"rpx": rpx, "optax": optax, "jax": jax, "p": p, "raw": raw, "error": lambda w: jnp.sum(w["w"] * w["b"])}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec(lines, names)
+    p.check(names["average"], like={"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    assert not np.array_equal(p.fold(names["average"])["w"], p.fold(raw)["w"])
+    np.testing.assert_array_equal(p.fold(names["average"])["b"], np.ones(2))
 
 
 @pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq"])

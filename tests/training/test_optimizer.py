@@ -310,6 +310,17 @@ def test_every_bit_of_a_fixed_float_stays(dtype, compiled) -> None:
     assert (after["b"] != raw["b"]).all()
 
 
+def test_fixed_subnormal_numbers_stay_where_the_free_part_alone_is_updated() -> None:
+    w = np.array([1e-42, -2e-40, 0.0], np.float32)
+    raw = rpx.Freeze(where="w").init({"w": jnp.asarray(w), "b": jnp.ones(2)})
+    tx = rpx.optimizer(optax.sgd(0.5))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
+    free, fixed = rpx.partition(raw)
+    after = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
+    assert np.asarray(after["w"]["@freeze"]["@fixed"]["w"]).tobytes() == w.tobytes()
+    np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
+
+
 def test_complex_values_train_and_fixed_ones_keep_the_signs_of_their_zeros() -> None:
     w = jnp.array([complex(-0.0, -0.0), complex(-0.0, 1.0), complex(2.0, -0.0)], jnp.complex64)
     raw = rpx.Freeze(where="w").init({"w": w, "b": jnp.ones(2, jnp.complex64)})

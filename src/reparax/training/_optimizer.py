@@ -15,7 +15,14 @@ def optimizer(tx: Any) -> Any:
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves without addition, such as
-    PRNG keys and functions, get None, as in equinox; if your tree has such leaves, update only the free part.
+    PRNG keys and functions, get None, as in equinox. On a CPU, XLA takes subnormal numbers (below 1.2e-38 in float32)
+    for zeros in every addition. If your tree has such leaves or such fixed numbers, update the free part alone::
+
+        free, fixed = rpx.partition(raw)
+        raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
+
+    The state is that for ``free``: functions of optax that read it, such as ``schedule_free_eval_params``, take
+    ``free`` too.
 
     Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values.
     Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
@@ -82,7 +89,7 @@ def _is_none(x: object) -> bool:
 
 
 def _unmoved(x: Any) -> Any:
-    """A zero that keeps every bit of ``x`` when added to it; None if ``x`` cannot be added to."""
+    """A zero that keeps every bit of ``x`` when added to it, subnormal numbers apart; None if nothing can be added."""
     if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
         return jnp.zeros(x.shape, bool)
     if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
