@@ -97,6 +97,20 @@ def beyond(r, places, **settings):
     return total(low(r).at[jnp.array(places)].get(**settings))
 
 
+def mutable(r, x):
+    """A mutable array that is written with products and read for products, also in the body of a loop."""
+    ref = jax.new_ref(x)
+    before = ref[...] @ low(r)
+    ref[...] = jnp.tanh(before)
+
+    def step(h, _):
+        ref[...] = ref[...] + h @ low(r)
+        return jnp.tanh(h + ref[...]), None
+
+    after = jax.lax.scan(step, x, length=2)[0]
+    return total(before + after + ref[...] @ low(r).T)
+
+
 def blocks(r):
     return rpx.Term("aij->(ai)(aj)", r["w"][:, :, None]).array()
 
@@ -141,6 +155,7 @@ LOSSES = {
     ),
     "one device": lambda r, x: total(on_one_device(low(r), x)),
     "a row for each device": lambda r, x: total(a_row_for_each_device(low(r), x[:, :6])),
+    "a mutable array": mutable,
     "nothing at all": lambda r, x: total(x[:, :0] @ low(r)[:0]) + total(x @ (r["a"][:, :0] @ r["b"][:0] + r["w"])),
     "a loop that does not run": lambda r, x: total(
         jax.lax.scan(lambda h, _: (h @ low(r) + jnp.sum(jnp.sin(low(r))), None), x, None, length=0)[0]
