@@ -150,6 +150,107 @@ def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
     np.testing.assert_allclose(p.fold(raw)["head"]["kernel"], params["head"]["kernel"] + (one * two).T, rtol=1e-4)
 
 
+# ---- stacks: an adapter for each layer
+
+COUNT, KERNEL = 30, "layers/mlp/kernel"
+LAYERS = {r"layers/(\w+)/kernel": r"model.layers.{i}.\1.weight", r"layers/(\w+)/bias": r"model.layers.{i}.\1.bias"}
+ONE = {r"(\w+)/kernel": r"\1.weight", r"(\w+)/bias": r"\1.bias"}
+FACTORS = {"r": 2, "alpha": 3}
+OF_LAYERS = {
+    "lora": (CONFIG, {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2)}),
+    "rslora": (CONFIG | {"use_rslora": True}, {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2)}),
+    "dora": (
+        CONFIG | {"use_dora": True},
+        {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2), "lora_magnitude_vector": (6,)},
+    ),
+    "loha": (
+        {"peft_type": "LOHA", **FACTORS},
+        {f"hada_w{i}_{end}": shape for i in (1, 2) for end, shape in (("a", (6, 2)), ("b", (2, 8)))},
+    ),
+    "lokr": ({"peft_type": "LOKR", **FACTORS}, {"lokr_w1": (2, 2), "lokr_w2": (3, 4)}),
+    "lokr of factors": (
+        {"peft_type": "LOKR", "r": 1, "alpha": 3},
+        {"lokr_w1": (2, 2), "lokr_w2_a": (3, 1), "lokr_w2_b": (1, 4)},
+    ),
+    "ia3": ({"peft_type": "IA3"}, {"ia3_l": (6, 1)}),
+    "ia3 of inputs": ({"peft_type": "IA3", "feedforward_modules": [r"mlp"]}, {"ia3_l": (1, 8)}),
+    "oft": ({"peft_type": "OFT"}, {"oft_R.weight": (2, 6)}),
+}
+
+
+def stack(count=COUNT):
+    return {"layers": {"mlp": {"kernel": jnp.asarray(normal(count, 8, 6)), "bias": jnp.asarray(normal(count, 6))}}}
+
+
+@pytest.mark.parametrize("name", OF_LAYERS)
+def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_bit(name):
+    config, shapes = OF_LAYERS[name]
+    tensors = {
+        f"{PREFIX}model.layers.{i}.mlp.{end}": normal(*shape, seed=100 * i + j)
+        for i in range(COUNT)
+        for j, (end, shape) in enumerate(shapes.items())
+    }
+    p, raw = rpx.from_peft(tensors, config, stack(), names=LAYERS)
+    folded = p.fold(raw)["layers"]["mlp"]
+    for i in (0, 11, COUNT - 1):
+        start = f"{PREFIX}model.layers.{i}."
+        alone = {PREFIX + key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
+        like = {"mlp": jax.tree.map(lambda x, i=i: x[i], stack()["layers"]["mlp"])}
+        q, one = rpx.from_peft(alone, config, like, names=ONE)
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5), folded, q.fold(one)["mlp"]
+        )
+    again, written = rpx.to_peft(p, raw, names=LAYERS)
+    assert written["target_modules"] == sorted(f"model.layers.{i}.mlp" for i in range(COUNT))
+    assert again.keys() == tensors.keys()
+    assert all(again[key].tobytes() == x.tobytes() for key, x in tensors.items())
+
+
+def test_what_trains_beside_the_adapters_of_a_stack_is_saved_layer_by_layer():
+    p = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
+    raw = p.init(stack(2))
+    tensors, config = rpx.to_peft(p, raw, names=LAYERS)
+    biases = {f"{PREFIX}model.layers.{i}.mlp.base_layer.bias": stack(2)["layers"]["mlp"]["bias"][i] for i in range(2)}
+    assert all(np.array_equal(tensors[name], x) for name, x in biases.items())
+    q, back = rpx.from_peft(tensors, config, stack(2), names=LAYERS)
+    assert q == rpx.Freeze(where=rpx.all_but("layers/mlp/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
+    jax.tree.map(np.testing.assert_array_equal, back, raw)
+
+
+def test_an_array_that_nothing_adapts_may_have_any_shape():
+    params = model() | {"conv": {"kernel": jnp.ones((3, 3, 1, 2)), "bias": jnp.ones(2)}}
+    p, raw = rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG, params)
+    assert set(rpx.to_peft(p, raw)[0]) == set(lora(dense=(2, 8, 6)))
+
+
+# ---- weights of Conv1D
+
+
+def test_each_module_has_a_layout_of_its_own():
+    tensors = lora(conv=(2, 6, 6), linear=(2, 6, 6))
+    params = {name: {"kernel": jnp.asarray(normal(6, 6, seed=i))} for i, name in enumerate(("conv", "linear"))}
+    for flag in (False, True):
+        for layout in ("same", "conv1d"):
+            config, layouts = CONFIG | {"fan_in_fan_out": flag}, {"conv/kernel": layout}
+            p, raw = rpx.from_peft(tensors, config, params, layouts=layouts)
+            for name in params:
+                a, b = (tensors[f"{PREFIX}{name}.lora_{end}.weight"] for end in "AB")
+                want = params[name]["kernel"] + 2.0 * (b @ a).T
+                np.testing.assert_allclose(p.fold(raw)[name]["kernel"], want, rtol=1e-4, atol=1e-5)
+            again, written = rpx.to_peft(p, raw, layouts=layouts)
+            assert again.keys() == tensors.keys()
+            assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+            assert written["fan_in_fan_out"] is True
+
+
+def test_a_whole_weight_of_conv1d_is_the_same_in_torch():
+    params = {"a": {"kernel": jnp.ones((6, 6))}, "b": {"kernel": jnp.ones((6, 6))}}
+    tensors, layouts = lora(a=(2, 6, 6)) | {f"{PREFIX}b.weight": normal(6, 6)}, {".*": "conv1d"}
+    p, raw = rpx.from_peft(tensors, CONFIG, params, layouts=layouts)
+    np.testing.assert_array_equal(p.fold(raw)["b"]["kernel"], normal(6, 6))
+    np.testing.assert_array_equal(rpx.to_peft(p, raw, layouts=layouts)[0][f"{PREFIX}b.weight"], normal(6, 6))
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -217,6 +318,55 @@ MALFORMED = {
             {"bias": "some"},
         )
     },
+    "layers of a stack that are missing": (
+        lambda: rpx.from_peft(lora(**{"model.layers.1.mlp": (2, 8, 6)}), CONFIG, stack(3), names=LAYERS),
+        reading("layers/mlp/kernel: expected tensors for each of its 3 layers, got them for 1. Do not stack these"),
+    ),
+    "layers of a stack with two ranks": (
+        lambda: rpx.from_peft(
+            lora(**{"model.layers.0.mlp": (2, 8, 6), "model.layers.1.mlp": (1, 8, 6)}),
+            CONFIG | {"rank_pattern": {"layers.1.mlp": 1}},
+            stack(2),
+            names=LAYERS,
+        ),
+        "from_peft: 'layers/mlp/kernel' is a stack, on which all layers have one rank and one alpha, but layers (0,) "
+        "and (1,) have LoRA(2, alpha=4.0) and LoRA(1, alpha=4.0). Do not stack these.",
+    ),
+    "a kernel of more axes": (
+        lambda: rpx.from_peft(lora(**{"layers.mlp": (2, 8, 6)}), CONFIG, stack(2)),
+        reading(
+            "layers/mlp/kernel: the shape (2, 8, 6) of 'layers/mlp/kernel' does not tell whether it is a stack of "
+            "layers, a convolution or a kernel of attention. For a stack, give each layer a name: "
+            "names={'layers/mlp/kernel': 'layers.{i}.mlp.weight'}. For a convolution, "
+            "layouts={'layers/mlp/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
+            "kernels and biases of attention to matrices and vectors."
+        ),
+    ),
+    "fan_in_fan_out of nobody knows which": (
+        lambda: rpx.from_peft(
+            lora(dense=(2, 6, 6)), CONFIG | {"fan_in_fan_out": True}, {"dense": {"weight": jnp.ones((6, 6))}}
+        ),
+        reading(
+            "dense/weight: fan_in_fan_out may hold for some modules only. Give the layout of this one: "
+            "layouts={'dense/weight': 'conv1d'} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, "
+            "in)"
+        ),
+    ),
+    "a transposed convolution": (
+        lambda: rpx.from_peft(
+            lora(conv=(2, 3, 4)),
+            CONFIG,
+            {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
+            layouts={"conv/kernel": "conv_transpose"},
+        ),
+        reading("conv/kernel: PEFT has no LORA for weights of the layout 'conv_transpose'"),
+    ),
+    "a method without Conv1D": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}out.oft_R.weight": normal(2, 3)}, {"peft_type": "OFT"}, model(), layouts={"out/kernel": "conv1d"}
+        ),
+        reading("out/kernel: PEFT has no OFT for weights of the layout 'conv1d'"),
+    ),
     "several": (
         lambda: rpx.from_peft({}, CONFIG | {"lora_bias": True, "use_qalora": True}, model()),
         "from_peft has no stage for LORA with lora_bias=True, use_qalora=True. Merge the adapter in PEFT with "
@@ -346,6 +496,7 @@ READING = {
             {f"{PREFIX}conv.lokr_w1": normal(2, 1), f"{PREFIX}conv.lokr_w2": normal(2, 3, 3, 3)},
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
+            layouts={"conv/kernel": "kernel"},
         ),
         "from_peft: the adapter does not fit this model:\n  "
         "conv/kernel: Kronecker takes matrices, but the array has shape (3, 3, 3, 4)\n"
@@ -380,6 +531,8 @@ def refused(lines):
 
 
 DENSE, OUT = "dense/kernel", "out/kernel"
+STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
+WHOLE_LORA = rpx.Freeze() >> rpx.LoRA(2, rows=(0, 1), where=KERNEL)
 WRITING = {
     "a stage that PEFT has not": (
         lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.WeightNorm(where=DENSE)),
@@ -417,6 +570,45 @@ WRITING = {
     "a difference of one product": (
         lambda: written(rpx.Freeze() >> rpx.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Hadamard(where='out/kernel') with other stages on its 'x'"),
+    ),
+    "rows that are outputs": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, rows=1, where=OUT)),
+        refused(
+            "out/kernel: PEFT has adapters from inputs to outputs (rows=(0,), columns=1), but no equivalent of "
+            "LoRA(2, rows=1, where='out/kernel')"
+        ),
+    ),
+    "lengths of inputs": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.WeightNorm(axis=0, detach=True, where=OUT)),
+        refused(
+            "out/kernel: PEFT has lengths of outputs, along axis 1, but no equivalent of WeightNorm(axis=0, "
+            "detach=True, where='out/kernel')"
+        ),
+    ),
+    "a stack under one name": (
+        lambda: rpx.to_peft(STACKED_LORA, STACKED_LORA.init(stack(2)), layouts={KERNEL: "kernel"}),
+        refused(
+            "layers/mlp/kernel: PEFT has one adapter for each layer, but LoRA(2, where='layers/mlp/kernel', stacked=0) "
+            "acts on a stack. Give the layers names with {i} by `names`, such as 'layers.{i}.weight'"
+        ),
+    ),
+    "a whole stack under several names": (
+        lambda: rpx.to_peft(WHOLE_LORA, WHOLE_LORA.init(stack(2)), names=LAYERS),
+        refused(
+            "layers/mlp/kernel: `names` gives each layer a name, but LoRA(2, rows=(0, 1), where='layers/mlp/kernel') "
+            "does not act on each layer by itself. Give it `stacked=0`."
+        ),
+    ),
+    "an attention kernel": (
+        lambda: rpx.to_peft(
+            rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)),
+            (rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init({"q": {"kernel": jnp.ones((8, 2, 4))}}),
+            layouts={"q/kernel": "kernel"},
+        ),
+        refused(
+            "q/kernel: PEFT has adapters from inputs to outputs (rows=(0, 1), columns=2), but no equivalent of "
+            "LoRA(2, rows=0, columns=(1, 2))"
+        ),
     ),
     "another map": (
         lambda: written(rpx.Freeze() >> rpx.Orthogonal("expm", stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),

@@ -2,6 +2,8 @@
 `test_peers_state_dict.py`.
 """
 
+from dataclasses import replace
+
 import chex
 import equinox as eqx
 import jax
@@ -177,7 +179,10 @@ MODEL = {
 
 def test_paths_and_axes_become_those_of_torch():
     got = rpx.to_torch(
-        rpx.Chain(), MODEL, names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"}, layouts={"deconv/.*": "conv_transpose"}
+        rpx.Chain(),
+        MODEL,
+        names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"},
+        layouts={"deconv/.*": "conv_transpose", "conv/.*": "kernel"},
     )
     identical(
         got,
@@ -220,6 +225,113 @@ def test_singular_vectors_follow_the_axes_of_the_weight(layout, axis, rest):
     np.testing.assert_array_equal(got["parametrizations.weight.0._v"], turned.reshape(-1))
     np.testing.assert_array_equal(got["parametrizations.weight.0._u"], u)
     identical(rpx.from_torch(p, got, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
+
+
+# ---- stacks: one tensor for each layer
+
+STACK = {
+    "layers": {"mlp": {"kernel": numbers(30, 2, 3)}, "norm": {"scale": numbers(30, 2, start=7)}},
+    "head": {"kernel": numbers(2, 4)},
+}
+LAYERS = {r"layers/(.*)/(kernel|scale)": r"model.layers.{i}.\1.weight"}
+
+
+def test_each_layer_of_a_stack_is_a_tensor_and_comes_back_bit_for_bit():
+    state = {"head.weight": STACK["head"]["kernel"].T}
+    for i in range(30):
+        state[f"model.layers.{i}.mlp.weight"] = STACK["layers"]["mlp"]["kernel"][i].T
+        state[f"model.layers.{i}.norm.weight"] = STACK["layers"]["norm"]["scale"][i]
+    identical(rpx.to_torch(rpx.Chain(), STACK, names=LAYERS), state)
+    identical(rpx.from_torch(rpx.Chain(), state, STACK, names=LAYERS), jax.tree.map(jnp.asarray, STACK))
+
+
+def test_two_axes_of_a_stack_have_two_counters():
+    experts, names = {"wi": {"kernel": numbers(2, 3, 4, 5)}}, {"wi/kernel": "layers.{i}.experts.{j}.weight"}
+    state = {f"layers.{i}.experts.{j}.weight": experts["wi"]["kernel"][i, j].T for i in range(2) for j in range(3)}
+    identical(rpx.to_torch(rpx.Chain(), experts, names=names), state)
+    identical(rpx.from_torch(rpx.Chain(), state, experts, names=names), jax.tree.map(jnp.asarray, experts))
+
+
+STACKED = {
+    "noise": rpx.VarNoise(0.1),
+    "weight norm": rpx.WeightNorm(stacked=0),
+    "weight norm of the whole": rpx.WeightNorm(axis=None, stacked=0),
+    "spectral norm": rpx.SpectralNorm(stacked=0),
+    "both": rpx.WeightNorm(stacked=0) >> rpx.SpectralNorm(stacked=0),
+    "orthogonal": rpx.Orthogonal("expm", stacked=0),
+    "frozen": rpx.Freeze(),
+    "pruned together": rpx.MagnitudePrune(0.5),
+    "pruned one by one": rpx.MagnitudePrune(1, axis=-1, stacked=0),
+}
+
+
+@STYLES
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stage_on_a_stack_is_one_on_each_layer(name, style, column):
+    del column
+    p, w = STACKED[name], np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
+    raw = p.init({"kernel": w})
+    state = rpx.to_torch(p, raw, names={"kernel": "{i}.weight"}, style=style)
+    alone = rpx.Chain(tuple(replace(stage, stacked=()) for stage in rpx.Chain((p,)).stages))
+    for i in range(3):
+        one = {key.removeprefix(f"{i}."): x for key, x in state.items() if key.startswith(f"{i}.")}
+        read = rpx.from_torch(alone, one, {"kernel": w[i]})
+        np.testing.assert_allclose(alone.fold(read)["kernel"], p.fold(raw)["kernel"][i], rtol=1e-5, atol=1e-6)
+    back = rpx.from_torch(p, state, {"kernel": w}, names={"kernel": "{i}.weight"})
+    equal = identical if name != "orthogonal" else lambda a, b: chex.assert_trees_all_close(a, b, atol=1e-6)
+    equal(p.fold(back), p.fold(raw))
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, raw)
+
+
+def test_a_tie_of_stacks_is_read_and_written_layer_by_layer():
+    p = rpx.Tie({"out/kernel": "in/kernel"})
+    params, names = {"in": {"kernel": numbers(2, 3, 3)}, "out": {"kernel": numbers(2, 3, 3)}}, {"(.*)/.*": r"\1.{i}.w"}
+    state = rpx.to_torch(p, p.init(params), names=names)
+    identical(state, {f"{name}.{i}.w": params["in"]["kernel"][i].T for name in ("in", "out") for i in range(2)})
+    identical(rpx.from_torch(p, state, params, names=names), p.init(params))
+
+
+# ---- classes of modules, which tell their layouts
+
+
+def deconvolution(**options):
+    module = nnx.ConvTranspose(6, 6, (4,), use_bias=False, rngs=nnx.Rngs(0), **options)
+    return module, jnp.asarray(module.kernel[...])
+
+
+def test_the_classes_of_nnx_tell_transposed_convolutions():
+    module, w = deconvolution()
+    (x,) = rpx.to_torch(rpx.Chain(), module).values()
+    np.testing.assert_array_equal(x, np.einsum("kio->iok", w)[..., ::-1])
+    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), {"weight": x}, module).kernel[...], w)
+    module, w = deconvolution(transpose_kernel=True)
+    (x,) = rpx.to_torch(rpx.Chain(), module).values()
+    np.testing.assert_array_equal(x, np.einsum("kio->oik", w))
+    tree = {"net": nnx.Conv(2, 3, (4,), use_bias=False, rngs=nnx.Rngs(0))}
+    (x,) = rpx.to_torch(rpx.Chain(), tree).values()
+    np.testing.assert_array_equal(x, np.einsum("kio->oik", tree["net"].kernel[...]))
+
+
+def test_the_classes_of_equinox_tell_transposed_convolutions():
+    module = eqx.nn.ConvTranspose1d(6, 6, 4, use_bias=False, key=jax.random.key(0))
+    state = rpx.to_torch(rpx.Chain(), module)
+    np.testing.assert_array_equal(state["weight"], np.einsum("oik->iok", module.weight)[..., ::-1])
+    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, module).weight, module.weight)
+
+
+def test_a_rule_counts_more_than_a_class():
+    module, w = deconvolution()
+    (x,) = rpx.to_torch(rpx.Chain(), module, layouts={"kernel": "same"}).values()
+    np.testing.assert_array_equal(x, w)
+
+
+def test_stacked_modules_are_no_convolutions():
+    make = jax.vmap(lambda key: eqx.nn.Linear(2, 3, use_bias=False, key=key))
+    stack = make(jax.random.split(jax.random.key(0), 2))
+    with pytest.raises(ValueError, match=r"^to_torch: the shape \(2, 3, 2\) of 'weight' does not tell"):
+        rpx.to_torch(rpx.Chain(), stack)
+    got = rpx.to_torch(rpx.Chain(), stack, names={"weight": "{i}.weight"})
+    identical(got, {f"{i}.weight": np.asarray(stack.weight[i]) for i in range(2)})
 
 
 # ---- orthogonal matrices, by the formulas of torch
@@ -322,6 +434,21 @@ def test_batches_of_matrices_are_those_of_torch(map):
         again = rpx.to_torch(p, tree)
     got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["kernel", "same"])
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("map", [cayley, expm, householder])
+def test_without_trivialization_torch_has_no_base(map, rows, layout):
+    original = with_diagonal(np.random.default_rng(6).standard_normal((rows, 3)), [1, -1, 1])
+    w = map(original)
+    like, layouts = {"kernel": w.T if layout == "kernel" else w}, {"kernel": layout}
+    with jax.enable_x64():
+        p = rpx.Orthogonal(map.__name__)
+        raw = rpx.from_torch(p, {f"{PATH}original": original}, like, layouts=layouts)
+        state = rpx.to_torch(p, raw, layouts=layouts, style="no_trivialization")
+    assert list(state) == [f"{PATH}original"]
+    np.testing.assert_allclose(map(state[f"{PATH}original"]), w, rtol=0, atol=1e-12)
 
 
 # ---- files, trees and dtypes
@@ -505,7 +632,9 @@ REFUSED = {
         f"{PLAIN}",
     ),
     "orthogonal kernels of convolutions": (
-        lambda: rpx.to_torch(rpx.Orthogonal(stacked=(0, 1)), rpx.Orthogonal(stacked=(0, 1)).init(CONV)),
+        lambda: rpx.to_torch(
+            rpx.Orthogonal(stacked=(0, 1)), rpx.Orthogonal(stacked=(0, 1)).init(CONV), layouts={"conv/kernel": "kernel"}
+        ),
         ValueError,
         "to_torch: 'conv/kernel': the matrices of Orthogonal(stacked=(0, 1)) and of torch are in the last two "
         f"axes, but these axes differ between the two. {PLAIN}",
@@ -606,6 +735,73 @@ REFUSED = {
         "from_torch: `names` takes a dict of regular expressions and, for each, a text, but got {'dense/kernel': "
         "None}.",
     ),
+    "another base without trivialization": (
+        lambda: rpx.to_torch(rpx.Orthogonal(), rpx.Orthogonal().init({"w": -jnp.eye(3)}), style="no_trivialization"),
+        ValueError,
+        "to_torch: 'w': torch without trivialization starts at the identity, but the base of Orthogonal() is another "
+        "matrix. Use style='parametrizations', or map='householder', which torch can invert.",
+    ),
+    "a kernel of more axes": (
+        lambda: rpx.from_torch(rpx.Chain(), {}, CONV),
+        ValueError,
+        "from_torch: the shape (2, 2, 3, 4) of 'conv/kernel' does not tell whether it is a stack of layers, a "
+        "convolution or a kernel of attention. For a stack, give each layer a name: "
+        "names={'conv/kernel': 'conv.{i}.weight'}. For a convolution, layouts={'conv/kernel': 'kernel'}, or "
+        "'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and "
+        "vectors.",
+    ),
+    "kernels and biases of attention": (
+        lambda: rpx.to_torch(rpx.Chain(), {"q": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}),
+        ValueError,
+        "to_torch: the shape (2, 4) of 'q/bias' does not tell whether it is a stack of layers, a convolution or a "
+        "kernel of attention (1 more are as unclear). For a stack, give each layer a name: "
+        "names={'q/bias': 'q.{i}.bias'}. For a convolution, layouts={'q/bias': 'kernel'}, or 'conv_transpose'; for "
+        "equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and vectors.",
+    ),
+    "a stage on a whole stack": (
+        lambda: rpx.to_torch(NORM, NORM.init({"w": CUBE["w"]}), names={"w": "{i}.w"}),
+        ValueError,
+        "to_torch: 'w': `names` gives each layer a name, but WeightNorm() does not act on each layer by itself. Give "
+        "it `stacked=0`.",
+    ),
+    "a stage on one of two stacks": (
+        lambda: rpx.to_torch(
+            rpx.WeightNorm(stacked=0),
+            rpx.WeightNorm(stacked=0).init({"w": jnp.ones((2, 2, 2, 2))}),
+            names={"w": "{i}.{j}.w"},
+        ),
+        ValueError,
+        "to_torch: 'w': `names` gives each layer a name, but WeightNorm(stacked=0) does not act on each layer by "
+        "itself. Give it `stacked=(0, 1)`.",
+    ),
+    "a mask of slices of a whole stack": (
+        lambda: rpx.to_torch(
+            rpx.MagnitudePrune(1, axis=-1), rpx.MagnitudePrune(1, axis=-1).init(CUBE), names={"w": "{i}.w"}
+        ),
+        ValueError,
+        "to_torch: 'w': expected a value for each layer, got one of shape (1, 1, 2). Use `stacked` in its stage.",
+    ),
+    "an unknown counter": (
+        lambda: rpx.to_torch(rpx.Chain(), CUBE, names={"w": "{layer}.w"}),
+        ValueError,
+        "to_torch: `names` gives 'w' the name '{layer}.w', but takes {i} for the index on the first axis of a stack, "
+        "and {i} and {j} for those on the first two.",
+    ),
+    "a counter without an axis": (
+        lambda: rpx.to_torch(rpx.Chain(), {"w": jnp.ones(3)}, names={"w": "{i}.{j}.w"}),
+        ValueError,
+        "to_torch: `names` gives 'w' the name '{i}.{j}.w', but its shape (3,) has no axis for each index.",
+    ),
+    "a layer with the name of another array": (
+        lambda: rpx.to_torch(rpx.Chain(), CUBE | {"1": {"w": jnp.ones(2)}}, names={"w": "{i}.w"}),
+        ValueError,
+        "to_torch: '1/w' and 'w' are both called '1.w'. Give different `names`.",
+    ),
+    "a layout of matrices": (
+        lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "conv1d"}),
+        ValueError,
+        "to_torch: the layout 'conv1d' is that of matrices (in, out), but 'kernel' has shape (2, 2, 3, 4).",
+    ),
     "a rule for nothing": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"dens/.*": "x"}),
         ValueError,
@@ -625,12 +821,12 @@ REFUSED = {
     "an unknown layout": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),
         ValueError,
-        "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose'.",
+        "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose', 'swapped', 'conv1d'.",
     ),
     "an unknown style": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, style="old"),
         ValueError,
-        "to_torch takes style='parametrizations' or 'hooks', but got 'old'.",
+        "to_torch takes style='parametrizations', 'no_trivialization' or 'hooks', but got 'old'.",
     ),
 }
 

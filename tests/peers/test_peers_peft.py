@@ -1,5 +1,6 @@
 """Adapters against PEFT itself: forward passes, gradients, merged weights, and its files read and written."""
 
+import copy
 import json
 import warnings
 
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     peft = pytest.importorskip("peft")
+    conv1d = pytest.importorskip("transformers.pytorch_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,6 +56,7 @@ class Net(nn.Module):
 
 
 NAMES = {r"layers_(\d)/(kernel)": r"layers.\1.weight", r"layers_(\d)/bias": r"layers.\1.bias"}
+TORCH = {"names": NAMES, "layouts": {"conv/kernel": "kernel"}}
 ALL = ["embed", "layers.0", "layers.1", "conv", "head"]
 LINEAR = ["layers.0", "layers.1", "head"]
 METHODS = {
@@ -81,7 +84,7 @@ def torch_net():
 
 def base_params():
     like = jax.eval_shape(lambda: Net().init(jax.random.key(0), TOKENS, IMAGES)["params"])
-    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, names=NAMES)
+    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, **TORCH)
 
 
 def adapted(name):
@@ -114,9 +117,9 @@ def run(params):
 def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
-    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
+    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), **TORCH)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
@@ -124,7 +127,7 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_
 def test_gradients_are_those_of_peft(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
     target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
     found = model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
     ((found - torch.from_numpy(target)) ** 2).sum().backward()
@@ -139,7 +142,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
         got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
         want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
     else:
-        got = rpx.to_peft(p, rpx.combine(ours, fixed), names=NAMES)[0]
+        got = rpx.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
         want = theirs
     assert got.keys() == want.keys()
     for key in got:
@@ -154,8 +157,8 @@ def rotations(tree):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
     tensors, config = saved(adapted(name), tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), names=NAMES)
-    again, written = rpx.to_peft(p, raw, names=NAMES)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
+    again, written = rpx.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
     for key, x in tensors.items():
         assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
@@ -168,8 +171,8 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_loads_what_is_written(name, tmp_path):
     model = adapted(name)
-    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), names=NAMES)
-    tensors, config = rpx.to_peft(p, raw, names=NAMES)
+    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **TORCH)
+    tensors, config = rpx.to_peft(p, raw, **TORCH)
     folder = tmp_path / "ours"
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -242,10 +245,99 @@ def test_bfloat16_adapters_keep_their_bytes(tmp_path):
 
     tensors = load_torch(tmp_path / "adapter_model.safetensors")
     like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), base_params())
-    p, raw = rpx.from_peft(tensors, config, like, names=NAMES)
-    again, _ = rpx.to_peft(p, raw, names=NAMES)
+    p, raw = rpx.from_peft(tensors, config, like, **TORCH)
+    again, _ = rpx.to_peft(p, raw, **TORCH)
     for key, x in tensors.items():
         np.testing.assert_array_equal(again[key].astype(np.float32), x.float().numpy())
+
+
+# Modules of one shape and of several classes, and stacks. ----------------------------------------------------------
+
+
+class Mixed(torch.nn.Module):
+    """A square Conv1D beside a square Linear: PEFT saves the `fan_in_fan_out` of the last one for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.l = conv1d.Conv1D(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.l(torch.tanh(self.c(x)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"target_modules": ["c"]}, {"target_modules": ["l"]}])
+def test_conv1d_beside_linear_is_read_and_loaded_by_the_class_of_each(settings, tmp_path):
+    torch.manual_seed(0)
+    net, x = Mixed(), torch.randn(3, 6)
+    model = peft.get_peft_model(
+        copy.deepcopy(net), peft.LoraConfig(**({"r": 2, "lora_alpha": 3, "target_modules": ["c", "l"]} | settings))
+    )
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.requires_grad:
+                each.add_(0.3 * torch.randn(each.shape))
+    like = jax.tree.map(jnp.zeros, {name: {"kernel": (6, 6), "bias": (6,)} for name in "cl"}, is_leaf=is_shape)
+    layouts = {"c/kernel": "conv1d"}
+    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, layouts=layouts)
+    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base, layouts=layouts)
+    loaded = load_into(net, *rpx.to_peft(p, raw, layouts=layouts), tmp_path / "ours")
+    np.testing.assert_allclose(loaded(x).detach(), model(x).detach(), rtol=1e-5, atol=1e-6)
+    merged = rpx.to_torch(rpx.Chain(), p.fold(raw), layouts=layouts)
+    for name, want in model.merge_and_unload().state_dict().items():
+        np.testing.assert_allclose(merged[name], want, rtol=1e-4, atol=1e-5)
+
+
+class Deep(torch.nn.Module):
+    """Equal layers, which are one stack here."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(30)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        lambda: rpx.LoRA(2, alpha=4.0, stacked=0),
+        lambda: rpx.LoRA(2, alpha=4.0, stacked=0) >> rpx.WeightNorm(detach=True, stacked=0),
+        lambda: rpx.Orthogonal(stacked=(0, 1)) >> rpx.Rotated(2, stacked=0),
+    ],
+    ids=["lora", "dora", "oft"],
+)
+def test_peft_loads_the_adapters_of_a_stack(adapter, tmp_path):
+    torch.manual_seed(0)
+    net, x = Deep(), np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    names = {r"layers/(kernel)": "layers.{i}.weight", r"layers/bias": "layers.{i}.bias"}
+    like = {"layers": {"kernel": jnp.zeros((30, 8, 8)), "bias": jnp.zeros((30, 8))}}
+    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
+    p = rpx.Freeze() >> adapter()
+    free, fixed = rpx.partition(p.init(base))
+    rng = np.random.default_rng(1)
+    raw = rpx.combine(jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), free), fixed)
+    loaded = load_into(net, *rpx.to_peft(p, raw, names=names), tmp_path)
+
+    def forward(x, layer):
+        return x + jnp.tanh(x @ layer["kernel"] + layer["bias"][None]), None
+
+    want = jax.lax.scan(forward, x, p.fold(raw)["layers"])[0]
+    np.testing.assert_allclose(loaded(torch.from_numpy(x)).detach(), want, rtol=1e-3, atol=1e-4)
+
+
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+def load_into(net, tensors, config, folder):
+    """The network of torch with an adapter that we wrote."""
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return peft.PeftModel.from_pretrained(copy.deepcopy(net), str(folder))
 
 
 # Errors. -----------------------------------------------------------------------------------------------------------
@@ -274,7 +366,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"embed/embedding: expected lora_embedding_A of shape \(3, 10\), got \(4, 10\)"
     ):
-        rpx.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
+        rpx.from_peft(tensors, config | {"r": 3}, base_params(), **TORCH)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +383,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
 def test_unknown_methods_are_refused(change, text, tmp_path):
     tensors, config = saved(adapted("lora"), tmp_path)
     with raises(ValueError, text):
-        rpx.from_peft(tensors, config | change, base_params(), names=NAMES)
+        rpx.from_peft(tensors, config | change, base_params(), **TORCH)
 
 
 def test_what_peft_has_not_is_refused_by_path():
@@ -305,7 +397,7 @@ def test_what_peft_has_not_is_refused_by_path():
         f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, p.init(params), names=NAMES)
+        rpx.to_peft(p, p.init(params), **TORCH)
     mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(axis=0, where=where)
     with raises(
         ValueError,
@@ -313,7 +405,7 @@ def test_what_peft_has_not_is_refused_by_path():
         "expected adapters of one method, got IA3, LORA\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(mixed, mixed.init(params), names=NAMES)
+        rpx.to_peft(mixed, mixed.init(params), **TORCH)
     untied = rpx.Freeze() >> rpx.Gain(axis=-1, where="head/kernel")
     with raises(
         ValueError,
@@ -321,4 +413,4 @@ def test_what_peft_has_not_is_refused_by_path():
         "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(untied, untied.init(params), names=NAMES)
+        rpx.to_peft(untied, untied.init(params), **TORCH)

@@ -9,11 +9,13 @@ import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from flax import nnx
 
 import reparax as rpx
 
@@ -224,7 +226,9 @@ def exchanged(style):
         if getattr(module, "bias", None) is not None:
             like[name]["bias"] = module.bias.detach().numpy()
     p = rpx.Chain(tuple(case.stages(f"{name}/{case.name}") for name, case in cases.items()))
-    layouts = {f"{name}/.*": case.layout for name, case in cases.items() if case.layout}
+    layouts = {
+        f"{name}/.*": case.layout or "kernel" for name, case in cases.items() if case.layout or len(case.back) > 2
+    }
     with jax.enable_x64():
         raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts)
         returned = rpx.to_torch(p, raw, layouts=layouts, style=style)
@@ -292,7 +296,9 @@ def test_the_layouts_give_the_convolutions_of_torch():
     model = torch.nn.ModuleDict({"conv": conv(), "deconv": deconv(), "deconv of flax": deconv()}).double()
     axes, valid = ("NHWC", "HWIO", "NHWC"), {"strides": (1, 1), "padding": "VALID"}
     with jax.enable_x64():
-        got = rpx.from_torch(rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose"})
+        got = rpx.from_torch(
+            rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose", ".*/kernel": "kernel"}
+        )
         transposed = partial(jax.lax.conv_transpose, x, dimension_numbers=axes, **valid)
         outputs = {
             "conv": jax.lax.conv_general_dilated(x, got["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=axes),
@@ -313,6 +319,40 @@ def test_tensors_are_copied_and_keep_half_precision():
     with torch.no_grad():
         module.weight.zero_()
     np.testing.assert_array_equal(got["kernel"].astype(jnp.float32), want)
+
+
+def test_the_classes_of_modules_give_the_transposed_convolutions_of_torch():
+    torch.manual_seed(0)
+    module, x = torch.nn.ConvTranspose1d(6, 6, 4, bias=False), np.random.default_rng(0).normal(size=(1, 6, 9))
+    x = x.astype(np.float32)
+    want, channels_last = module(torch.tensor(x)).detach().numpy(), jnp.asarray(x.transpose(0, 2, 1))
+    for transposed in (False, True):
+        options = {"padding": "VALID", "use_bias": False, "transpose_kernel": transposed}
+        like = nnx.ConvTranspose(6, 6, (4,), rngs=nnx.Rngs(0), **options)
+        read = rpx.from_torch(rpx.Chain(), module.state_dict(), like)
+        np.testing.assert_allclose(read(channels_last).transpose(0, 2, 1), want, rtol=0, atol=1e-5)
+    like = eqx.nn.ConvTranspose1d(6, 6, 4, use_bias=False, key=jax.random.key(0))
+    read = eqx.combine(rpx.from_torch(rpx.Chain(), module.state_dict(), like), like)
+    np.testing.assert_allclose(read(jnp.asarray(x[0]))[None], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("map", ["cayley", "matrix_exp", "householder"])
+def test_modules_without_trivialization_load_what_is_written(map):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(3, 5, bias=False)}).double()
+    for module in model.values():
+        parametrizations.orthogonal(module, orthogonal_map=map, use_trivialization=False)
+    like = {"a": {"kernel": np.eye(4), "bias": np.zeros(4)}, "b": {"kernel": np.eye(3, 5)}}
+    p = rpx.Orthogonal("expm" if map == "matrix_exp" else map)
+    with jax.enable_x64():
+        raw = rpx.from_torch(p, model.state_dict(), like)
+        state = rpx.to_torch(p, raw, style="no_trivialization")
+    before = {name: x.detach().numpy() for name, x in weights(model).items()}
+    with torch.no_grad():
+        model["a"].bias.zero_()
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=True)
+    for name, x in weights(model).items():
+        np.testing.assert_allclose(x.detach(), before[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])

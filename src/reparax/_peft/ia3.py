@@ -30,6 +30,8 @@ class IA3Method(Method):
         "init_ia3_weights": ANY,
     }
 
+    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same", "conv1d")
+
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         feedforward = is_named(target.module, config.get("feedforward_modules") or [])
         axis = self._axis(target, feedforward=feedforward)

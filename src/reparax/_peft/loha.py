@@ -63,6 +63,7 @@ class LoHaMethod(Method):
         ranks: list[int] = []
         for name, i in (("x", 1), ("y", 2)):
             low = both.inner(name, LowRank)
+            target.require_rows(low.stage)
             u, v = low.values["u"], low.values["v"]
             ranks.append(u.shape[-1])
             found |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}

@@ -48,6 +48,8 @@ class LoRAMethod(Method):
     }
     defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "lora_alpha": 8}
 
+    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same", "conv1d")
+
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         names, ones = _names(target), target.ones
         out = target.shape[target.out]
@@ -72,6 +74,9 @@ class LoRAMethod(Method):
     def write(self, target: Target, node: Node) -> Written:
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
+        target.require_rows(stage)
+        if norm is not None:
+            _require_outputs(target, norm.stage)
         a, b = lora.values["a"], lora.values["b"]
         names, ones = _names(target), target.ones
         tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
@@ -86,6 +91,11 @@ class LoRAMethod(Method):
         root = all(each.flags["root"] for each in modules.values())
         flags = {"use_rslora": root, "use_dora": one_of_all(modules, "use_dora")}
         return flags | ranks_and_alphas(self, modules, by_root=root)
+
+
+def _require_outputs(target: Target, norm: Any) -> None:
+    if not isinstance(norm.axis, int) or norm.axis % len(target.shape) != target.out:
+        raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {norm!r}")
 
 
 def _names(target: Target) -> tuple[str, str]:

@@ -14,7 +14,12 @@ from jax.core import Tracer
 from reparax._core.algebra import Parametrization
 from reparax._peft.settings import Setting
 from reparax._peft.target import Target
+from reparax._torch.entries import require_known, unstacked
+from reparax.matrices import Orthogonal
 from reparax.numbers import Scale
+from reparax.quantized import Stored
+from reparax.shared import Tie
+from reparax.sparse import Freeze
 
 Tensors = Mapping[str, np.ndarray]
 Values = dict[str, Any]
@@ -41,6 +46,21 @@ class Node:
 
     stage: Parametrization
     values: Mapping[str, Any]
+
+    def of(self, target: Target) -> "Node":
+        """The node for one array of a stack."""
+        if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
+            return self
+        stage = unstacked(self.stage, len(target.index))
+        if getattr(stage, "stacked", ()) != () and not isinstance(
+            stage, Orthogonal
+        ):  # whose matrices are the blocks of a rotation
+            raise ValueError(
+                f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "
+                f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
+            )
+        values = {name: x.of(target) if isinstance(x, Node) else target.part(x) for name, x in self.values.items()}
+        return Node(stage, values)
 
     def inner(self, name: str, kind: type) -> "Node":
         """The marker dict in place of a value."""
@@ -76,6 +96,7 @@ class Method:
       suffixes: The names of its tensors below their module.
       settings: The settings of its configuration that are understood, besides those of all methods.
       defaults: PEFT's values of settings that a configuration leaves out.
+      layouts: The layouts of the weights that it adapts.
     """
 
     name: ClassVar[str]
@@ -83,6 +104,13 @@ class Method:
     suffixes: ClassVar[tuple[str, ...]]
     settings: ClassVar[Mapping[str, Setting]]
     defaults: ClassVar[Mapping[str, Any]] = {}
+    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same")
+
+    def require_layout(self, target: Target) -> None:
+        """Refuses a weight of which PEFT has no adapters by this method."""
+        require_known([target])
+        if target.layout not in self.layouts:
+            raise ValueError(f"PEFT has no {self.name} for weights of the layout {target.layout!r}")
 
     @abstractmethod
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:

@@ -51,6 +51,7 @@ class OFTMethod(Method):
         return Layer((Orthogonal(stacked=0), Rotated(blocks, **target.rows_and_columns())), values)
 
     def write(self, target: Target, node: Node) -> Written:
+        target.require_rows(node.stage)
         held = node.inner("r", Orthogonal)
         stage: Any = held.stage
         x, base = held.values["x"], held.values["base"]

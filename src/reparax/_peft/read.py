@@ -1,6 +1,7 @@
 """Reads PEFT adapters: a chain and a raw tree from tensors and a configuration."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,10 @@ from reparax._peft.settings import check_settings
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
 from reparax._stage.where import all_but
+from reparax._torch.entries import Index, join, require_known, restacked
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
@@ -46,8 +49,9 @@ def from_peft(
         as None, False or 0.
       like: The model's parameters; they become the base.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
-      layouts: As for :func:`from_torch`: ``"same"`` for the weights of ``Conv1D`` in transformers
-        (``fan_in_fan_out``), which have the shape ``(in, out)`` in torch too.
+      layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
+        shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
+        the file does not tell them from others: PEFT finds them by their class.
 
     Returns:
       The chain, and its raw tree.
@@ -74,27 +78,30 @@ def from_peft(
     method = _method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings, MERGE)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
-    targets = targets_of(like, names, layouts)
+    with locate_errors("from_peft"):
+        targets = targets_of(like, names, layouts)
     found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
-    layers: dict[str, Layer] = {}
-    turned = bool(config.get("fan_in_fan_out"))
+    each: dict[str, dict[Index, Layer]] = {}
     for module, held in found.modules.items():
         target = replace(targets[f"{module}.weight"], table="lora_embedding_A" in held)
-        target = target.turned() if turned and not target.table else target
         try:
-            layers[target.path] = _layer(method, target, held, config)
+            each.setdefault(target.path, {})[target.index] = _layer(method, target, held, config)
         except ValueError as error:
             found.lines.append(f"{target.path}: {error}")
+    counts = Counter(target.path for target in targets.values())
+    found.lines.extend([] if found.lines else _incomplete(counts, {**each, **found.whole}))
+    layers = {} if found.lines else {path: _stacked(path, parts) for path, parts in each.items()}
+    whole = {} if found.lines else {path: join(parts) for path, parts in found.whole.items()}
     if found.lines or not layers:
         lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
             f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
-    frozen = Freeze(where=all_but(*map(re.escape, sorted(found.whole)))) if found.whole else Freeze()
+    frozen = Freeze(where=all_but(*map(re.escape, sorted(whole)))) if whole else Freeze()
     p = Chain((frozen, *ties, *_joined(layers), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _placed(p.init(like), values | found.whole)
+    return p, _placed(p.init(like), values | whole)
 
 
 def _method(config: Any) -> Method:
@@ -116,12 +123,12 @@ class _Found:
 
     Attributes:
       modules: The tensors of each adapted module, by the suffixes of their names.
-      whole: The parameters that are saved as a whole, by path.
+      whole: The parameters that are saved as a whole, by path and index.
       lines: The errors for all other tensors.
     """
 
     modules: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
-    whole: dict[str, Array] = field(default_factory=dict[str, Array])
+    whole: dict[str, dict[Index, Array]] = field(default_factory=dict[str, dict[Index, Array]])
     lines: list[str] = field(default_factory=list[str])
 
     @classmethod
@@ -140,7 +147,8 @@ class _Found:
                 wanted = targets[name].whole_shape
                 found.lines.append(f"{targets[name].path}: expected {name} of shape {wanted}, got {x.shape}")
             else:
-                found.whole[targets[name].path] = targets[name].read_whole(x)
+                require_known([targets[name]])
+                found.whole.setdefault(targets[name].path, {})[targets[name].index] = targets[name].read_whole(x)
         return found
 
 
@@ -151,7 +159,39 @@ def _no_numbers(x: np.ndarray) -> str | None:
     return None if np.isfinite(x).all() else "expected finite numbers, got infinite ones or NaN"
 
 
+def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
+    """An error for each stack of which some layers are missing."""
+    return [
+        f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Do not stack these"
+        for path, parts in found.items()
+        if len(parts) < counts[path]
+    ]
+
+
+def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
+    """The stages on a stack, from those on its layers."""
+    if () in layers:
+        return layers[()]
+    (first, one), *others = layers.items()
+    for index, other in others:
+        if other.stages != one.stages:
+            both = " and ".join(" >> ".join(map(repr, each.stages)) for each in (one, other))
+            raise ValueError(
+                f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers {first} "
+                f"and {index} have {both}. Do not stack these."
+            )
+    values = {name: join({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values}
+    return Layer(tuple(restacked(stage, len(first)) for stage in one.stages), values)
+
+
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
+    method.require_layout(target)
+    unclear = target.layout == "same" and not (target.said or target.table) and len(target.shape) == 2
+    if unclear and config.get("fan_in_fan_out"):
+        raise ValueError(
+            f"fan_in_fan_out may hold for some modules only. Give the layout of this one: layouts={{{target.path!r}: "
+            f"'conv1d'}} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, in)"
+        )
     rank = _by_pattern(config, "r", "rank_pattern", target.module)
     alpha = _by_pattern(config, method.alpha, "alpha_pattern", target.module)
     return method.read(target, held, config, float(alpha or 0), rank or 1)
@@ -184,13 +224,16 @@ def _gains_of_biases(
     """The gains of biases in IA3, and their ties to the gains of the outputs."""
     inputs = config.get("feedforward_modules") or []
     ties: dict[str, str] = {}
-    paths: list[str] = []
+    stacks: dict[int, set[str]] = {}
     for target in targets.values() if method.name == "IA3" else ():
         bias = targets.get(f"{target.module}.bias")
         if bias is not None and target.path in layers and not is_named(target.module, inputs):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
-            paths.append(re.escape(bias.path))
-    return ([Tie(ties)], [Gain(axis=-1, where="|".join(sorted(paths)))]) if ties else ([], [])
+            stacks.setdefault(len(bias.index), set()).add(re.escape(bias.path))
+    gains = [
+        Gain(axis=-1, stacked=tuple(range(n)), where="|".join(sorted(paths))) for n, paths in sorted(stacks.items())
+    ]
+    return ([Tie(ties)], [*gains]) if ties else ([], [])
 
 
 def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:

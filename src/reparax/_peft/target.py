@@ -1,31 +1,25 @@
 """An array that PEFT adapts: its name there, and its axes of inputs and outputs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax._axes.numbers import list_axes
 from reparax._torch.axis_order import order, permute, read_layout, write_layout
+from reparax._torch.entries import Entry
 
 
 @dataclass(frozen=True)
-class Target:
-    """One array of the model.
+class Target(Entry):
+    """One array of the model, or one of a stack.
 
     Attributes:
-      path: Its path.
-      tensor: Its name in torch.
-      shape: Its shape.
-      layout: Its layout, which relates its axes to torch's, with outputs first.
       table: Whether it is an embedding table; PEFT adapts the transposed matrix.
     """
 
-    path: str
-    tensor: str
-    shape: tuple[int, ...]
-    layout: str
     table: bool = False
 
     @property
@@ -33,15 +27,15 @@ class Target:
         """The torch name of its module."""
         return self.tensor.rpartition(".")[0]
 
-    def turned(self) -> "Target":
-        """The same array for a transposed weight in torch, which PEFT adapts as ``(out, in)``."""
-        other = {"same": "kernel", "kernel": "same"}
-        return replace(self, layout=other[self.layout]) if len(self.shape) == 2 else self
+    @property
+    def adapted(self) -> str:
+        """The layout of its adapter, which has the outputs first also for the ``Conv1D`` of transformers."""
+        return "kernel" if self.layout == "conv1d" else self.layout
 
     @property
     def out(self) -> int:
         """The axis of the outputs, in our array."""
-        return len(self.shape) - 1 if self.table else order(self.layout, len(self.shape))[0]
+        return len(self.shape) - 1 if self.table else order(self.adapted, len(self.shape))[0]
 
     @property
     def ins(self) -> tuple[int, ...]:
@@ -58,23 +52,33 @@ class Target:
         ins, out = self.ins, self.out
         return {} if (ins, out) == ((0,), 1) else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}
 
+    def require_rows(self, stage: Any) -> None:
+        """Refuses a stage whose rows are not the inputs."""
+        ndim = len(self.shape)
+        given = (None if axes is None else list_axes(axes) for axes in (stage.rows, stage.columns))
+        rows, columns = (None if axes is None else {axis % ndim for axis in axes} for axes in given)
+        inputs = rows if rows is not None else set(range(ndim)) - (columns if columns is not None else {ndim - 1})
+        if inputs != set(self.ins):
+            wanted = ", ".join(f"{name}={axes}" for name, axes in {"rows": self.ins, "columns": self.out}.items())
+            raise ValueError(f"PEFT has adapters from inputs to outputs ({wanted}), but no equivalent of {stage!r}")
+
     def read_inputs(self, factor: np.ndarray) -> Array:
         """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
         if self.table:
             return jnp.asarray(factor).T
-        return jnp.moveaxis(read_layout(jnp.asarray(factor), self.layout), self.out, -1)
+        return jnp.moveaxis(read_layout(jnp.asarray(factor), self.adapted), self.out, -1)
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
         if self.table:
             return factor.T
-        return write_layout(jnp.moveaxis(factor, -1, self.out), self.layout)
+        return write_layout(jnp.moveaxis(factor, -1, self.out), self.adapted)
 
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
         if self.table:
             return (rank, self.shape[0])
-        return (rank, *(self.shape[axis] for axis in order(self.layout, len(self.shape))[1:]))
+        return (rank, *permute(self.shape, self.adapted)[1:])
 
     def flip(self, matrix: Array) -> Array:
         """Converts a matrix (out, in) to ours, or back: transposed unless our outputs are first too."""

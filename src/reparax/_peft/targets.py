@@ -1,17 +1,16 @@
 """Matches parameters with torch weights, and handles PEFT's additions to the names."""
 
 from reparax._peft.target import Target
-from reparax._torch.rules import Rules, choose_layouts, name_tensors
-from reparax._tree.paths import PyTree, is_array, items, path_text
+from reparax._torch.entries import list_entries
+from reparax._torch.rules import Rules
+from reparax._tree.paths import PyTree
 
 PREFIX = "base_model.model."
 
 
 def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target]:
     """The parameters by their torch names."""
-    arrays = {path_text(keys): x for keys, x in items(params) if is_array(x)}
-    tensors, chosen = name_tensors(list(arrays), names), choose_layouts(list(arrays), layouts)
-    return {tensors[path]: Target(path, tensors[path], tuple(x.shape), chosen[path]) for path, x in arrays.items()}
+    return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts)}
 
 
 def plain_name(name: str) -> str:

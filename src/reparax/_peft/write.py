@@ -14,9 +14,11 @@ from reparax._peft.methods import METHODS, method_of
 from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
 from reparax._stage.leaf import Perturbation
+from reparax._torch.entries import require_known
 from reparax._torch.names import is_marked
 from reparax._torch.rules import Rules
 from reparax._tree.differences import abstract
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, items, path_text
 from reparax._tree.raw import FIXED, kind_of, parameter
 from reparax.adapters import Gain
@@ -40,8 +42,8 @@ def to_peft(
       p: The chain, for one of the methods that :func:`from_peft` reads.
       raw: A raw tree of it.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
-      layouts: As for :func:`from_torch`. An adapted array with the layout ``"same"`` whose rows are its first axis is
-        an embedding table.
+      layouts: As for :func:`from_peft`. An adapted array with the layout ``"same"`` whose rows are its first axis is an
+        embedding table.
 
     Returns:
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
@@ -61,22 +63,23 @@ def to_peft(
     """
     require_chains("to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
-    targets = {target.path: target for target in targets_of(abstract(weights.fold, raw), names, layouts).values()}
-    nodes, free, lines = _places(weights, raw, targets)
+    with locate_errors("to_peft"):
+        targets = targets_of(abstract(weights.fold, raw), names, layouts)
+        nodes, free, lines = _places(weights, raw, targets)
     written: dict[str, tuple[Method, Written]] = {}
-    for path, node in nodes.items():
+    for tensor, node in nodes.items():
         try:
-            _require_bias(path, node, targets, nodes)
-            written |= {} if _is_bias_gain(node, targets[path]) else {path: _write(node, targets[path])}
+            _require_bias(targets[tensor], node, targets, nodes)
+            written |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write(node, targets[tensor])}
         except ValueError as error:
-            lines.append(f"{path}: {error}")
+            lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written.values()}
     if len(methods) != 1 and not lines:
         lines.append(f"expected adapters of one method, got {', '.join(sorted(methods)) or 'none'}")
     if lines:
-        text = "\n  ".join(lines)
+        text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
-    modules = {targets[path].module: each for path, (_, each) in written.items()}
+    modules = {targets[tensor].module: each for tensor, (_, each) in written.items()}
     method = METHODS[methods.pop()]
     try:
         own = method.configure(modules)
@@ -84,6 +87,8 @@ def to_peft(
         raise ValueError(f"to_peft: {error}. Merge it with `p.fold(raw)`.") from error
     config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= {"target_modules": sorted(modules)} | own
+    if "fan_in_fan_out" in method.settings:
+        config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
     beside, kept = _beside(config, free, targets, set(modules))
     tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
     return dict(sorted((tensors | beside).items())), config | kept
@@ -92,22 +97,24 @@ def to_peft(
 def _places(
     p: Parametrization, raw: PyTree, targets: Mapping[str, Target]
 ) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
-    """The adapted parameters, the other parameters that train, and the errors for unknown markers."""
-    made = _transfer.makers(p, raw)
+    """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
+    made, held = _transfer.makers(p, raw), {path_text(keys): (keys, x) for keys, x in items(raw, is_marked)}
     nodes: dict[str, Node] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
-    for keys, held in items(raw, is_marked):
-        path = path_text(keys)
+    for tensor, target in targets.items():
         try:
-            node = _node(held, keys, made)
+            if target.path not in held:
+                raise ValueError("PEFT has no equivalent of a stage that stores several parameters in one place")
+            keys, x = held[target.path]
+            node = _node(x, keys, made)
+            if not isinstance(node, Node) and jnp.issubdtype(node.dtype, jnp.inexact):
+                require_known([target])
+                free[tensor] = target.part(node)
+            elif isinstance(node, Node) and not isinstance(node.stage, Freeze | Stored):
+                nodes[tensor] = node.of(target)
         except ValueError as error:
-            lines.append(f"{path}: {error}")
-            continue
-        if isinstance(node, Node) and not isinstance(node.stage, Freeze | Stored):
-            nodes[path] = node
-        elif path in targets and not isinstance(node, Node) and jnp.issubdtype(node.dtype, jnp.inexact):
-            free[path] = node
+            lines.append(f"{target.path}: {error}")
     return nodes, free, lines
 
 
@@ -128,16 +135,18 @@ def _is_bias_gain(node: Node, target: Target) -> bool:
     return isinstance(node.stage, Gain) and len(target.shape) == 1
 
 
-def _require_bias(path: str, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
+def _require_bias(target: Target, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain):
         return
     held = node.values["g"]
-    if len(targets[path].shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):
+    if len(target.shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):
         raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
-    biases = [t.path for t in targets.values() if t.tensor == f"{targets[path].module}.bias"]
-    if _is_on_outputs(node, targets[path]) and any(bias not in nodes for bias in biases):
-        raise ValueError(f"PEFT also multiplies {biases[0]!r} by the factors of its outputs. Give it a tied Gain")
+    bias = f"{target.module}.bias"
+    if _is_on_outputs(node, target) and bias in targets and bias not in nodes:
+        raise ValueError(
+            f"PEFT also multiplies {targets[bias].path!r} by the factors of its outputs. Give it a tied Gain"
+        )
 
 
 def _is_on_outputs(node: Node, target: Target) -> bool:
@@ -147,6 +156,7 @@ def _is_on_outputs(node: Node, target: Target) -> bool:
 
 def _write(node: Node, target: Target) -> tuple[Method, Written]:
     method = method_of(node)
+    method.require_layout(target)
     held = node.values.get("v")
     stage: Any = held.stage if isinstance(held, Node) else node.stage
     table = method.name == "LORA" and target.layout == "same" and len(target.shape) == 2
@@ -157,8 +167,8 @@ def _beside(
     config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
-    saved = {targets[path].module for path in free if not targets[path].tensor.endswith("bias")}
-    biases = {path for path in free if targets[path].module not in saved}
+    saved = {targets[tensor].module for tensor in free if not tensor.endswith("bias")}
+    biases = {tensor for tensor in free if targets[tensor].module not in saved}
     if shared := sorted(saved & adapted):
         raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {shared[0]!r} needs both.")
     for module in saved:
@@ -167,15 +177,15 @@ def _beside(
                 f"to_peft: PEFT matches the names of saved modules with suffixes, but {module!r} is also a suffix of "
                 f"{also[0]!r}. Freeze {module!r}."
             )
-    known = {path for path, t in targets.items() if t.tensor.endswith("bias") and t.module not in saved}
-    rest = {path for path in known if targets[path].module in adapted}
+    known = {tensor for tensor, t in targets.items() if tensor.endswith("bias") and t.module not in saved}
+    rest = {tensor for tensor in known if targets[tensor].module in adapted}
     kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None
     if kind is None or (kind != "none" and config["peft_type"] != "LORA"):
         raise ValueError(
             f"to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train "
-            f"{', '.join(map(repr, sorted(biases)))}. Freeze the others."
+            f"{', '.join(map(repr, sorted({targets[tensor].path for tensor in biases})))}. Freeze the others."
         )
-    tensors = {_inside(targets[path], adapted): np.asarray(targets[path].write_whole(x)) for path, x in free.items()}
+    tensors = {_inside(targets[name], adapted): np.asarray(targets[name].write_whole(x)) for name, x in free.items()}
     return tensors, ({"bias": kind} if config["peft_type"] == "LORA" else {}) | {
         "modules_to_save": sorted(saved) or None
     }

@@ -6,15 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-LAYOUTS = ("same", "kernel", "conv_transpose")
+# For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
+# convolution, a gradient of a convolution, uses a flipped kernel.
+_CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
+    "same": (None, False),
+    "kernel": ((-1, -2), False),
+    "conv_transpose": ((-2, -1), True),
+    "swapped": ((1, 0), True),
+    "conv1d": (None, False),
+}
+LAYOUTS = tuple(_CHANNELS)
 
 
 def order(layout: str, ndim: int) -> tuple[int, ...]:
     """Our axes in torch's order: a ``kernel`` is ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` there."""
-    if layout == "same" or ndim < 2:
+    channels, _ = _CHANNELS[layout]
+    if channels is None or ndim < 2:
         return tuple(range(ndim))
-    channels = (ndim - 2, ndim - 1) if layout == "conv_transpose" else (ndim - 1, ndim - 2)
-    return (*channels, *range(ndim - 2))
+    first = [axis % ndim for axis in channels]
+    return (*first, *(axis for axis in range(ndim) if axis not in first))
 
 
 def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
@@ -33,5 +43,4 @@ def read_layout(x: Array, layout: str) -> Array:
 
 
 def _flipped(x: Array, layout: str) -> Array:
-    """Reverses the spatial axes: torch's transposed convolution, a gradient of a convolution, uses a flipped kernel."""
-    return jnp.flip(x, tuple(range(2, x.ndim))) if layout == "conv_transpose" else x
+    return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout][1] else x

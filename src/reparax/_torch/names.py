@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reparax._core.algebra import Parametrization
+from reparax._torch.entries import Entry, unstacked
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
 from reparax._tree.raw import FIXED, parameter
 from reparax.matrices._orthogonal import Orthogonal
@@ -54,15 +56,19 @@ class Held:
 
     Attributes:
       stage: The stage; None for an array that no stage replaced.
-      parameter: The parameter's path.
+      entry: The tensor of torch.
       keys: The path of each value in the raw tree.
       names: The torch name of each value.
     """
 
     stage: Parametrization | None
-    parameter: str
+    entry: Entry
     keys: Mapping[str, Names]
     names: Mapping[str, str]
+
+
+_Part = tuple[Parametrization | None, Mapping[str, Names], Mapping[str, str]]
+"""A stage, the path of each of its values, and the torch name of each."""
 
 
 def is_marked(node: object) -> bool:
@@ -82,10 +88,22 @@ class Naming:
     makers: Mapping[Names, Parametrization]
     by_hook: Callable[[str, Twin], bool]
 
-    def held(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[Held]:
-        """The raw values for ``tensor``, which may be the original of the list of parametrizations ``within``."""
+    def held(self, node: Any, keys: Names, entry: Entry) -> Iterator[Held]:
+        """The raw values for a tensor of torch."""
+        for stage, places, names in self._within(node, keys, entry.tensor):
+            yield Held(self._of_one(stage, entry), entry, places, names)
+
+    def _of_one(self, stage: Parametrization | None, entry: Entry) -> Parametrization | None:
+        """The stage on one of the stacked arrays."""
+        if stage is None or not (TWINS[type(stage)].listed and entry.index):
+            return stage
+        with locate_errors(repr(entry.path)):
+            return unstacked(stage, len(entry.index))
+
+    def _within(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
+        """The stages of ``tensor``, which may be the original of the list of parametrizations ``within``."""
         if not is_marked(node):
-            yield Held(None, parameter(keys), {"": keys}, {"": tensor})
+            yield None, {"": keys}, {"": tensor}
             return
         ((mark, content),) = node.items()
         stage, twin = self._known(keys)
@@ -98,9 +116,9 @@ class Naming:
         inner = {x: place for x, place in places.items() if is_marked(values[x])}
         for x, place in inner.items():
             alone = listed and twin.listed[x] == "original"
-            yield from self.held(values[x], place, names[x], base if alone else None)
+            yield from self._within(values[x], place, names[x], base if alone else None)
         own = {x: place for x, place in places.items() if x not in inner}
-        yield Held(stage, parameter(keys), own, {x: names[x] for x in own})
+        yield stage, own, {x: names[x] for x in own}
 
     def _known(self, keys: Names) -> tuple[Parametrization, Twin]:
         """The stage that made the marker dict at ``keys``, and its names."""

@@ -36,6 +36,21 @@ def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
     return {"x": _oriented(original, values["x"]), "base": square}
 
 
+def has_identity(values: Values) -> bool:
+    """Whether the base is the identity, as without torch's trivialization."""
+    base = _tall(values["base"])
+    return bool(jnp.array_equal(base, _identity(base.shape, base.dtype)))
+
+
+def write_reflections(w: Array) -> Array:
+    """Torch's original of reflections without a base, for this weight: the factors of LAPACK, as in torch."""
+    transposed, taus = jnp.linalg.qr(_tall(w), mode="raw")
+    factors = transposed.mT
+    signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
+    diagonal = _identity(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
+    return _oriented(jnp.tril(factors, -1) + diagonal, w)
+
+
 def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _tall(widened(values["x"]))

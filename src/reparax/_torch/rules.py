@@ -10,23 +10,41 @@ from reparax._torch.axis_order import LAYOUTS
 Rules = Mapping[str, str] | None
 
 _RENAMED = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+_COUNTERS = ("i", "j")
+"""What stands in a name for the index on the first axis, and on the second."""
 
 
-def name_tensors(paths: Sequence[str], names: Rules) -> dict[str, str]:
-    """The torch name of each parameter."""
-    tensors = {path: _default(path) for path in paths} | {
-        path: _expanded(match, name) for path, (match, name) in _ruled(paths, names or {}, "names").items()
-    }
-    owners: dict[str, str] = {}
-    for path, tensor in tensors.items():
-        if owners.setdefault(tensor, path) != path:
-            raise ValueError(f"{owners[tensor]!r} and {path!r} are both called {tensor!r}. Give different `names`.")
-    return tensors
+def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[str, tuple[int, str]]:
+    """For each parameter, the number of its stacked axes, and its torch name with a counter for each."""
+    found = {path: (0, default_name(path)) for path in shapes}
+    for path, (match, name) in _ruled(list(shapes), names or {}, "names").items():
+        found[path] = _counted(path, shapes[path], name), _expanded(match, name)
+    return found
 
 
-def _default(path: str) -> str:
+def number(tensor: str, index: Sequence[int]) -> str:
+    """A torch name with numbers for its counters."""
+    for counter, each in zip(_COUNTERS, index, strict=False):
+        tensor = tensor.replace(f"{{{counter}}}", str(each))
+    return tensor
+
+
+def default_name(path: str) -> str:
     *modules, name = path.split("/")
     return ".".join([*modules, _RENAMED.get(name, name)])
+
+
+def _counted(path: str, shape: tuple[int, ...], name: str) -> int:
+    """The number of counters in a name."""
+    counters = sorted(set(re.findall(r"\{(.*?)\}", name)))
+    if tuple(counters) != _COUNTERS[: len(counters)]:
+        raise ValueError(
+            f"`names` gives {path!r} the name {name!r}, but takes {{i}} for the index on the first axis of a stack, "
+            f"and {{i}} and {{j}} for those on the first two."
+        )
+    if len(counters) > len(shape):
+        raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has no axis for each index.")
+    return len(counters)
 
 
 def _expanded(match: re.Match[str], name: str) -> str:
@@ -36,15 +54,14 @@ def _expanded(match: re.Match[str], name: str) -> str:
         raise ValueError(f"cannot make a name of {name!r} for {match[0]!r}: {error}.") from error
 
 
-def choose_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
-    """The layout of each parameter."""
+def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
+    """The layout of each parameter for which a rule gives one."""
     ruled = _ruled(paths, layouts or {}, "layouts")
     for _, layout in ruled.values():
         if layout not in LAYOUTS:
             known = ", ".join(map(repr, LAYOUTS))
             raise ValueError(f"got {layout!r} as a layout, but takes one of {known}.")
-    chosen = {path: "kernel" if path.split("/")[-1] == "kernel" else "same" for path in paths}
-    return chosen | {path: layout for path, (_, layout) in ruled.items()}
+    return {path: layout for path, (_, layout) in ruled.items()}
 
 
 def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:

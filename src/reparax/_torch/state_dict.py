@@ -39,11 +39,17 @@ def from_torch(
       names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
         in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
         ``torch.nn.Sequential`` and flax's. The first match counts, and each ``/`` becomes a ``.``. Default: the path,
-        with ``weight`` for ``kernel``, ``scale`` and ``embedding``.
+        with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
+        array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
+        along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
       layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
-        ``(out, in, *spatial)`` in torch; the default for arrays named ``kernel``. ``"conv_transpose"``: the same here,
-        ``(in, out, *spatial)`` in torch; for flax's transposed convolutions without ``transpose_kernel=True``.
-        ``"same"``: the default for all other arrays. For recurrent cells, use :func:`convert`.
+        ``(out, in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"conv_transpose"``: the same
+        here, ``(in, out, *spatial)`` in torch; for flax's transposed convolutions without ``transpose_kernel=True``.
+        ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
+        convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
+        ``"same"``: the default for all other arrays. In modules of nnx and equinox, the classes of convolutions tell
+        their layouts. Other arrays named ``kernel``, ``embedding``, ``scale`` or ``bias`` that have more axes than
+        usual need a layout, or ``{i}`` in their names. For recurrent cells, use :func:`convert`.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -78,6 +84,9 @@ def from_torch(
     return raw
 
 
+_STYLES = ("parametrizations", "no_trivialization", "hooks")
+
+
 def to_torch(
     p: Parametrization,
     raw: PyTree,
@@ -99,7 +108,8 @@ def to_torch(
       raw: A raw tree of it.
       names: As for :func:`from_torch`.
       layouts: As for :func:`from_torch`.
-      style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``, or ``"hooks"``, those of
+      style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
+        same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
 
     Raises:
@@ -113,11 +123,13 @@ def to_torch(
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
     require_chains("to_torch(p, raw)", p)
-    if style not in ("parametrizations", "hooks"):
-        raise ValueError(f"to_torch takes style='parametrizations' or 'hooks', but got {style!r}.")
+    if style not in _STYLES:
+        *most, last = map(repr, _STYLES)
+        raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
         plan = make_plan(p, raw, names, layouts, lambda tensor, twin: style == "hooks")
-        return {name: np.array(x) for name, x in sorted(plan.written(raw).items())}
+        written = plan.written(raw, based=style != "no_trivialization")
+        return {name: np.array(x) for name, x in sorted(written.items())}
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
@@ -126,14 +138,14 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
 
 def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     """Refuses a state dict that does not fit the chain, with a line for each difference."""
-    owners = {name: held.parameter for held in plan.held for name in held.names.values()}
-    owners |= {name: path for path, name in plan.tied.items()}
+    owners = {name: held.entry.path for held in plan.held for name in held.names.values()}
+    owners |= {entry.tensor: entry.path for entry in plan.tied}
     bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
     lines: list[str] = []
     for name in sorted(got.keys() | want.keys()):
         if name not in want:
             lines.append(f"{name}: unexpected, holds {as_stored(got[name])}")
-        elif name not in got and name not in bases | set(plan.tied.values()):
+        elif name not in got and name not in bases | {entry.tensor for entry in plan.tied}:
             lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name]}")
         elif name in got and as_stored(got[name]) != as_stored(want[name]):
             lines.append(f"{name}: expected {as_stored(want[name])} for {owners[name]}, got {as_stored(got[name])}")
@@ -149,6 +161,9 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
     """Refuses tied parameters whose values differ from those that they are tied to."""
     found = plan.shared(raw)
-    for path, name in plan.tied.items():
+    for entry in plan.tied:
+        name = entry.tensor
         if name in state and not np.array_equal(found[name], state[name]):
-            raise ValueError(f"{name!r} differs from what {path!r} is tied to. Drop the tie, or leave the name out.")
+            raise ValueError(
+                f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
+            )

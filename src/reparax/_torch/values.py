@@ -1,7 +1,6 @@
 """Converts the raw values of a stage to torch's, and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,9 +8,18 @@ from jax import Array
 
 from reparax._axes.numbers import EACH, list_axes
 from reparax._core.algebra import Parametrization
-from reparax._torch.axis_order import permute, read_layout, write_layout
+from reparax._numerics.arithmetic import widened
+from reparax._torch.axis_order import order, permute, read_layout, write_layout
+from reparax._torch.entries import Entry
 from reparax._torch.names import EXCHANGE_PLAIN
-from reparax._torch.orthogonal import at_base, other_chart, read_orthogonal, write_orthogonal
+from reparax._torch.orthogonal import (
+    at_base,
+    has_identity,
+    other_chart,
+    read_orthogonal,
+    write_orthogonal,
+    write_reflections,
+)
 from reparax.matrices._orthogonal import Orthogonal
 from reparax.norms._norm import WeightNorm
 from reparax.norms._spectral import SpectralNorm
@@ -19,34 +27,25 @@ from reparax.norms._spectral import SpectralNorm
 Values = dict[str, Array]
 
 
-@dataclass(frozen=True)
-class Form:
-    """A parameter's layout, and its shape and dtype in our tree."""
-
-    layout: str
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def write_values(stage: Parametrization | None, values: Values, form: Form) -> Values:
+def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, based: bool) -> Values:
     """The values that torch stores, in the dtype of the weight, like in torch."""
     if stage is None:
-        return {name: write_layout(x, form.layout) for name, x in values.items()}
+        return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, WeightNorm | SpectralNorm):
         _require_alone(stage)
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_written(stage, values, form)
+        found = _orthogonal_written(stage, values, entry, based=based)
     else:
-        found = {name: _written(stage, name, x, form) for name, x in values.items()}
-    return {name: _cast(x, form.dtype) for name, x in found.items()}
+        found = {name: _written(stage, name, x, entry) for name, x in values.items()}
+    return {name: _cast(x, entry.dtype) for name, x in found.items()}
 
 
-def read_values(stage: Parametrization | None, values: Values, form: Form, like: Mapping[str, Any]) -> Values:
+def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
     """Our raw values, in the shapes and dtypes of ``like``."""
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_read(stage, values, form)
+        found = _orthogonal_read(stage, values, entry)
     else:
-        found = {name: _read(stage, name, x, form, like[name].shape) for name, x in values.items()}
+        found = {name: _read(stage, name, x, entry, like[name].shape) for name, x in values.items()}
     return {name: x.astype(like[name].dtype) for name, x in found.items()}
 
 
@@ -54,34 +53,34 @@ def _cast(x: Array, dtype: Any) -> Array:
     return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
 
 
-def _written(stage: Parametrization, name: str, x: Array, form: Form) -> Array:
+def _written(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
     match stage, name:
         case WeightNorm(axis=axis), "g":
             _require_one_axis(stage, axis)
-            return x.reshape(()) if axis is None else write_layout(x, form.layout)
+            return x.reshape(()) if axis is None else write_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(axis=axis), "v":
-            return write_layout(x.reshape(_without(axis, form.shape)), form.layout).reshape(-1)
+            return write_layout(x.reshape(_without(axis, entry.shape)), entry.layout).reshape(-1)
         case _, "mask":
-            return write_layout(jnp.broadcast_to(x, form.shape), form.layout)
+            return write_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
         case _:
-            return write_layout(x, form.layout)
+            return write_layout(x, entry.layout)
 
 
-def _read(stage: Parametrization | None, name: str, x: Array, form: Form, shape: tuple[int, ...]) -> Array:
+def _read(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
     match stage, name:
         case WeightNorm(axis=None), "g":
             return x.reshape(shape)
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(axis=axis), "v":
-            rest = permute(_without(axis, form.shape), form.layout)
-            return read_layout(x.reshape(rest), form.layout).reshape(-1)
+            rest = permute(_without(axis, entry.shape), entry.layout)
+            return read_layout(x.reshape(rest), entry.layout).reshape(-1)
         case _, "mask":
-            return _of_slices(_binary(read_layout(x, form.layout)), shape)
+            return _of_slices(_binary(read_layout(x, entry.layout)), shape)
         case _:
-            return read_layout(x, form.layout)
+            return read_layout(x, entry.layout)
 
 
 def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -120,30 +119,45 @@ def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     return found
 
 
-def _orthogonal_written(stage: Orthogonal, values: Values, form: Form) -> Values:
-    turned = _is_turned(stage, values, form)
-    if other_chart(stage, form.shape, turned=turned):
+def _orthogonal_written(stage: Orthogonal, values: Values, entry: Entry, *, based: bool) -> Values:
+    turned = _is_turned(stage, values, entry)
+    if not based:
+        return _without_base(stage, values, entry)
+    if other_chart(stage, entry.shape, turned=turned):
         return write_orthogonal(stage, at_base(stage, values))
-    return write_orthogonal(stage, {x: write_layout(values[x], form.layout) for x in values})
+    return write_orthogonal(stage, {x: write_layout(values[x], entry.layout) for x in values})
 
 
-def _orthogonal_read(stage: Orthogonal, values: Values, form: Form) -> Values:
-    turned = _is_turned(stage, values, form)
+def _without_base(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+    if stage.map == "householder":
+        return {"x": write_reflections(write_layout(widened(stage.apply_leaf(values)), entry.layout))}
+    written = {x: write_layout(values[x], entry.layout) for x in values}
+    if not has_identity(written):
+        raise ValueError(
+            f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix. Use "
+            f"style='parametrizations', or map='householder', which torch can invert."
+        )
+    return {"x": write_orthogonal(stage, written)["x"]}
+
+
+def _orthogonal_read(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+    turned = _is_turned(stage, values, entry)
     found = read_orthogonal(stage, values)
-    if other_chart(stage, form.shape, turned=turned):
+    if other_chart(stage, entry.shape, turned=turned):
         return at_base(stage, found)
-    return {name: read_layout(x, form.layout) for name, x in found.items()}
+    return {name: read_layout(x, entry.layout) for name, x in found.items()}
 
 
-def _is_turned(stage: Orthogonal, values: Values, form: Form) -> bool:
+def _is_turned(stage: Orthogonal, values: Values, entry: Entry) -> bool:
     """Whether torch has the transposed matrix; refuses matrices without an equivalent in torch."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
-    leading = tuple(range(len(form.shape) - 2))
+    leading = tuple(range(len(entry.shape) - 2))
     of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
-    if not of_leading or (form.layout != "same" and leading):
+    turned = order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
+    if not of_leading or (turned and leading):
         raise ValueError(
             f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
             f"{EXCHANGE_PLAIN}"
         )
-    return form.layout != "same"
+    return turned
