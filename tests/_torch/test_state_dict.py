@@ -261,7 +261,7 @@ STACKED = {
     "orthogonal": rpx.Orthogonal("expm", stacked=0),
     "frozen": rpx.Freeze(),
     "pruned together": rpx.MagnitudePrune(0.5),
-    "pruned one by one": rpx.MagnitudePrune(1, axis=-1, stacked=0),
+    "pruned one by one": rpx.MagnitudePrune(count=1, axis=-1, stacked=0),
 }
 
 
@@ -776,7 +776,9 @@ REFUSED = {
     ),
     "a mask of slices of a whole stack": (
         lambda: rpx.to_torch(
-            rpx.MagnitudePrune(1, axis=-1), rpx.MagnitudePrune(1, axis=-1).init(CUBE), names={"w": "{i}.w"}
+            rpx.MagnitudePrune(count=1, axis=-1),
+            rpx.MagnitudePrune(count=1, axis=-1).init(CUBE),
+            names={"w": "{i}.w"},
         ),
         ValueError,
         "to_torch: 'w': expected a value for each layer, got one of shape (1, 1, 2). Use `stacked` in its stage.",
