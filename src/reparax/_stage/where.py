@@ -263,12 +263,18 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
             if not any(re.fullmatch(pattern, path) for path in known):
                 raise ValueError(f"{who} leaves nothing out by {pattern!r}: {nothing(pattern, known)}")
         return
+    places = {path[:end] for path in known for end in (0, *_ends(path))}
     for chosen in where.paths:
-        if not any(Selected((chosen,))(path, None) for path in known):
+        if chosen not in places:
             raise ValueError(
                 f"{who} got True at {chosen!r} in a tree of booleans, but the tree has no such path. The nearest are "
                 f"{nearest(chosen, dict.fromkeys(known))}. Make the booleans from the same parameters."
             )
+
+
+def _ends(path: str) -> list[int]:
+    """Where the names in a path end."""
+    return [*(match.start() for match in re.finditer("/", path)), len(path)]
 
 
 def _left_out(where: AllBut | None, place: Place) -> bool:
