@@ -224,6 +224,18 @@ def test_integers_that_a_cast_rounds_stay_rounded():
     np.testing.assert_allclose(rpx.factored(loss)(raw, X), np.asarray(X) @ np.full((6, 6), 256.0), rtol=1e-4, atol=1e-3)
 
 
+def test_an_algorithm_in_float16_keeps_its_operands():
+    def made(r, x):
+        return x @ jax.lax.dot(r["a"], r["b"], precision="F16_F16_F32")
+
+    def used(r, x):
+        return jax.lax.dot(x, r["a"] @ r["b"], precision="F16_F16_F32")
+
+    raw = {"a": A, "b": B}
+    assert rpx.explained(made, raw, X).weights == ()
+    assert [each.in_factors for each in rpx.explained(used, raw, X).weights] == [False]
+
+
 def test_terms_in_float16_are_formed():
     raw = {"w": {"@told": {"u": (1e3 * jnp.eye(6)).astype("f2"), "v": jnp.ones(6, "f2")}}}
     assert rpx.explained(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()

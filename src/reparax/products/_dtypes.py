@@ -48,14 +48,12 @@ def stored(array: Any, dtype: Any) -> Any:
     return array if whole and exact(dtype, array.dtype) else array.astype(dtype)
 
 
-def is_algorithm(precision: Any) -> bool:
-    """Whether a precision names the dtypes in which products are computed."""
-    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-
-
 def in_any_order(precision: Any) -> bool:
     """Whether products of a precision keep the range of their operands."""
-    if not is_algorithm(precision) or precision is lax.DotAlgorithmPreset.DEFAULT:
+    if (
+        not isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+        or precision is lax.DotAlgorithmPreset.DEFAULT
+    ):
         return True
     types = getattr(precision, "supported_lhs_types", None)
     return types is not None and all(map(has_range, types))

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax.products._dtypes import covers, is_algorithm, stored
+from reparax.products._dtypes import covers, stored
 from reparax.products._sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
@@ -64,8 +64,7 @@ def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
 def cast(x: Sum, dtype: Any) -> Sum:
     """``x`` in another floating dtype."""
     made = each_factor(x, lambda factor: replace(factor, array=stored(factor.array, dtype)))
-    # Not every algorithm of products knows the new dtype.
-    return replace(made, dtype=dtype, precision=None if is_algorithm(x.precision) else x.precision)
+    return replace(made, dtype=dtype)
 
 
 def _still(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
