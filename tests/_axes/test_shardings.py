@@ -177,7 +177,7 @@ def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     given = jax.tree.map(lambda w: NamedSharding(mesh, P(*("a", "b", None, None)[: w.ndim])), params)
     on_mesh = jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), params, given)
-    wanted = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(p.init, on_mesh))
+    wanted = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(p.init, on_mesh, jax.random.key(0)))
     assert specs(p.shardings(given, mesh, like=params)) == wanted
 
 
@@ -187,7 +187,7 @@ def test_every_raw_array_can_be_put_where_its_sharding_says(name):
     mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     given = jax.tree.map(lambda w: P(*("a" if n % 2 == 0 else None for n in w.shape[:1]), "b"), params)
     given = jax.tree.map(lambda w, s: s if w.ndim > 1 else P(), params, given)
-    raw = jax.eval_shape(p.init, params)
+    raw = jax.eval_shape(p.init, params, jax.random.key(0))
     shardings = p.shardings(given, mesh, like=params)
     placed = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), raw, shardings)
     assert jax.tree.structure(shardings) == jax.tree.structure(raw)
@@ -370,7 +370,7 @@ def test_one_spec_for_all_a_raw_tree_and_specs_of_a_state_are_told():
         "jax.tree.map(lambda w: PartitionSpec(), params).",
     ):
         p.shardings(P(), MESH, like=params)
-    raw = jax.eval_shape(p.init, params)
+    raw = jax.eval_shape(p.init, params, jax.random.key(0))
     with raises(
         ValueError,
         "WeightNorm().shardings got the raw tree as `like`: it holds 'w/@weight_norm/g'. Pass the model's parameters, "

@@ -434,7 +434,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("p", KNOWN.values(), ids=KNOWN)
 def test_a_path_is_known_wherever_the_model_has_it(p, key):
-    raw = p.init(MODEL)
+    raw = p.init(MODEL, jax.random.key(0))
     np.testing.assert_array_equal(p.apply(raw, key)["params"]["a"]["bias"].shape, (4,))
     assert rpx.transfer(p, p, raw)["step"] == 3
 

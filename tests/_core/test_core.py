@@ -178,6 +178,47 @@ def test_a_random_stage_on_whole_trees_must_say_what_its_mean_is():
     assert str(error.value) == text
 
 
+class RandomBase(rpx.Reparametrization):
+    def draw_leaf(self, w, key):
+        start = jax.random.normal(key, w.shape)
+        return {"x": w - start, "start": start}
+
+    def apply_leaf(self, values):
+        return values["x"] + values["start"]
+
+
+RANDOM_STARTS = {
+    "LoRA(2)": rpx.LoRA(2),
+    "RandomPrune(sparsity=0.5)": rpx.RandomPrune(0.5),
+    "(VarNoise(0.1) >> RigL(sparsity=0.5))": rpx.VarNoise(0.1) >> rpx.RigL(0.5),
+    "SET(sparsity=0.5)": rpx.SET(0.5),
+    "RandomBase()": RandomBase(),
+}
+
+
+@pytest.mark.parametrize("who", RANDOM_STARTS)
+def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(who):
+    p, params = RANDOM_STARTS[who], {"w": np.ones((4, 4), np.float32)}
+    with raises(
+        ValueError,
+        f"{who}.init draws random numbers, so it needs a key, but got key=None. Pass a key: "
+        f"`p.init(params, jax.random.key(0))`.",
+    ):
+        p.init(params)
+    types = jax.eval_shape(p.init, params, jax.random.key(1))
+    p.check(types, like=params)
+    assert rpx.summary(p, params).total.free + rpx.summary(p, params).total.fixed > 0
+
+
+@pytest.mark.parametrize(
+    "p", [rpx.LoRA(2, start="pissa"), rpx.SpectralNorm(), rpx.LowRank(2), rpx.Kronecker((2, 2)), rpx.WeightNorm()]
+)
+def test_a_start_that_the_weights_determine_needs_no_key(p):
+    params = {"w": np.asarray(np.random.default_rng(0).normal(size=(4, 4)), np.float32)}
+    first, second = (p.fold(p.init(params, key))["w"] for key in (None, jax.random.key(1)))
+    np.testing.assert_allclose(first, second, rtol=1e-2, atol=1e-2)
+
+
 def test_update_advances_fixed_values_and_nothing_else():
     p = Double() >> Counter() >> rpx.VarNoise(0.1)
     raw = p.init({"w": jnp.ones(3)})

@@ -69,14 +69,14 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
 def test_a_name_that_ends_others_is_written_from_its_start():
     params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
     p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
-    _, config = rpx.to_peft(p, p.init(params))
+    _, config = rpx.to_peft(p, p.init(params, jax.random.key(0)))
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
 def test_a_stored_base_and_noise_are_left_out():
     params = model()
     p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
-    raw = p.init(params)
+    raw = p.init(params, jax.random.key(0))
     tensors, config = rpx.to_peft(p, raw)
     assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
         f"{PREFIX}dense.weight",
@@ -87,7 +87,7 @@ def test_a_stored_base_and_noise_are_left_out():
 
 def test_an_alpha_of_none_is_a_factor_of_one():
     p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
-    _, config = rpx.to_peft(p, p.init(model()))
+    _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
@@ -111,7 +111,7 @@ def test_what_peft_has_put_aside_is_not_read():
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
-    _, config = rpx.to_peft(p, p.init(model()))
+    _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
@@ -125,7 +125,7 @@ def test_ends_of_names_that_mean_several_modules():
         "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
         "Freeze 'lin'.",
     ):
-        rpx.to_peft(q, q.init(params))
+        rpx.to_peft(q, q.init(params, jax.random.key(0)))
 
 
 def test_only_a_whole_part_of_a_name_is_peft_s():
@@ -208,7 +208,7 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
 
 def test_what_trains_beside_the_adapters_of_a_stack_is_saved_layer_by_layer():
     p = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
-    raw = p.init(stack(2))
+    raw = p.init(stack(2), jax.random.key(0))
     tensors, config = rpx.to_peft(p, raw, names=LAYERS)
     biases = {f"{PREFIX}model.layers.{i}.mlp.base_layer.bias": stack(2)["layers"]["mlp"]["bias"][i] for i in range(2)}
     assert all(np.array_equal(tensors[name], x) for name, x in biases.items())
@@ -523,7 +523,7 @@ def test_what_is_not_read(case):
 
 
 def written(p, raw=None):
-    return rpx.to_peft(p, p.init(model()) if raw is None else raw)
+    return rpx.to_peft(p, p.init(model(), jax.random.key(0)) if raw is None else raw)
 
 
 def refused(lines):
@@ -586,14 +586,14 @@ WRITING = {
         ),
     ),
     "a stack under one name": (
-        lambda: rpx.to_peft(STACKED_LORA, STACKED_LORA.init(stack(2)), layouts={KERNEL: "kernel"}),
+        lambda: rpx.to_peft(STACKED_LORA, STACKED_LORA.init(stack(2), jax.random.key(0)), layouts={KERNEL: "kernel"}),
         refused(
             "layers/mlp/kernel: PEFT has one adapter for each layer, but LoRA(2, where='layers/mlp/kernel', stacked=0) "
             "acts on a stack. Give the layers names with {i} by `names`, such as 'layers.{i}.weight'"
         ),
     ),
     "a whole stack under several names": (
-        lambda: rpx.to_peft(WHOLE_LORA, WHOLE_LORA.init(stack(2)), names=LAYERS),
+        lambda: rpx.to_peft(WHOLE_LORA, WHOLE_LORA.init(stack(2), jax.random.key(0)), names=LAYERS),
         refused(
             "layers/mlp/kernel: `names` gives each layer a name, but LoRA(2, rows=(0, 1), where='layers/mlp/kernel') "
             "does not act on each layer by itself. Give it `stacked=0`."
@@ -602,7 +602,9 @@ WRITING = {
     "an attention kernel": (
         lambda: rpx.to_peft(
             rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)),
-            (rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init({"q": {"kernel": jnp.ones((8, 2, 4))}}),
+            (rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init(
+                {"q": {"kernel": jnp.ones((8, 2, 4))}}, jax.random.key(0)
+            ),
             layouts={"q/kernel": "kernel"},
         ),
         refused(
@@ -630,7 +632,7 @@ def test_what_is_not_written(case):
 def test_an_alpha_that_is_traced_is_refused():
     def write(alpha):
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
-        return len(rpx.to_peft(p, p.init(model())))
+        return len(rpx.to_peft(p, p.init(model(), jax.random.key(0))))
 
     text = refused("out/kernel: its number is traced, but only known numbers can be written")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
@@ -645,7 +647,7 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
         "to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train 'other/bias'. "
         "Freeze the others.",
     ):
-        rpx.to_peft(p, p.init(params))
+        rpx.to_peft(p, p.init(params, jax.random.key(0)))
 
 
 def test_rotations_are_written_after_a_rebase_too():

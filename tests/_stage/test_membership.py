@@ -85,7 +85,7 @@ def test_a_hundred_steps_with_weight_decay_stay_in_the_image(name, holds):
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0)], ids=str)
 def test_empty_arrays_go_through(shape):
-    raw = jax.eval_shape(P.init, network(shape))
+    raw = jax.eval_shape(P.init, network(shape), jax.random.key(0))
     assert {w.shape for w in jax.tree.leaves(jax.eval_shape(P.apply, raw))} == {shape}
 
 

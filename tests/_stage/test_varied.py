@@ -129,7 +129,7 @@ def test_a_function_gets_types_alone_and_is_told_so():
 
 def test_shardings_and_checks_know_them():
     p = rpx.LoRA(2, {"decoder/.*": 2.0})
-    raw = p.init(model())
+    raw = p.init(model(), jax.random.key(0))
     p.check(raw, like=model())
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     specs = jax.tree.map(lambda w: jax.P("x") if w.ndim > 1 else jax.P(), model())

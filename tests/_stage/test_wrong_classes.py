@@ -1,5 +1,6 @@
 """Classes of stages that cannot be meant so."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from errors import raises
@@ -40,7 +41,7 @@ def test_the_error_names_the_method_that_gave_the_values():
         "Misnamed().init at 'w': draw_leaf must return each main value ('base',), but returns ('bse',). Rename or add "
         "values in draw_leaf.",
     ):
-        Misnamed().init({"w": jnp.ones(2)})
+        Misnamed().init({"w": jnp.ones(2)}, jax.random.key(0))
 
 
 def test_a_formula_of_matrices_on_a_vector():

@@ -55,7 +55,7 @@ def trains(p, raw, key=None):
     ],
 )
 def test_lora_is_the_base_and_a_scaled_product(p, factor):
-    raw = p.init(model())
+    raw = p.init(model(), jax.random.key(0))
     held = values(raw)
     held["b"] = normal(*held["b"].shape, seed=5)
     a, b, w = (np.asarray(x, np.float64) for x in (held["a"], held["b"], held["@fixed"]["w"]))
@@ -107,7 +107,7 @@ def test_olora_starts_with_an_orthogonal_factor():
 
 def test_alpha_may_be_traced_and_zero_is_the_base():
     params = model()
-    raw = rpx.LoRA(2, 1.0).init(params)
+    raw = rpx.LoRA(2, 1.0).init(params, jax.random.key(0))
     values(raw)["b"] = normal(2, 6, seed=4)
     weight = jax.jit(lambda alpha: rpx.LoRA(2, alpha).apply(raw)["dense"]["kernel"])
     np.testing.assert_array_equal(weight(0.0), params["dense"]["kernel"])
@@ -117,7 +117,7 @@ def test_alpha_may_be_traced_and_zero_is_the_base():
 
 def test_the_gradient_of_a_is_zero_at_the_start_and_the_base_has_none():
     p = rpx.LoRA(2)
-    raw = p.init(model())
+    raw = p.init(model(), jax.random.key(0))
     grads = values(jax.grad(lambda raw: jnp.sum(p.apply(raw)["dense"]["kernel"] ** 3))(raw))
     assert not grads["a"].any()
     assert grads["b"].any()
@@ -145,7 +145,7 @@ def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
 def test_experts_that_are_stacked_equal_as_many_adapters():
     w = normal(3, 6, 4)
     p = rpx.LoRA(2, 4.0, stacked=0)
-    raw = p.init({"experts": w})
+    raw = p.init({"experts": w}, jax.random.key(0))
     held = raw["experts"]["@lora"]
     assert (held["a"].shape, held["b"].shape) == ((3, 6, 2), (3, 2, 4))
     assert not jnp.array_equal(held["a"][0], held["a"][1])
@@ -159,7 +159,7 @@ def test_experts_that_are_stacked_equal_as_many_adapters():
 def test_many_adapters_on_one_base_by_vmap():
     p = rpx.Freeze() >> rpx.LoRA(2, 4.0)
     params = model()
-    free, fixed = rpx.partition(p.init(params))
+    free, fixed = rpx.partition(p.init(params, jax.random.key(0)))
     adapters = [
         jax.tree.map(lambda x, i=i: normal(*x.shape, seed=10 + i) if x is not None else None, free) for i in range(3)
     ]
@@ -178,11 +178,11 @@ def lora_of(path):
 
 def test_freeze_leaves_the_adapters_alone():
     p = rpx.Freeze() >> rpx.LoRA(2)
-    assert trains(p, p.init(model())) == lora_of("dense/kernel") | lora_of("out/kernel")
+    assert trains(p, p.init(model(), jax.random.key(0))) == lora_of("dense/kernel") | lora_of("out/kernel")
     some = rpx.Freeze() >> rpx.LoRA(2, where="out/.*")
-    assert trains(some, some.init(model())) == lora_of("out/kernel")
+    assert trains(some, some.init(model(), jax.random.key(0))) == lora_of("out/kernel")
     dora = rpx.Freeze() >> rpx.LoRA(2, where="out/kernel") >> rpx.WeightNorm(where="out/.*", detach=True)
-    assert trains(dora, dora.init(model())) == {
+    assert trains(dora, dora.init(model(), jax.random.key(0))) == {
         "out/kernel/@weight_norm/g",
         "out/kernel/@weight_norm/v/@lora/a",
         "out/kernel/@weight_norm/v/@lora/b",
@@ -192,7 +192,7 @@ def test_freeze_leaves_the_adapters_alone():
 def test_other_stages_see_the_factors():
     params, key = model(), jax.random.key(0)
     p = rpx.VarNoise(0.5, where="dense/kernel") >> rpx.LoRA(2)
-    raw = p.init(params)
+    raw = p.init(params, jax.random.key(0))
     quiet = p.fold(raw)["dense"]["kernel"]
     shift = p.apply(raw, key)["dense"]["kernel"] - quiet
     assert jnp.linalg.matrix_rank(shift) == 2  # of the noisy product; noise on the base would have full rank
@@ -200,7 +200,7 @@ def test_other_stages_see_the_factors():
 
 def test_what_stores_takes_the_base_by_the_path_of_the_array():
     p = rpx.Stored("int8", where="dense/kernel") >> rpx.LoRA(2)
-    raw = p.init(model())
+    raw = p.init(model(), jax.random.key(0))
     held = values(raw)
     assert set(held["@fixed"]["w"]) == {"@stored"}
     assert held["a"].dtype == jnp.float32
@@ -214,7 +214,7 @@ def test_what_stores_takes_the_base_by_the_path_of_the_array():
 def test_a_stage_that_takes_bases_cannot_select_what_is_added():
     p = rpx.Stored("int8", where="dense/kernel/a") >> rpx.LoRA(2)
     with pytest.raises(ValueError, match="no path matches 'dense/kernel/a' as a whole"):
-        p.init(model())
+        p.init(model(), jax.random.key(0))
 
 
 # Differences, products, gains and vectors. -------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
 )
 def test_a_shaped_difference_starts_at_zero_and_trains(shape):
     p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.Delta(), model()
-    raw = p.init(params)
+    raw = p.init(params, jax.random.key(0))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, p.apply(raw), params))
     target = jax.tree.map(lambda w: w + 0.1 * normal(*w.shape, seed=8), params)
 
@@ -327,7 +327,7 @@ def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_le
 def test_dora_keeps_the_model_and_trains_lengths_apart():
     p = rpx.LoRA(2, where=".*kernel") >> rpx.WeightNorm(detach=True)
     params = model()
-    raw = p.init(params)
+    raw = p.init(params, jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), params)
     assert not rpx.WeightNorm().straight_through
     assert rpx.WeightNorm(detach=True).straight_through
@@ -339,7 +339,7 @@ def test_dora_keeps_the_model_and_trains_lengths_apart():
 
 def test_without_a_key_each_array_has_a_draw_of_its_own():
     params = {"x": normal(6, 4), "y": normal(6, 4, seed=1)}
-    raw, keyed = rpx.LoRA(2).init(params), rpx.LoRA(2).init(params, jax.random.key(0))
+    raw, keyed = rpx.LoRA(2).init(params, jax.random.key(0)), rpx.LoRA(2).init(params, jax.random.key(0))
     assert not jnp.array_equal(raw["x"]["@lora"]["a"], raw["y"]["@lora"]["a"])
     assert jax.tree.all(jax.tree.map(jnp.array_equal, raw, keyed))
 
@@ -347,7 +347,8 @@ def test_without_a_key_each_array_has_a_draw_of_its_own():
 def test_axes_of_a_base_have_their_names():
     params = {"k": nn.Partitioned(normal(8, 4), names=("embed", "mlp"))}
     p = rpx.Stored("int8", axis="mlp") >> rpx.LoRA(2)
-    stored = jax.tree.map(jnp.shape, p.init(params))["k"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
+    raw = p.init(params, jax.random.key(0))
+    stored = jax.tree.map(jnp.shape, raw)["k"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
     assert stored["scale"].value == (1, 4)
 
 
@@ -377,7 +378,7 @@ def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapter
 
 def test_one_factor_is_frozen_by_its_place():
     p = rpx.Freeze() >> rpx.Freeze(where=".*/@lora/a") >> rpx.LoRA(2)  # LoRA-FA
-    assert trains(p, p.init(model())) == {"dense/kernel/@lora/b", "out/kernel/@lora/b"}
+    assert trains(p, p.init(model(), jax.random.key(0))) == {"dense/kernel/@lora/b", "out/kernel/@lora/b"}
 
 
 def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
@@ -401,7 +402,7 @@ def test_factors_of_vera_depend_on_no_setting():
 
 def test_a_rank_may_exceed_the_sizes_of_the_matrix():
     w, p = normal(20, 2), rpx.LoRA(8, alpha=8.0)
-    raw = p.init({"w": w})
+    raw = p.init({"w": w}, jax.random.key(0))
     a, b = normal(20, 8, seed=1), normal(8, 2, seed=2)
     assert np.array_equal(p.fold(raw)["w"], w)
     raw["w"]["@lora"] |= {"a": a, "b": b}
@@ -418,12 +419,12 @@ ERRORS = {
     "rank": (
         lambda: rpx.LoRA(7, start="pissa", where="dense/kernel").init(model()),
         ValueError,
-        "LoRA(7, where='dense/kernel', start='pissa').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got "
+        "LoRA(7, start='pissa', where='dense/kernel').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got "
         "rank 7. Narrow the stage with `where`, or change `rank`.",
     ),
     "no rank": (lambda: rpx.LoRA(0), ValueError, "LoRA got rank=0, but takes at least 1."),
     "ambiguous axes": (
-        lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}),
+        lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}, jax.random.key(0)),
         ValueError,
         "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Give the axes of rows and columns "
         "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
@@ -451,13 +452,13 @@ ERRORS = {
         "LoRA takes a real number or a real scalar array as alpha, but got '8'.",
     ),
     "another rank": (
-        lambda: rpx.LoRA(3, where="out/kernel").apply(rpx.LoRA(2, where="out/kernel").init(model())),
+        lambda: rpx.LoRA(3, where="out/kernel").apply(rpx.LoRA(2, where="out/kernel").init(model(), jax.random.key(0))),
         ValueError,
         "LoRA(3, where='out/kernel').apply at 'out/kernel': expected a of shape (6, 3), got (6, 2): another "
         "chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "another axis as rows": (
-        lambda: rpx.LoRA(2, rows=1).apply(rpx.LoRA(2).init({"w": normal(4, 6)})),
+        lambda: rpx.LoRA(2, rows=1).apply(rpx.LoRA(2).init({"w": normal(4, 6)}, jax.random.key(0))),
         ValueError,
         "LoRA(2, rows=1).apply at 'w': expected a of (6,) as rows, got (4,): another chain made this raw tree. Apply "
         "the chain that made it; `p.check(raw, like=params)` lists every difference.",

@@ -194,7 +194,7 @@ def test_a_start_is_that_of_peft(chain, settings):
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["layers.0"], **settings)
     layer = peft.get_peft_model(torch_net(), config).base_model.model.layers[0]
     kernel = base_params()["layers_0"]["kernel"]
-    held = chain.init({"kernel": kernel})["kernel"]["@lora"]
+    held = chain.init({"kernel": kernel}, jax.random.key(0))["kernel"]["@lora"]
     base = layer.base_layer.weight.detach().numpy().T
     product = (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach().numpy().T
     np.testing.assert_allclose(held["@fixed"]["w"], base, atol=1e-5)
@@ -228,7 +228,7 @@ def test_shira_is_that_of_peft_with_its_mask():
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator))
     p = rpx.Freeze() >> rpx.RandomPrune(0.5, where="layers_0/kernel") >> rpx.Delta(where="layers_0/kernel")
-    raw = p.init(base_params())
+    raw = p.init(base_params(), jax.random.key(0))
     rows, columns = places.numpy().astype(int)
     dense, mask = np.zeros((8, 8), np.float32), np.zeros((8, 8), np.float32)
     dense[columns, rows], mask[columns, rows] = weight.detach().numpy(), 1
@@ -316,7 +316,7 @@ def test_peft_loads_the_adapters_of_a_stack(adapter, tmp_path):
     like = {"layers": {"kernel": jnp.zeros((30, 8, 8)), "bias": jnp.zeros((30, 8))}}
     base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
     p = rpx.Freeze() >> adapter()
-    free, fixed = rpx.partition(p.init(base))
+    free, fixed = rpx.partition(p.init(base, jax.random.key(0)))
     rng = np.random.default_rng(1)
     raw = rpx.combine(jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), free), fixed)
     loaded = load_into(net, *rpx.to_peft(p, raw, names=names), tmp_path)
@@ -397,7 +397,7 @@ def test_what_peft_has_not_is_refused_by_path():
         f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, p.init(params), **TORCH)
+        rpx.to_peft(p, p.init(params, jax.random.key(0)), **TORCH)
     mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(axis=0, where=where)
     with raises(
         ValueError,
@@ -405,7 +405,7 @@ def test_what_peft_has_not_is_refused_by_path():
         "expected adapters of one method, got IA3, LORA\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(mixed, mixed.init(params), **TORCH)
+        rpx.to_peft(mixed, mixed.init(params, jax.random.key(0)), **TORCH)
     untied = rpx.Freeze() >> rpx.Gain(axis=-1, where="head/kernel")
     with raises(
         ValueError,
@@ -413,4 +413,4 @@ def test_what_peft_has_not_is_refused_by_path():
         "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(untied, untied.init(params), **TORCH)
+        rpx.to_peft(untied, untied.init(params, jax.random.key(0)), **TORCH)

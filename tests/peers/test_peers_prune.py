@@ -1,5 +1,6 @@
 """Pruning in torch beside us: equal masks, and each difference named."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def seen(tensor):
 
 
 def pruned(p, w):
-    return np.asarray(p.fold(p.init({"w": jnp.asarray(w)}))["w"])
+    return np.asarray(p.fold(p.init({"w": jnp.asarray(w)}, jax.random.key(0)))["w"])
 
 
 def by(stage, amount, **arguments):

@@ -239,7 +239,7 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
     w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
     p = rpx.RandomPrune(count=1, axis=-1)
     np.testing.assert_array_equal(read(p, p.init({"w": w}, jax.random.key(3))), w)
-    mask = mask_of(rpx.RandomPrune(count=2, axis=-1).init({"w": w}), "random_prune")
+    mask = mask_of(rpx.RandomPrune(count=2, axis=-1).init({"w": w}, jax.random.key(0)), "random_prune")
     assert {(0, 0), (1, 1)} == {(float(column.min()), float(column.max())) for column in mask.T}
     np.testing.assert_array_equal(rpx.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
     with_zeros = normal(6, 4) * np.array([1, 0, 1, 1], np.float32)
@@ -304,7 +304,7 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "stage with `where`.",
         ),
         (
-            lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}),
+            lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}, jax.random.key(0)),
             ValueError,
             "RandomPrune(sparsity=0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
             "(). Leave it out with `where`, or use a separate stage for it.",

@@ -44,7 +44,7 @@ def regrown(weights, active, scores, share):
 )
 def test_masks_worked_by_hand(grads, expected):
     p = rpx.RigL(count=2, drop=0.5)
-    raw = p.init({"w": jnp.array([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])})
+    raw = p.init({"w": jnp.array([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])}, jax.random.key(0))
     np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
     raw = p.update(raw, grads={"w": jnp.array([grads])})
     np.testing.assert_array_equal(mask_of(raw), [expected])
@@ -108,7 +108,7 @@ def test_without_what_an_update_reads_the_mask_stays():
 
 def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
     p = rpx.RigL(count=1, drop=1.0)
-    raw = p.init({"w": jnp.array([[5.0, 0.0]])})
+    raw = p.init({"w": jnp.array([[5.0, 0.0]])}, jax.random.key(0))
     raw = p.update(raw, grads={"w": jnp.array([[0.0, 1.0]])})  # the first goes
     np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
     raw = p.update(with_values(raw, [[5.0, 2.0]]), grads={"w": jnp.array([[1.0, 0.0]])})  # and comes back
@@ -144,7 +144,7 @@ def test_gradients_reach_a_stage_through_those_behind_it():
     """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
     p = rpx.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
     a = jnp.array([[3.0, 1.0, 0.0, 0.0]])
-    raw = p.init({"a": a, "b": 10.0 * a})
+    raw = p.init({"a": a, "b": 10.0 * a}, jax.random.key(0))
     # By itself the third place of `a` has the larger gradient, with that through `b` the fourth.
     grads = {"a": jnp.array([[0.0, 0.0, 1.0, 0.5]]), "b": jnp.array([[0.0, 0.0, 0.0, 0.1]])}
     got = p.update(raw, grads=grads)["a"]["@rigl"]["@fixed"]["mask"]
@@ -153,7 +153,7 @@ def test_gradients_reach_a_stage_through_those_behind_it():
 
 def test_gradients_behind_noise_are_those_by_its_mean():
     p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
-    raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+    raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
     raw = p.update(raw, grads={"w": jnp.array([[0.0, 0.0, 0.0, 1.0]])})
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
@@ -208,7 +208,7 @@ def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
 
 def test_errors():
     p = rpx.RigL(0.5, drop=0.5)
-    raw = p.init({"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
+    raw = p.init({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, jax.random.key(0))
     who = "RigL(sparsity=0.5, drop=0.5).update"
     with raises(
         ValueError,
@@ -234,7 +234,7 @@ def test_errors():
         "update changed 'w/@rigl/w', but cannot write it to the raw tree: an earlier stage computes that "
         "value. Put that stage later in the chain, or let it return the value unchanged.",
     ):
-        behind.update(behind.init({"w": normal(4, 4)}), grads={"w": normal(4, 4)})
+        behind.update(behind.init({"w": normal(4, 4)}, jax.random.key(0)), grads={"w": normal(4, 4)})
     with raises(ValueError, "RigL got drop=1.5, but takes a share of the weights from 0 to 1."):
         rpx.RigL(0.5, 1.5)
     with raises(
@@ -242,7 +242,7 @@ def test_errors():
         "RigL(count=5).init at 'w': expected to prune at most 4, the number of weights or slices, got count=5. "
         "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
-        rpx.RigL(count=5).init({"w": jnp.ones((2, 2))})
+        rpx.RigL(count=5).init({"w": jnp.ones((2, 2))}, jax.random.key(0))
 
 
 @pytest.mark.parametrize("p", [rpx.RigL(0.5), rpx.SET(0.5), rpx.RandomPrune(0.5)], ids=lambda p: p.kind)

@@ -44,7 +44,7 @@ def decaying(tree):
     ids=lambda value: repr(value) if isinstance(value, rpx.Parametrization) else "",
 )
 def test_weights_decay_and_nothing_else(p, expected):
-    assert decaying(rpx.decay_mask(p.init(PARAMS))) == expected
+    assert decaying(rpx.decay_mask(p.init(PARAMS, jax.random.key(0)))) == expected
 
 
 @pytest.mark.parametrize("name", ["Positive", "Orthogonal", "Simplex", "PositiveDefinite", "Invertible"])

@@ -78,7 +78,7 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
 def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = jnp.array([[5.0, 4.0, 0.0, 0.0]])
     p = rpx.RigL(count=2, drop=1.0)
-    before = p.init({"w": w, "mu": {"w": w}})
+    before = p.init({"w": w, "mu": {"w": w}}, jax.random.key(0))
     after = p.update(before, grads={"w": jnp.array([[9.0, 9.0, 0, 0]]), "mu": {"w": jnp.array([[0, 0, 9.0, 9.0]])}})
     state = jax.tree.map(jnp.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))
     got = rpx.reset_moments(state, before, after)[0]
@@ -89,7 +89,7 @@ def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
 
 def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
     p = rpx.LoRA(4) >> rpx.MagnitudePrune(0.5)
-    before = p.init({"w": jnp.arange(1.0, 17.0).reshape(4, 4)})
+    before = p.init({"w": jnp.arange(1.0, 17.0).reshape(4, 4)}, jax.random.key(0))
     after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": jnp.ones((4, 4))}}}}
     state = jax.tree.map(jnp.ones_like, optax.trace(0.9).init(rpx.partition(before)[0]))
     got = rpx.reset_moments(state, before, after).trace["w"]["@magnitude_prune"]["w"]["@lora"]
@@ -98,13 +98,13 @@ def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
 
 
 def test_trees_of_other_chains_are_refused():
-    raw = rpx.RigL(0.5).init({"w": jnp.ones((2, 2))})
+    raw = rpx.RigL(0.5).init({"w": jnp.ones((2, 2))}, jax.random.key(0))
     with raises(
         ValueError,
         "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
         "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
     ):
-        rpx.reset_moments((), raw, rpx.RigL(0.5).init({"w": jnp.ones((2, 4))}))
+        rpx.reset_moments((), raw, rpx.RigL(0.5).init({"w": jnp.ones((2, 4))}, jax.random.key(0)))
     with raises(
         ValueError,
         "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only "

@@ -134,7 +134,7 @@ def test_labels_of_the_caller_stand_for_all_that_does_not_train(fixed: Any) -> N
 
 def test_half_of_a_raw_tree_is_told_so():
     p = rpx.Freeze() >> rpx.LoRA(2, where="w")
-    adapters, base = rpx.partition(p.init({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}))
+    adapters, base = rpx.partition(p.init({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, jax.random.key(0)))
     with raises(
         ValueError,
         "Freeze().apply at 'b': expected an array as 'w', got NoneType: this is one half of `rpx.partition`. Join both "
@@ -147,7 +147,7 @@ def test_half_of_a_raw_tree_is_told_so():
         rpx.combine(adapters, {"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
     assert str(e.value).endswith("make its other half with `rpx.partition(p.init(params))[1]`.")
     assert jax.tree.structure(rpx.combine(adapters, base)) == jax.tree.structure(
-        p.init({"w": jnp.ones((4, 4)), "b": X[0, 0]})
+        p.init({"w": jnp.ones((4, 4)), "b": X[0, 0]}, jax.random.key(0))
     )
 
 

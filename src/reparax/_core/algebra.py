@@ -84,8 +84,13 @@ class Parametrization(Static, ABC):
 
         Args:
           params: The model's parameters.
-          key: For stages with a random start. Default: ``jax.random.key(0)``.
+          key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
         """
+        if key is None and self.random_start:
+            raise ValueError(
+                f"{call(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"`p.init(params, jax.random.key(0))`."
+            )
         if marks := outer_markers(params):
             path, mark = next(iter(marks.items()))
             raise ValueError(
@@ -199,6 +204,11 @@ class Parametrization(Static, ABC):
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
         return overrides(self, "update", "update_tree")
+
+    @property
+    def random_start(self) -> bool:
+        """Whether another key gives ``init`` another model to train, so that it needs one."""
+        return False
 
     @property
     def has_base(self) -> bool:
@@ -341,7 +351,7 @@ class Parametrization(Static, ABC):
           ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
             dtype or stage.
         """
-        require_no_differences(call(self, "check"), raw, like, self.init)
+        require_no_differences(call(self, "check"), raw, like, with_any_key(self.init))
 
     def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
@@ -362,7 +372,7 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        return shardings_of_raw(call(self, "shardings"), self.init, self._follow, specs, mesh, like)
+        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), self._follow, specs, mesh, like)
 
 
 class Chain(Parametrization):
@@ -423,6 +433,10 @@ class Chain(Parametrization):
         return any(stage.reads_grads for stage in self.stages)
 
     @property
+    def random_start(self) -> bool:
+        return any(stage.random_start for stage in self.stages)
+
+    @property
     def has_base(self) -> bool:
         return any(stage.has_base for stage in self.stages)
 
@@ -463,6 +477,11 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 def overrides(stage: Parametrization, *methods: str) -> bool:
     """Whether the class of a stage overrides one of these methods."""
     return any(getattr(type(stage), method) is not getattr(Parametrization, method) for method in methods)
+
+
+def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
+    """``init`` where only the structure of its result, or its nearest point, matters."""
+    return functools.partial(init, key=jax.random.key(0))
 
 
 def require_chains(usage: str, *got: object) -> None:

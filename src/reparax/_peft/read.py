@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Chain, Parametrization, with_any_key
 from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method
 from reparax._peft.methods import METHODS
@@ -101,7 +101,7 @@ def from_peft(
     frozen = Freeze(where=all_but(*map(re.escape, sorted(whole)))) if whole else Freeze()
     p = Chain((frozen, *ties, *_joined(layers), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _placed(p.init(like), values | whole)
+    return p, _placed(with_any_key(p.init)(like), values | whole)
 
 
 def _method(config: Any) -> Method:

@@ -52,9 +52,9 @@ def to_peft(
       ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter.
 
     Example:
-      >>> import jax.numpy as jnp, reparax as rpx
+      >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.LoRA(1, alpha=2.0)
-      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
+      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}, jax.random.key(0))
       >>> tensors, config = rpx.to_peft(p, raw)
       >>> {name: x.shape for name, x in tensors.items()}
       {'base_model.model.dense.lora_A.weight': (1, 3), 'base_model.model.dense.lora_B.weight': (2, 1)}

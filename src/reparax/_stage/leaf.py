@@ -389,7 +389,7 @@ class Reparametrization(_Leafwise):
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        """``init_leaf`` for a stage with a random start: such a stage defines this instead."""
+        """``init_leaf`` for a stage with a random start: it defines this instead, and ``init`` needs a key."""
         del key
         return self.init_leaf(w)
 
@@ -458,8 +458,12 @@ class Reparametrization(_Leafwise):
 
     @property
     def _draws(self) -> bool:
-        """Whether the start is random."""
+        """Whether the start may be random."""
         return type(self).draw_leaf is not Reparametrization.draw_leaf
+
+    @property
+    def random_start(self) -> bool:
+        return self._draws
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         found, treedef = self._selection("init", tree)

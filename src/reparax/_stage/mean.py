@@ -63,6 +63,10 @@ class Mean(Parametrization):
         return self.stage.advances
 
     @property
+    def random_start(self) -> bool:
+        return self.stage.random_start
+
+    @property
     def has_base(self) -> bool:
         return self.stage.has_base
 

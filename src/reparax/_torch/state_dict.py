@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._core.algebra import Parametrization, require_chains
+from reparax._core.algebra import Parametrization, require_chains, with_any_key
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
@@ -76,7 +76,7 @@ def from_torch(
     require_chains("from_torch(p, state, like)", p)
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
-        expected = abstract(p.init, like)
+        expected = abstract(with_any_key(p.init), like)
         plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin))
         _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))
         raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, expected)

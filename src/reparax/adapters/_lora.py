@@ -56,7 +56,7 @@ class LoRA(RowsAndColumns):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)
-      >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
+      >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}, jax.random.key(0))
       >>> jax.tree.map(jnp.shape, rpx.partition(raw)[0]["kernel"]["@lora"])["a"]
       (8, 2)
       >>> p.fold(raw)["kernel"].shape
@@ -90,6 +90,10 @@ class LoRA(RowsAndColumns):
 
     def refuse_leaf(self, w: Array) -> str | None:
         return no_rank(self.rank, w) if self.start in ("pissa", "olora") or 0 in w.shape else None
+
+    @property
+    def random_start(self) -> bool:
+        return self.start in ("kaiming", "gaussian")
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)

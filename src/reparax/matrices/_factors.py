@@ -66,6 +66,10 @@ class LowRank(Matrices):
         u, v = jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
 
+    @property
+    def random_start(self) -> bool:
+        return False  # only rows of zeros are drawn
+
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         values = self.init_leaf(w)
         v, rows = values["v"], (values["v"].ndim - 1,)
@@ -117,6 +121,10 @@ class Kronecker(Matrices):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._shaped(w, LowRank(1).init_leaf(self._arranged(w)))
+
+    @property
+    def random_start(self) -> bool:
+        return False  # only rows of zeros are drawn
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         return self._shaped(w, LowRank(1).draw_leaf(self._arranged(w), key))

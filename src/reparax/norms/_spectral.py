@@ -103,6 +103,10 @@ class SpectralNorm(Constraint):
             return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Use one."
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
+    @property
+    def random_start(self) -> bool:
+        return False  # any start of the iteration leads to the same vectors
+
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape

@@ -100,7 +100,7 @@ class RigL(_Regrow):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.RigL(0.5, drop=0.5)
-      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
       >>> raw = p.update(raw, grads=grads)
       >>> raw["w"]["@rigl"]["@fixed"]["mask"]
@@ -138,7 +138,7 @@ class SET(_Regrow):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.SET(0.5, drop=0.5)
-      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])})
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> p.update(raw, jax.random.key(0))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)
 

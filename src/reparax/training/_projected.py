@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from reparax._core.algebra import Parametrization, call
+from reparax._core.algebra import Parametrization, call, with_any_key
 from reparax._core.keys import Keys
 from reparax._tree.paths import PyTree
 
@@ -54,7 +54,7 @@ def projected(p: Parametrization) -> Projection:
                 f"`tx.update(grads, state, params)`."
             )
         moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
-        back = p.fold(p.deterministic.init(moved))
+        back = p.fold(with_any_key(p.deterministic.init)(moved))
         return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
 
     return Projection(init, update)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from reparax._core.algebra import Chain, Parametrization, require_chains
+from reparax._core.algebra import Chain, Parametrization, require_chains, with_any_key
 from reparax._core.keys import Keys
 from reparax._core.pending import settle
 from reparax._tree.differences import abstract
@@ -140,7 +140,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       total                                     660      0  2.6 KiB
     """
     require_chains("summary(p, params)", p)
-    return Summary(repr(p), tuple(_rows(abstract(p.init, params), _Watched((p,)).acting(params))))
+    return Summary(repr(p), tuple(_rows(abstract(with_any_key(p.init), params), _Watched((p,)).acting(params))))
 
 
 class _Watched(Chain):
