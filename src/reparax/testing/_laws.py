@@ -352,7 +352,7 @@ def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
     raw = moved(compiled_init(p, params, key), key)
     got = compiled_transfer(p, raw)
-    require_same_types(p, "transfer", got, raw, "`transfer(p, p, raw)`")
+    require(p, "transfer", paths(got) == paths(raw), "`transfer(p, p, raw)` has different paths")
     for (path, w), (_, before) in zip(arrays(got), arrays(raw), strict=True):
         require(p, "transfer", equal(w, before), f"`transfer(p, p, raw)` changes {path!r}")
 
