@@ -535,6 +535,8 @@ ADVICE = (
 )
 PLAIN = "Exchange plain weights: `p.init(from_torch(Chain(), state, like))`, `to_torch(Chain(), p.fold(raw))`."
 
+BY_LAYER = "Name each layer of a stack, with {i}, by `names`. "
+
 
 def without(name):
     return {each: x for each, x in STATE.items() if each != name}
@@ -654,17 +656,22 @@ REFUSED = {
     "lengths of stacked arrays": (
         lambda: rpx.to_torch(rpx.WeightNorm(stacked=0), rpx.WeightNorm(stacked=0).init(CUBE)),
         ValueError,
-        f"to_torch: 'w': torch has no stacked arrays, and no equivalent of WeightNorm(stacked=0). {PLAIN}",
+        f"to_torch: 'w': torch has no equivalent of stacked in WeightNorm(stacked=0). {BY_LAYER}{PLAIN}",
     ),
     "singular values of stacked arrays": (
         lambda: rpx.from_torch(rpx.SpectralNorm(stacked=0), {}, CUBE),
         ValueError,
-        f"from_torch: 'w': torch has no stacked arrays, and no equivalent of SpectralNorm(stacked=0). {PLAIN}",
+        f"from_torch: 'w': torch has no equivalent of stacked in SpectralNorm(stacked=0). {BY_LAYER}{PLAIN}",
     ),
     "norms of convolutions": (
         lambda: rpx.to_torch(CONVOLVED, CONVOLVED.init({"w": jnp.ones((3, 3, 1, 2))})),
         ValueError,
-        f"to_torch: 'w': torch has no norms of convolutions, and no equivalent of SpectralNorm(window=(4, 4)). {PLAIN}",
+        f"to_torch: 'w': torch has no equivalent of window in SpectralNorm(window=(4, 4)). {PLAIN}",
+    ),
+    "lengths without a gradient": (
+        lambda: rpx.from_torch(rpx.WeightNorm(detach=True), STATE, MODEL_LIKE),
+        ValueError,
+        "from_torch: 'dense/kernel': torch has no equivalent of detach in WeightNorm(detach=True). " + PLAIN,
     ),
     "a stage on coordinates": (
         lambda: rpx.to_torch(rpx.Freeze() >> rpx.Orthogonal(), (rpx.Freeze() >> rpx.Orthogonal()).init(DENSE)),

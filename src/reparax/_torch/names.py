@@ -1,7 +1,7 @@
 """Torch's names for the raw values of stages in a state dict."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from reparax._core.algebra import Parametrization
@@ -29,17 +29,24 @@ class Twin:
       listed: The names for a parametrization, below ``parametrizations.weight``; values that are not originals are
         under the number of the parametrization.
       hooked: The suffixes for a hook, after ``weight``.
+      fields: The fields of the stage that torch has too, or that have no effect on what its module computes; all others
+        must have their defaults. None: all of them, as the values alone tell what the stage does.
     """
 
     listed: Mapping[str, str]
     hooked: Mapping[str, str]
+    fields: tuple[str, ...] | None = None
 
 
 _PRUNED = Twin({}, {"w": "_orig", "mask": "_mask"})
 
 TWINS: dict[type[Parametrization], Twin] = {
-    WeightNorm: Twin({"g": "original0", "v": "original1"}, {"g": "_g", "v": "_v"}),
-    SpectralNorm: Twin({"w": "original", "u": "_u", "v": "_v"}, {"w": "_orig", "u": "_u", "v": "_v"}),
+    WeightNorm: Twin({"g": "original0", "v": "original1"}, {"g": "_g", "v": "_v"}, ("where", "outside", "axis")),
+    SpectralNorm: Twin(
+        {"w": "original", "u": "_u", "v": "_v"},
+        {"w": "_orig", "u": "_u", "v": "_v"},
+        ("where", "outside", "axis", "n_steps"),
+    ),
     Orthogonal: Twin({"x": "original", "base": "base"}, {}),
     Freeze: Twin({}, {"w": ""}),
     Mask: _PRUNED,
@@ -76,6 +83,15 @@ def is_marked(node: object) -> bool:
     return isinstance(node, Mapping) and any(str(name).startswith("@") for name in node)
 
 
+def _require_fields(stage: Any, twin: Twin) -> None:
+    """Refuses a stage with a field that torch does not have."""
+    for field in fields(stage):
+        others = twin.fields is not None and field.name not in twin.fields
+        if others and getattr(stage, field.name) != field.default:
+            how = "Name each layer of a stack, with {i}, by `names`. " if field.name == "stacked" else ""
+            raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
+
+
 @dataclass(frozen=True)
 class Naming:
     """Torch's names for the values of a chain.
@@ -95,10 +111,12 @@ class Naming:
 
     def _of_one(self, stage: Parametrization | None, entry: Entry) -> Parametrization | None:
         """The stage on one of the stacked arrays."""
-        if stage is None or not (TWINS[type(stage)].listed and entry.index):
+        if stage is None or not TWINS[type(stage)].listed:
             return stage
         with locate_errors(repr(entry.path)):
-            return unstacked(stage, len(entry.index))
+            one = unstacked(stage, len(entry.index))
+            _require_fields(one, TWINS[type(stage)])
+        return one
 
     def _within(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
         """The stages of ``tensor``, which may be the original of the list of parametrizations ``within``."""

@@ -31,8 +31,6 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
     """The values that torch stores, in the dtype of the weight, like in torch."""
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
-    if isinstance(stage, WeightNorm | SpectralNorm):
-        _require_alone(stage)
     if isinstance(stage, Orthogonal):
         found = _orthogonal_written(stage, values, entry, based=based)
     else:
@@ -91,13 +89,6 @@ def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:
     if isinstance(axis, tuple) or axis == EACH:
         raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
-
-
-def _require_alone(stage: WeightNorm | SpectralNorm) -> None:
-    if stage.stacked != ():
-        raise ValueError(f"torch has no stacked arrays, and no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
-    if isinstance(stage, SpectralNorm) and stage.window is not None:
-        raise ValueError(f"torch has no norms of convolutions, and no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _binary(mask: Array) -> Array:
