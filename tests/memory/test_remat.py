@@ -592,6 +592,38 @@ def test_what_is_linear_in_the_data_can_be_transposed(key):
     np.testing.assert_allclose(got, y @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5)
 
 
+def test_what_is_transposed_can_be_transposed_again(key):
+    def product(w, key, x):
+        return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
+
+    w, x = normal(4, 3), normal(2, 4, seed=1)
+    weight = np.sin(w) + jax.random.normal(key, w.shape)
+
+    def back(y):
+        return jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x)(y)[0]
+
+    (got,) = jax.linear_transpose(back, x @ weight)(x)
+    np.testing.assert_allclose(got, x @ weight, rtol=1e-5)
+
+    def slope(dot):
+        return jax.jvp(lambda w: jnp.sum(rpx.remat(product)(w, key, jnp.tanh(x)) ** 2), (w,), (dot,))[1]
+
+    (got,) = jax.linear_transpose(slope, w)(1.0)
+    np.testing.assert_allclose(got, 2 * np.tanh(x).T @ (np.tanh(x) @ weight) * np.cos(w), rtol=1e-4)
+
+
+def test_what_is_linear_in_the_weights_can_be_transposed(key):
+    def product(w, key, x):
+        return jnp.sum(jnp.tanh(x) @ w.T, 0)
+
+    def pulled(w, x, y):
+        return jax.vjp(lambda x: rpx.remat(product)(w, key, x), x)[1](y)[0]
+
+    w, x, y = normal(3, 4), normal(2, 4, seed=1), normal(3, seed=2)
+    (got,) = jax.linear_transpose(lambda w: pulled(w, x, y), w)(x)
+    np.testing.assert_allclose(got, np.outer(y, np.sum(x / np.cosh(x) ** 2, 0)), rtol=1e-4)
+
+
 def test_a_linear_solve_of_what_is_linear_in_the_data(key):
     def product(w, x):
         return jnp.sin(w) @ x

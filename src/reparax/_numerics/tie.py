@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 
 def tie(x: Array, after: Array) -> Array:
@@ -79,6 +79,11 @@ def _batched(args: Any, dims: Any) -> Any:
     return _tie.bind(x, after), place
 
 
+def _partly_known(trace: Any, x: Any, after: Any) -> Any:
+    """Does not wait for an unknown value, because JAX transposes only functions whose weights are known before it."""
+    return x if x.is_known() and not after.is_known() else trace.default_process_primitive(_tie, (x, after), {})
+
+
 _whole.def_impl(lambda x: x)
 _whole.def_abstract_eval(lambda x: x)
 ad.deflinear2(_whole, lambda ct, x: [ct])
@@ -89,6 +94,8 @@ mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)
 ad.primitive_jvps[_tie] = lambda primals, tangents: (_tie.bind(*primals), tangents[0])
+ad.primitive_transposes[_tie] = lambda ct, x, after: [ct, None]
+partial_eval.custom_partial_eval_rules[_tie] = _partly_known
 batching.primitive_batchers[_tie] = _batched
 mlir.register_lowering(_tie, lambda ctx, x, after: [x])
 mlir.register_lowering(_tie, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
