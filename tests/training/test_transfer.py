@@ -302,3 +302,11 @@ def test_states_of_trees_with_functions():
     tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(params)
     got = rpx.transfer(old, new, tx.init(raw), like=raw)
     assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(params)))
+
+
+def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
+    params = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+    new = rpx.LoRA(2)
+    got = rpx.transfer(rpx.Chain(), new, params)
+    assert_equal(got, new.init(params, jax.random.key(0)))
+    assert not jnp.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])

@@ -24,8 +24,9 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it. All other values are computed by ``init`` from the current weights. In an optimizer's
-    state, the moments of kept values are kept, other moments start at zero, and counters are kept.
+    the same stages change it. All other values are computed by ``init`` from the current weights; random starts draw
+    by ``jax.random.key(0)``, so for another key call ``new.init(old.fold(raw), key)``. In an optimizer's state, the
+    moments of kept values are kept, other moments start at zero, and counters are kept.
 
     A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
     values are kept, but new values are an error, because the state does not show which of them need moments.
@@ -135,9 +136,9 @@ class _Writing(Chain):
 
     def carried(self, params: PyTree, read: _Read) -> _Carried:
         """The raw tree of ``params``, with what was read put back if the same stage makes it at its path."""
-        tree, kept = params, set[Names]()
+        tree, kept, keys = params, set[Names](), Keys(jax.random.key(0))
         for stage in reversed(self.stages):
-            given, tree = tree, stage.init_tree(tree, Keys(None))
+            given, tree = tree, stage.init_tree(tree, keys)
             before = _marked(given, stage.kind)
             made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
             again = {
