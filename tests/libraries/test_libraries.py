@@ -147,24 +147,25 @@ def bare_array() -> Case:
     return Case(_weights()[0], lambda w, x: x @ w, [""])
 
 
-CASES = [
+# One container of each library, and the others, which differ in how JAX flattens them alone.
+CASES = [linen_boxes, nnx_module, haiku, equinox, list_of_tuples]
+MORE = [
     linen,
     linen_variables,
     linen_frozen,
-    linen_boxes,
     nnx_state,
     nnx_pure_dict,
-    nnx_module,
-    haiku,
-    equinox,
     plain_dict,
-    list_of_tuples,
     named_tuples,
     ordered_dict,
     bare_array,
 ]
 
-every_library = pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
+every_library = pytest.mark.parametrize(
+    "build",
+    [*CASES, *(pytest.param(build, marks=pytest.mark.thorough) for build in MORE)],
+    ids=lambda build: build.__name__,
+)
 
 
 def _arrays(tree: Any) -> list[Array]:

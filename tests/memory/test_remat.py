@@ -867,6 +867,7 @@ def test_equinox():
     trees_close(eqx.filter(filtered, eqx.is_array), jax.grad(of_module)(raw, ROOT, X))
 
 
+@pytest.mark.thorough
 def test_haiku():
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x)))
     raw = P.init(network.init(ROOT, X))
@@ -878,6 +879,7 @@ def test_haiku():
         assert kept(rpx.remat(of_network), raw, ROOT, X)["weights"] == 0
 
 
+@pytest.mark.thorough
 def test_nnx():
     with jax.numpy_rank_promotion("allow"):
         graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))

@@ -16,8 +16,11 @@ def normal(*shape, seed=0, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def shift(p, w, key=KEY):
+def shifted(p, w, key=KEY):
     return p.apply({"w": w}, key)["w"] - w
+
+
+shift = jax.jit(shifted)  # of stages without traced numbers
 
 
 # Mirrored. ---------------------------------------------------------------------------------------------------------
@@ -26,7 +29,7 @@ def shift(p, w, key=KEY):
 def test_a_negative_std_draws_the_mirrored_noise():
     w = jnp.zeros((50, 3))
     assert jnp.array_equal(shift(rpx.VarNoise(-0.3), w), -shift(rpx.VarNoise(0.3), w))
-    traced = jax.jit(lambda std: shift(rpx.VarNoise(std), w))
+    traced = jax.jit(lambda std: shifted(rpx.VarNoise(std), w))
     assert jnp.array_equal(traced(-0.3), -traced(0.3))
 
 
@@ -34,7 +37,7 @@ def test_mirrored_chains_are_mirrored_where_two_draw_once():
     w = jnp.zeros((50, 3))
     both = rpx.VarNoise(0.3) >> rpx.VarNoise(0.4)
     assert jnp.array_equal(shift(rpx.VarNoise(-0.3) >> rpx.VarNoise(-0.4), w), -shift(both, w))
-    traced = jax.jit(lambda sign: shift(rpx.VarNoise(sign * 0.3) >> rpx.VarNoise(sign * 0.4), w))
+    traced = jax.jit(lambda sign: shifted(rpx.VarNoise(sign * 0.3) >> rpx.VarNoise(sign * 0.4), w))
     np.testing.assert_allclose(traced(-1.0), -traced(1.0), rtol=1e-6)
     np.testing.assert_allclose(shift(rpx.VarNoise(-0.3) >> rpx.VarNoise(0.4), w), shift(both, w), rtol=1e-6)
 
@@ -123,6 +126,7 @@ def test_equal_small_arrays_draw_apart_in_one_loop():
 # The estimate. -----------------------------------------------------------------------------------------------------
 
 
+@jax.jit
 def members(p, raw, keys):
     return jax.vmap(lambda key: p.apply(raw, key))(keys)
 
@@ -155,16 +159,13 @@ def test_the_estimate_goes_on_to_raw_values_by_the_chain_rule():
 def test_mirrored_pairs_are_those_of_evolution_strategies():
     raw, keys = {"w": normal(6)}, jax.random.split(KEY, 64)
 
-    def reward(tree):
-        return jnp.sum(jnp.sin(tree["w"])) + 100.0
-
-    up, down = ([float(reward(rpx.VarNoise(s).apply(raw, key))) for key in keys] for s in (0.1, -0.1))
-    halves = (jnp.asarray(up) - jnp.asarray(down)) / 2
+    up, down = (np.sum(np.sin(members(rpx.VarNoise(s), raw, keys)["w"]), axis=1) + 100.0 for s in (0.1, -0.1))
+    halves = jnp.asarray(up - down) / 2
     got = rpx.noise_gradient(rpx.VarNoise(0.1), raw, keys, halves)["w"]
     noise = (np.asarray(members(rpx.VarNoise(0.1), raw, keys)["w"]) - np.asarray(raw["w"])) / 0.1
-    want = np.tensordot(np.asarray(up) - np.asarray(down), noise, 1) / (2 * 64 * 0.1)
+    want = np.tensordot(up - down, noise, 1) / (2 * 64 * 0.1)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
-    each = (np.asarray(up) - np.asarray(down))[:, None] / 0.2 * noise
+    each = (up - down)[:, None] / 0.2 * noise
     assert np.all(np.abs(got - np.cos(raw["w"]) * np.exp(-0.005)) < 5 * each.std(0) / 8)
 
 
@@ -184,8 +185,8 @@ def test_noise_before_a_reparametrization_has_an_estimate_too():
     p = rpx.VarNoise(0.3) >> rpx.WeightNorm()
     raw, keys, fitness = p.init({"w": normal(6, 4)}), jax.random.split(KEY, 16), normal(16, seed=2)
     got = rpx.noise_gradient(p, raw, keys, fitness)["w"]["@weight_norm"]["v"]
-    drawn = [rpx.VarNoise(1.0).apply({"w": jnp.zeros((6, 4))}, key)["w"] for key in keys]
-    np.testing.assert_allclose(got, np.tensordot(fitness, np.stack(drawn), 1) / (16 * 0.3), rtol=1e-4, atol=1e-5)
+    drawn = members(rpx.VarNoise(1.0), {"w": jnp.zeros((6, 4))}, keys)["w"]
+    np.testing.assert_allclose(got, np.tensordot(fitness, drawn, 1) / (16 * 0.3), rtol=1e-4, atol=1e-5)
 
 
 def test_the_estimate_of_complex_weights_is_their_gradient():

@@ -191,56 +191,59 @@ LAYERS = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}
 DENSE = {"a": {"kernel": normal(32, 32), "bias": jnp.ones((1, 32))}, "b": {"kernel": normal(32, 16)}}
 TABLE = {"embed": normal(100, 32), "hidden": normal(32, 32)}
 
+# As functions, so that each is made where it is tested alone.
 CONTEXTS = {
-    "dense": Context(dense, DENSE, X),
-    "a tied table": Context(tied, TABLE, IDS),
-    "differences of low rank on a tied table": Context(tied, TABLE, IDS, rpx.LowRank(2) >> rpx.Delta()),
-    "scanned layers": Context(scanned, STACKED, X, STACKED_LORA),
-    "a recurrent network": Context(recurrent, {"i": normal(32, 32) / 6, "h": normal(32, 32) / 6}, normal(5, 16, 32)),
-    "a choice": Context(chosen, W, X),
-    "a loop": Context(repeated, W, X),
-    "a penalty on the weight": Context(penalized, W, X),
-    "slices": Context(cut, {"w": normal(32, 192)}, X, rpx.Freeze() >> rpx.LoRA(1)),
-    "one of stacked layers": Context(sliced, STACKED, X, STACKED_LORA),
-    "einsum over heads": Context(reshaped, W, X),
-    "vmap over data": Context(of_each, W, X),
-    "vmap over experts": Context(of_experts, STACKED, X, STACKED_LORA),
-    "bfloat16": Context(half, W, X, tolerance=2e-2),
-    "jax.checkpoint": Context(made_again, W, X),
-    "shard_map over data": Context(sharded(Spec(), Spec("d"), mean_over), W, X),
-    "shard_map over columns": Context(sharded(Spec(None, "d"), Spec(), mean_over), W, X),
-    "shard_map over rows": Context(sharded(Spec("d"), Spec(None, "d"), after_sum), W, X),
-    "attention of linen": Context(*of_module(Attention(), normal(2, 40, 32)), normal(2, 40, 32), HEADS),
-    "convolutions of linen": Context(*of_module(Convolutions(), PICTURES), PICTURES, KERNELS),
-    "nn.scan": Context(*of_module(LAYERS, X, None), X, STACKED_LORA),
-    "nn.remat": Context(*of_module(nn.remat(nn.Dense)(32), X), X),
-    "nnx": Context(*nnx_network(), X),
-    "equinox": Context(*equinox_network(), X),
-    "haiku": Context(*haiku_network(), X),
-    "DoRA": Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm(detach=True)),
-    "weight norm of low rank": Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm()),
-    "weight norm": Context(one, W, X, rpx.Freeze() >> rpx.WeightNorm()),
-    "a gain": Context(one, W, X, rpx.Freeze() >> rpx.Gain(axis=-1)),
-    "one gain": Context(one, W, X, rpx.Freeze() >> rpx.Gain()),
-    "two adapters": Context(one, W, normal(2048, 32), rpx.LoRA(1) >> rpx.LoRA(1)),
-    "integers in blocks": Context(one, W, X, rpx.Stored("int8", block=8) >> rpx.LoRA(2)),
-    "nf4": Context(one, W, X, rpx.Stored("nf4", block=8) >> rpx.LoRA(2)),
-    "a Kronecker product": Context(one, W, X, rpx.Kronecker((4, 4))),
-    "low rank": Context(one, W, X, rpx.LowRank(2)),
-    "singular values": Context(one, W, X, rpx.FixedRank(2)),
-    "diagonal": Context(one, {"w": jnp.diag(normal(32))}, X, rpx.Diagonal()),
-    "circulant": Context(one, {"w": normal(256, 256) / 16}, normal(64, 256), rpx.Circulant()),
-    "a circulant one, transposed": Context(
+    "dense": lambda: Context(dense, DENSE, X),
+    "a tied table": lambda: Context(tied, TABLE, IDS),
+    "differences of low rank on a tied table": lambda: Context(tied, TABLE, IDS, rpx.LowRank(2) >> rpx.Delta()),
+    "scanned layers": lambda: Context(scanned, STACKED, X, STACKED_LORA),
+    "a recurrent network": lambda: Context(
+        recurrent, {"i": normal(32, 32) / 6, "h": normal(32, 32) / 6}, normal(5, 16, 32)
+    ),
+    "a choice": lambda: Context(chosen, W, X),
+    "a loop": lambda: Context(repeated, W, X),
+    "a penalty on the weight": lambda: Context(penalized, W, X),
+    "slices": lambda: Context(cut, {"w": normal(32, 192)}, X, rpx.Freeze() >> rpx.LoRA(1)),
+    "one of stacked layers": lambda: Context(sliced, STACKED, X, STACKED_LORA),
+    "einsum over heads": lambda: Context(reshaped, W, X),
+    "vmap over data": lambda: Context(of_each, W, X),
+    "vmap over experts": lambda: Context(of_experts, STACKED, X, STACKED_LORA),
+    "bfloat16": lambda: Context(half, W, X, tolerance=2e-2),
+    "jax.checkpoint": lambda: Context(made_again, W, X),
+    "shard_map over data": lambda: Context(sharded(Spec(), Spec("d"), mean_over), W, X),
+    "shard_map over columns": lambda: Context(sharded(Spec(None, "d"), Spec(), mean_over), W, X),
+    "shard_map over rows": lambda: Context(sharded(Spec("d"), Spec(None, "d"), after_sum), W, X),
+    "attention of linen": lambda: Context(*of_module(Attention(), normal(2, 40, 32)), normal(2, 40, 32), HEADS),
+    "convolutions of linen": lambda: Context(*of_module(Convolutions(), PICTURES), PICTURES, KERNELS),
+    "nn.scan": lambda: Context(*of_module(LAYERS, X, None), X, STACKED_LORA),
+    "nn.remat": lambda: Context(*of_module(nn.remat(nn.Dense)(32), X), X),
+    "nnx": lambda: Context(*nnx_network(), X),
+    "equinox": lambda: Context(*equinox_network(), X),
+    "haiku": lambda: Context(*haiku_network(), X),
+    "DoRA": lambda: Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm(detach=True)),
+    "weight norm of low rank": lambda: Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm()),
+    "weight norm": lambda: Context(one, W, X, rpx.Freeze() >> rpx.WeightNorm()),
+    "a gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.Gain(axis=-1)),
+    "one gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.Gain()),
+    "two adapters": lambda: Context(one, W, normal(2048, 32), rpx.LoRA(1) >> rpx.LoRA(1)),
+    "integers in blocks": lambda: Context(one, W, X, rpx.Stored("int8", block=8) >> rpx.LoRA(2)),
+    "nf4": lambda: Context(one, W, X, rpx.Stored("nf4", block=8) >> rpx.LoRA(2)),
+    "a Kronecker product": lambda: Context(one, W, X, rpx.Kronecker((4, 4))),
+    "low rank": lambda: Context(one, W, X, rpx.LowRank(2)),
+    "singular values": lambda: Context(one, W, X, rpx.FixedRank(2)),
+    "diagonal": lambda: Context(one, {"w": jnp.diag(normal(32))}, X, rpx.Diagonal()),
+    "circulant": lambda: Context(one, {"w": normal(256, 256) / 16}, normal(64, 256), rpx.Circulant()),
+    "a circulant one, transposed": lambda: Context(
         lambda w, x: squares(x @ w["w"].T),
         {"w": normal(255, 255) / 16},
         normal(64, 255),
         rpx.Circulant() >> rpx.Gain(axis=0),
     ),
-    "scanned circulant ones": Context(
+    "scanned circulant ones": lambda: Context(
         scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.Circulant(stacked=0)
     ),
-    "noise of low rank": Context(one, W, normal(8, 32), rpx.VarNoise(0.1, rank=1)),
-    "rows are the second axis": Context(lambda w, x: squares(x @ w["w"].T), W, X, rpx.LoRA(2, rows=1)),
+    "noise of low rank": lambda: Context(one, W, normal(8, 32), rpx.VarNoise(0.1, rank=1)),
+    "rows are the second axis": lambda: Context(lambda w, x: squares(x @ w["w"].T), W, X, rpx.LoRA(2, rows=1)),
 }
 
 
@@ -274,7 +277,7 @@ def close(got, expected, tolerance):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_values_and_gradients_are_those_of_the_loss(name):
-    context = CONTEXTS[name]
+    context = CONTEXTS[name]()
     loss, args = prepared(context)
     with jax.numpy_rank_promotion("allow"):
         factored = rpx.factored(loss)
@@ -286,7 +289,7 @@ def test_values_and_gradients_are_those_of_the_loss(name):
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_weights_stay_in_factors(name):
-    loss, args = prepared(CONTEXTS[name])
+    loss, args = prepared(CONTEXTS[name]())
     with jax.numpy_rank_promotion("allow"):
         explained = rpx.explained(loss, *args)
     assert any(weight.in_factors for weight in explained.weights), explained
@@ -295,7 +298,7 @@ def test_weights_stay_in_factors(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dense", "a tied table", "scanned layers", "DoRA", "convolutions of linen"])
 def test_second_derivatives(name):
-    loss, (train, key, x) = prepared(CONTEXTS[name])
+    loss, (train, key, x) = prepared(CONTEXTS[name]())
 
     def curvature(f):
         return jax.jvp(jax.grad(lambda train: f(train, key, x)), (train,), (train,))[1]
@@ -307,7 +310,7 @@ def test_second_derivatives(name):
 
 @pytest.mark.parametrize("name", ["dense", "shard_map over data"])
 def test_around_it_as_around_the_loss(name):
-    loss, (train, _, x) = prepared(CONTEXTS[name])
+    loss, (train, _, x) = prepared(CONTEXTS[name]())
     keys = jax.random.split(KEY, 2)
 
     def each(f):

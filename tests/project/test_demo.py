@@ -153,6 +153,7 @@ def test_a_missing_extra_ends_in_one_sentence(monkeypatch):
         importlib.import_module("reparax.demo")
 
 
+@pytest.mark.thorough
 def test_weights_trained_under_noise_stand_noise_better(key):
     training, test = demo.load()
     init_keys, test_keys = jax.random.split(key, (2, 2))

@@ -296,17 +296,19 @@ FLOATS = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["bool", "int8", "int32", "uint8", "uint32"]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("compiled", [True, False])
-def test_every_bit_of_a_fixed_float_stays(dtype, compiled) -> None:
-    extremes = [] if dtype.startswith("float8") else [jnp.inf, jnp.nan]  # of which compilers change the bits
-    w = jnp.array([0.0, -0.0, 1.0, -1.5, *extremes]).astype(dtype)
-    raw = rpx.Freeze(where="w").init({"w": w, "b": jnp.ones(2)})
+def test_every_bit_of_a_fixed_float_stays(compiled) -> None:
+    numbers = np.array([0.0, -0.0, 1.0, -1.5, np.inf, np.nan])  # compilers change the bits of extremes of 8 bits
+    w = {
+        dtype: jnp.asarray((numbers[:4] if dtype.startswith("float8") else numbers).astype(jnp.dtype(dtype)))
+        for dtype in FLOATS
+    }
+    raw = rpx.Freeze(where="w/.*").init({"w": w, "b": jnp.ones(2)})
     tx = rpx.optimizer(adamw())
     updates, _ = (jax.jit(tx.update) if compiled else tx.update)(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)
     after = (jax.jit(optax.apply_updates) if compiled else optax.apply_updates)(raw, updates)
     assert bits(after["w"]) == bits(w)
-    assert jax.tree.leaves(after["w"])[0].dtype == w.dtype
+    assert sorted(str(x.dtype) for x in jax.tree.leaves(after["w"])) == sorted(FLOATS)
     assert (after["b"] != raw["b"]).all()
 
 
@@ -331,12 +333,12 @@ def test_complex_values_train_and_fixed_ones_keep_the_signs_of_their_zeros() -> 
     np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("given", ["whole tree", "free part"])
 @pytest.mark.parametrize("known", [True, False])
-def test_integers_and_booleans_stay_frozen_or_not(dtype, given, known) -> None:
-    w = jnp.array([0, 1, 100, 3]).astype(dtype)
-    raw = {"frozen": {"@freeze": {"@fixed": {"w": w}}}, "counter": w, "b": jnp.ones(2)}
+def test_integers_and_booleans_stay_frozen_or_not(given, known) -> None:
+    w = {dtype: jnp.asarray(np.array([0, 1, 100, 3]).astype(dtype)) for dtype in INTEGERS}
+    frozen = {dtype: {"@freeze": {"@fixed": {"w": x}}} for dtype, x in w.items()}
+    raw = {"frozen": frozen, "counter": w, "b": jnp.ones(2)}
 
     def total(raw: Any) -> jax.Array:
         return jnp.sum(raw["b"])
@@ -354,7 +356,7 @@ def test_integers_and_booleans_stay_frozen_or_not(dtype, given, known) -> None:
         updates, _ = tx.update(gradient, tx.init(raw))
         after = eqx.apply_updates(raw, updates)
     assert bits(after["frozen"]) == bits(after["counter"]) == bits(w)
-    assert after["counter"].dtype == w.dtype
+    assert [str(after["counter"][dtype].dtype) for dtype in INTEGERS] == INTEGERS
     np.testing.assert_array_equal(after["b"], np.full(2, 0.5))
 
 
