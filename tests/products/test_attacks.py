@@ -236,6 +236,15 @@ def test_an_algorithm_in_float16_keeps_its_operands():
     assert [each.in_factors for each in rpx.explained(used, raw, X).weights] == [False]
 
 
+def test_a_rounding_in_bfloat16_stays():
+    def loss(r, x):
+        return x @ (r["a"] @ r["b"]).astype(jnp.bfloat16).astype(jnp.float32)
+
+    a, b = (jnp.full(shape, 1 + 2**-7) for shape in ((6, 1), (1, 6)))  # their product has 14 digits
+    got = rpx.factored(loss)({"a": a, "b": b}, X)
+    np.testing.assert_allclose(got, np.asarray(X) @ np.full((6, 6), 1 + 2**-6), rtol=1e-5, atol=1e-6)
+
+
 def test_terms_in_float16_are_formed():
     raw = {"w": {"@told": {"u": (1e3 * jnp.eye(6)).astype("f2"), "v": jnp.ones(6, "f2")}}}
     assert rpx.explained(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()

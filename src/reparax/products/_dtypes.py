@@ -1,8 +1,9 @@
 """Which numbers a dtype holds: what decides whether a cast or a product may use the factors of a weight.
 
 A product is computed in another order in dtypes with the range of float32 only, and a factor is never cast to a dtype
-of less range: a product of numbers may fit where the numbers do not. Whole numbers stay what they are while the dtype
-of the weight holds each of them exactly; otherwise their rounding is part of the program.
+of less range: a product of numbers may fit where the numbers do not. A weight is formed before a cast to a dtype of
+more digits, and whole numbers are rounded where the dtype of the weight does not hold each of them: that rounding is
+part of the program.
 """
 
 from typing import Any
@@ -34,6 +35,12 @@ def exact(dtype: Any, other: Any) -> bool:
     if other == jnp.bool_:
         return True
     return digits >= jnp.iinfo(other).bits - int(jnp.issubdtype(other, jnp.signedinteger))
+
+
+def narrows(dtype: Any, new: Any) -> bool:
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    floats = jnp.issubdtype(new, jnp.inexact) and covers(new, dtype)
+    return floats and jnp.finfo(new).nmant <= jnp.finfo(dtype).nmant
 
 
 def between(dtype: Any, result: Any) -> Any:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax.products._dtypes import covers, stored
+from reparax.products._dtypes import narrows, stored
 from reparax.products._sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
@@ -57,8 +57,7 @@ def _broadcast(eqn: JaxprEqn, x: Sum, rest: Sequence[Any]) -> Sum | None:
 
 def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
     dtype = eqn.params["new_dtype"]
-    floats = jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, x.dtype)
-    return cast(x, dtype) if floats and eqn.params.get("sharding") is None else None
+    return cast(x, dtype) if narrows(x.dtype, dtype) and eqn.params.get("sharding") is None else None
 
 
 def cast(x: Sum, dtype: Any) -> Sum:
