@@ -23,7 +23,7 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 1_500_000
-MOST_AREAS = 4000  # a program has ten areas of memory, of which Linux gives a process 65530
+MEMORY_OF_PROGRAMS = 900_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
     "--xla_cpu_parallel_codegen_split_count=1",  # as the other cores have workers of their own
@@ -65,8 +65,8 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes. To clear them costs time: what is needed again is compiled again."""
-    return min(MOST_AREAS, memory // 2 // workers // SIZE_OF_A_PROGRAM)
+    """As many as half of the memory takes, and no more than 600. What is needed again is read from the folder."""
+    return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 
 def memory_of_machine() -> int:

@@ -44,8 +44,8 @@ def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many():
     assert len(traces) == 3
 
 
-@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 4000), (6, 2, 1000), (60, 20, 1000)])
-def test_programs_take_half_of_the_memory_at_most(gigabytes, workers, most):
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 600), (3, 2, 500), (60, 20, 600)])
+def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(gigabytes, workers, most):
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
 
