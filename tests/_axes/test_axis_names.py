@@ -222,6 +222,25 @@ def test_too_few_names_are_refused() -> None:
         rpx.WeightNorm(axis="mlp").init({"w": nn.Partitioned(jnp.ones((5, 3, 4)), ("embed", "mlp"))})
 
 
+LAYRES = "no array that it selects has an axis named 'layres'. The names there are"
+
+
+def test_a_name_that_no_selected_array_has_is_misspelt(key: Array) -> None:
+    do = "Correct the name, or give the axis by number."
+    with raises(
+        ValueError,
+        f"WeightNorm(stacked='layres').init got stacked='layres', but {LAYRES}: 'mlp', 'out', 'embed'. {do}",
+    ):
+        rpx.WeightNorm(stacked="layres").init(boxed())
+    p = rpx.VarNoise(0.1, where="up/kernel", stacked=("out", "mlp"))  # only the other kernel has an axis `out`
+    text = "got stacked=('out', 'mlp'), but no array that it selects has an axis named 'out'. The names there are"
+    with raises(ValueError, f"{p!r}.apply {text}: 'embed', 'mlp'. {do}"):
+        p.apply(boxed(), key)
+    unnamed = {"w": nn.Partitioned(jnp.ones((2, 2)), (None, None))}
+    with raises(ValueError, f"Scale(2.0, stacked='layres').init got stacked='layres', but {LAYRES}: none. {do}"):
+        rpx.Scale(2.0, stacked="layres").init(unnamed)
+
+
 def test_an_array_by_itself_has_no_names() -> None:
     with raises(ValueError, "the axis 'mlp' is a name, but a plain array has no axis names. Give the number."):
         rpx.Sphere(along="mlp").project(jnp.ones((2, 2)))

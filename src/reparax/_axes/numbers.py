@@ -1,5 +1,6 @@
 """Axes as you write them: a number or a name, or several."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
@@ -74,6 +75,24 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
         return [i for i, name in enumerate(names) if name == axis]
 
     return tuple(sorted(number for axis in _each(axes) for number in numbers(axis)))
+
+
+def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
+    """Requires that each axis name in ``axes`` is one of these arrays' names: :func:`find_axes` would ignore a typo.
+
+    Arrays without any names do not count: :func:`find_axes` refuses them by their paths.
+
+    Raises:
+      ValueError: If arrays have axis names, and none has the name of an axis.
+    """
+    there = {name: None for each in names for name in each or ()}
+    for axis in _each(axes):
+        if isinstance(axis, str) and there and axis not in there:
+            known = ", ".join(repr(name) for name in there if name is not None) or "none"
+            raise ValueError(
+                f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The names there "
+                f"are: {known}. Correct the name, or give the axis by number."
+            )
 
 
 def _is_axis(value: object) -> bool:

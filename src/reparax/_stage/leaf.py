@@ -14,7 +14,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax._axes.names import AxisNames, names_of_leaves, require_names_fit
-from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds
+from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds, require_axes
 from reparax._axes.origin import Origins, Places, keep_origins, probe
 from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
 from reparax._core.algebra import Chain, Parametrization, call
@@ -117,6 +117,7 @@ class _Leafwise(Parametrization):
         require_known(who, self.where, slots, tree)
         chosen = choose(who, self.where, list(map(place, range(len(leaves)))), is_state(tree))
         chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots])
+        require_axes(who, "stacked", self.stacked, [name for name, flag in zip(names, chosen, strict=True) if flag])
         return [
             (w, slot, self._taking(f"{who} at {slot.path!r}", slot.path, arrays[i], names[i]) if chosen[i] else None)
             for i, (w, slot) in enumerate(zip(leaves, slots, strict=True))
