@@ -8,6 +8,18 @@ import reparax as rpx
 
 
 @jax.jit
+def init(p, params, key=None):
+    """The raw tree; stages that refuse known numbers take them here, as they are traced."""
+    return p.init(params, key)
+
+
+@jax.jit
+def effective(p, raw, key=None):
+    """The tree that the model reads."""
+    return p.apply(raw, key)
+
+
+@jax.jit
 def read(p, raw):
     """What the model reads."""
     return p.apply(raw)["w"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PATTERNS
+from compiled import init
 from errors import raises
 
 import reparax as rpx
@@ -162,7 +163,7 @@ def test_defaults_count_the_axes_of_one_array():
 
 def test_gradients_and_jit_of_stacked_arrays():
     p, ws = rpx.WeightNorm(stacked=0), slices()
-    raw = p.init({"w": ws})
+    raw = init(p, {"w": ws})
 
     def loss(raw):
         return jnp.sum(jnp.sin(p.apply(raw)["w"]))
@@ -220,7 +221,7 @@ def test_rows_and_columns_of_stacked_kernels():
 def test_a_square_matrix_may_have_several_rows_and_columns():
     w = jax.random.normal(jax.random.key(2), (2, 3, 2, 3))
     p = rpx.PositiveSemidefinite(rows=(0, 1), columns=(2, 3))
-    raw = p.init({"w": w})
+    raw = init(p, {"w": w})
     assert raw["w"]["@positive_semidefinite"]["x"].shape == (2, 3, 6)
     assert np.linalg.eigvalsh(np.asarray(p.fold(raw)["w"]).reshape(6, 6)).min() > -1e-5
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import effective, init
 from errors import raises
 from flax import linen as nn
 
@@ -28,13 +29,20 @@ def values(raw, mark="@lora", path=("dense", "kernel")):
 
 def trains(p, raw, key=None):
     """The paths of what one step of SGD moves."""
-    opt = rpx.optimizer(optax.sgd(0.1))
-    moved = jax.tree.map(lambda x: x + 0.1 if jnp.issubdtype(x.dtype, jnp.floating) else x, rpx.partition(raw)[0])
-    start = rpx.combine(moved, rpx.partition(raw)[1])
-    grads = jax.grad(lambda raw: sum(jnp.sum(w**2) for w in jax.tree.leaves(p.apply(raw, key))), allow_int=True)(start)
-    updates, _ = opt.update(grads, opt.init(start), start)
-    after = optax.apply_updates(start, updates)
-    before, after = (jax.tree_util.tree_leaves_with_path(tree) for tree in (start, after))
+
+    @jax.jit
+    def step(raw):
+        opt = rpx.optimizer(optax.sgd(0.1))
+        moved = jax.tree.map(lambda x: x + 0.1 if jnp.issubdtype(x.dtype, jnp.floating) else x, rpx.partition(raw)[0])
+        start = rpx.combine(moved, rpx.partition(raw)[1])
+
+        def loss(raw):
+            return sum(jnp.sum(w**2) for w in jax.tree.leaves(p.apply(raw, key)))
+
+        updates, _ = opt.update(jax.grad(loss, allow_int=True)(start), opt.init(start), start)
+        return start, optax.apply_updates(start, updates)
+
+    before, after = map(jax.tree_util.tree_leaves_with_path, step(raw))
     return {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, x), (_, y) in zip(before, after, strict=True)
@@ -55,11 +63,11 @@ def trains(p, raw, key=None):
     ],
 )
 def test_lora_is_the_base_and_a_scaled_product(p, factor):
-    raw = p.init(model(), jax.random.key(0))
+    raw = init(p, model(), jax.random.key(0))
     held = values(raw)
     held["b"] = normal(*held["b"].shape, seed=5)
     a, b, w = (np.asarray(x, np.float64) for x in (held["a"], held["b"], held["@fixed"]["w"]))
-    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], w + factor * a @ b, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], w + factor * a @ b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
@@ -67,7 +75,7 @@ def test_lora_is_the_base_and_a_scaled_product(p, factor):
 def test_a_zero_factor_keeps_the_model_bit_for_bit(start, dtype):
     params = jax.tree.map(lambda w: w.astype(dtype), model())
     p = rpx.LoRA(2, 16.0, start=start)
-    raw = p.init(params, jax.random.key(3))
+    raw = init(p, params, jax.random.key(3))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()) and a.dtype == b.dtype, p.apply(raw), params))
     assert {x.dtype for x in values(raw).values() if not isinstance(x, dict)} == {jnp.dtype(dtype)}
 
@@ -87,14 +95,14 @@ def test_starts_are_those_of_peft():
 
 def test_pissa_moves_the_principal_part_out_of_the_base():
     params, p = model(), rpx.LoRA(3, 6.0, start="pissa")
-    raw = p.init(params)
+    raw = init(p, params)
     held = values(raw)
     left, singular, right = np.linalg.svd(np.asarray(params["dense"]["kernel"], np.float64))
     principal = (left[:, :3] * singular[:3]) @ right[:3]
     np.testing.assert_allclose(2.0 * held["a"] @ held["b"], principal, atol=1e-5)
     np.testing.assert_allclose(jnp.linalg.norm(held["a"], axis=0), np.sqrt(singular[:3] / 2.0), rtol=1e-5)
     np.testing.assert_allclose(held["@fixed"]["w"], params["dense"]["kernel"] - principal, atol=1e-5)
-    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], params["dense"]["kernel"], atol=1e-5)
+    np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], params["dense"]["kernel"], atol=1e-5)
 
 
 def test_olora_starts_with_an_orthogonal_factor():
@@ -117,7 +125,7 @@ def test_alpha_may_be_traced_and_zero_is_the_base():
 
 def test_the_gradient_of_a_is_zero_at_the_start_and_the_base_has_none():
     p = rpx.LoRA(2)
-    raw = p.init(model(), jax.random.key(0))
+    raw = init(p, model(), jax.random.key(0))
     grads = values(jax.grad(lambda raw: jnp.sum(p.apply(raw)["dense"]["kernel"] ** 3))(raw))
     assert not grads["a"].any()
     assert grads["b"].any()
@@ -129,7 +137,7 @@ def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
     key = jax.random.key(0)
     for rows, columns, order in ((0, (1, 2), (0, 1, 2)), ((1, 2), 0, (1, 2, 0)), (1, None, (1, 0, 2))):
         p = rpx.LoRA(2, 4.0, rows=rows, columns=columns)
-        raw = p.init({"kernel": w}, key)
+        raw = init(p, {"kernel": w}, key)
         held = raw["kernel"]["@lora"]
         assert jnp.array_equal(held["@fixed"]["w"], w)
         held["b"] = normal(*held["b"].shape, seed=3)
@@ -138,14 +146,14 @@ def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
         turned = np.asarray(w).transpose(order)
         product = np.asarray(held["a"]).reshape(n, 2) @ np.asarray(held["b"]).reshape(2, -1)
         want = (turned.reshape(n, -1) + 2.0 * product).reshape(turned.shape).transpose(np.argsort(order))
-        np.testing.assert_allclose(p.apply(raw)["kernel"], want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(effective(p, raw)["kernel"], want, rtol=1e-5, atol=1e-5)
         assert held["a"].shape[-1] == held["b"].shape[0] == 2
 
 
 def test_experts_that_are_stacked_equal_as_many_adapters():
     w = normal(3, 6, 4)
     p = rpx.LoRA(2, 4.0, stacked=0)
-    raw = p.init({"experts": w}, jax.random.key(0))
+    raw = init(p, {"experts": w}, jax.random.key(0))
     held = raw["experts"]["@lora"]
     assert (held["a"].shape, held["b"].shape) == ((3, 6, 2), (3, 2, 4))
     assert not jnp.array_equal(held["a"][0], held["a"][1])
@@ -153,7 +161,7 @@ def test_experts_that_are_stacked_equal_as_many_adapters():
     one = rpx.LoRA(2, 4.0)
     for i in range(3):
         alone = {"e": {"@lora": {"a": held["a"][i], "b": held["b"][i], "@fixed": {"w": w[i]}}}}
-        np.testing.assert_allclose(p.apply(raw)["experts"][i], one.apply(alone)["e"], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(effective(p, raw)["experts"][i], one.apply(alone)["e"], rtol=1e-6, atol=1e-6)
 
 
 def test_many_adapters_on_one_base_by_vmap():
@@ -192,7 +200,7 @@ def test_freeze_leaves_the_adapters_alone():
 def test_other_stages_see_the_factors():
     params, key = model(), jax.random.key(0)
     p = rpx.VarNoise(0.5, where="dense/kernel") >> rpx.LoRA(2)
-    raw = p.init(params, jax.random.key(0))
+    raw = init(p, params, jax.random.key(0))
     quiet = p.fold(raw)["dense"]["kernel"]
     shift = p.apply(raw, key)["dense"]["kernel"] - quiet
     assert jnp.linalg.matrix_rank(shift) == 2  # of the noisy product; noise on the base would have full rank
@@ -200,14 +208,14 @@ def test_other_stages_see_the_factors():
 
 def test_what_stores_takes_the_base_by_the_path_of_the_array():
     p = rpx.Stored("int8", where="dense/kernel") >> rpx.LoRA(2)
-    raw = p.init(model(), jax.random.key(0))
+    raw = init(p, model(), jax.random.key(0))
     held = values(raw)
     assert set(held["@fixed"]["w"]) == {"@stored"}
     assert held["a"].dtype == jnp.float32
     assert trains(p, raw) == {"dense/bias"} | lora_of("dense/kernel") | lora_of("out/kernel")
     stored = rpx.Stored("int8", where="dense/kernel")
     np.testing.assert_array_equal(
-        p.apply(raw)["dense"]["kernel"], stored.apply(stored.init(model()))["dense"]["kernel"]
+        effective(p, raw)["dense"]["kernel"], stored.apply(stored.init(model()))["dense"]["kernel"]
     )
 
 
@@ -233,8 +241,8 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
 )
 def test_a_shaped_difference_starts_at_zero_and_trains(shape):
     p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.Delta(), model()
-    raw = p.init(params, jax.random.key(0))
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, p.apply(raw), params))
+    raw = init(p, params, jax.random.key(0))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, effective(p, raw), params))
     target = jax.tree.map(lambda w: w + 0.1 * normal(*w.shape, seed=8), params)
 
     def loss(raw):
@@ -256,13 +264,15 @@ def test_a_shaped_difference_starts_at_zero_and_trains(shape):
 
 def test_a_difference_stays_what_it_is_shaped_to():
     p = rpx.LowRank(2) >> rpx.Hadamard() >> rpx.Delta()
-    raw = p.init(model())
+    raw = init(p, model())
     node = values(raw, "@delta")["x"]["@hadamard"]
     first, second = ((normal(8, 2, seed=i), normal(2, 6, seed=i + 1)) for i in (20, 22))
     for name, (u, v) in (("x", first), ("y", second)):
         node[name]["@low_rank"] = {"u": u, "v": v}
     want = (first[0] @ first[1]) * (second[0] @ second[1])
-    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"] - model()["dense"]["kernel"], want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        effective(p, raw)["dense"]["kernel"] - model()["dense"]["kernel"], want, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,33 +281,33 @@ def test_a_difference_stays_what_it_is_shaped_to():
 )
 def test_gain_multiplies_along_its_axes(axis, shape, spread):
     p = rpx.Gain(axis=axis, where="dense/kernel")
-    raw = p.init(model())
+    raw = init(p, model())
     assert values(raw, "@gain")["g"].shape == shape
     g = normal(*shape, seed=3)
     values(raw, "@gain")["g"] = g
     want = np.asarray(g).reshape(spread) * model()["dense"]["kernel"]
-    np.testing.assert_allclose(p.apply(raw)["dense"]["kernel"], want, rtol=1e-6)
+    np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], want, rtol=1e-6)
 
 
 def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
     p = rpx.SpectralNorm(where="dense/kernel") >> rpx.Gain(where="dense/kernel")
-    raw = p.init(model())
+    raw = init(p, model())
     for _ in range(20):
         raw = p.update(raw)
     values(raw, "@gain")["g"] = jnp.asarray(3.0)
-    np.testing.assert_allclose(np.linalg.norm(p.apply(raw)["dense"]["kernel"], 2), 3.0, rtol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(effective(p, raw)["dense"]["kernel"], 2), 3.0, rtol=1e-4)
 
 
 def test_vera_draws_factors_from_its_seed_and_stores_vectors_alone():
     p = rpx.Freeze() >> rpx.VeRA(5, 0.1, seed=7)
     params = {"x": normal(8, 6), "y": normal(8, 6, seed=1), "z": normal(4, 6, seed=2)}
-    raw = p.init(params)
+    raw = init(p, params)
     free, _ = rpx.partition(raw)
     assert sum(x.size for x in jax.tree.leaves(free)) == 3 * (5 + 6)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, p.apply(raw), params))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, effective(p, raw), params))
     for node in raw.values():
         node["@vera"] |= {"d": normal(5, seed=3), "b": normal(6, seed=4)}
-    shift = jax.tree.map(jnp.subtract, p.apply(raw), params)
+    shift = jax.tree.map(jnp.subtract, effective(p, raw), params)
     np.testing.assert_allclose(shift["x"], shift["y"], atol=1e-5)
     left, right = rpx.VeRA(5, seed=7).factors(params["x"])
     d, b = np.asarray(normal(5, seed=3), np.float64), np.asarray(normal(6, seed=4), np.float64)
@@ -327,7 +337,7 @@ def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_le
 def test_dora_keeps_the_model_and_trains_lengths_apart():
     p = rpx.LoRA(2, where=".*kernel") >> rpx.WeightNorm(detach=True)
     params = model()
-    raw = p.init(params, jax.random.key(0))
+    raw = init(p, params, jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), params)
     assert not rpx.WeightNorm().straight_through
     assert rpx.WeightNorm(detach=True).straight_through
@@ -347,7 +357,7 @@ def test_without_a_key_each_array_has_a_draw_of_its_own():
 def test_axes_of_a_base_have_their_names():
     params = {"k": nn.Partitioned(normal(8, 4), names=("embed", "mlp"))}
     p = rpx.Stored("int8", axis="mlp") >> rpx.LoRA(2)
-    raw = p.init(params, jax.random.key(0))
+    raw = init(p, params, jax.random.key(0))
     stored = jax.tree.map(jnp.shape, raw)["k"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
     assert stored["scale"].value == (1, 4)
 
@@ -383,7 +393,7 @@ def test_one_factor_is_frozen_by_its_place():
 
 def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
     p = rpx.LoRA(2, start="pissa")
-    raw = p.init({"w": jnp.zeros((4, 6))})
+    raw = init(p, {"w": jnp.zeros((4, 6))})
     grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], normal(4, 6)))(raw)["w"]["@lora"]
     assert grads["a"].any()
     negative, w = rpx.LoRA(2, -1.0, start="pissa"), normal(4, 6)
@@ -402,7 +412,7 @@ def test_factors_of_vera_depend_on_no_setting():
 
 def test_a_rank_may_exceed_the_sizes_of_the_matrix():
     w, p = normal(20, 2), rpx.LoRA(8, alpha=8.0)
-    raw = p.init({"w": w}, jax.random.key(0))
+    raw = init(p, {"w": w}, jax.random.key(0))
     a, b = normal(20, 8, seed=1), normal(8, 2, seed=2)
     assert np.array_equal(p.fold(raw)["w"], w)
     raw["w"]["@lora"] |= {"a": a, "b": b}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import init
 from errors import raises
 from scipy import integrate, stats
 
@@ -27,7 +28,7 @@ def draws(p, raw, keys=KEYS):
 @pytest.mark.parametrize("axis", ["each", -1, 0])
 def test_gaussian_has_its_mean_and_its_standard_deviations(axis):
     p = rpx.Gaussian(std=0.1, axis=axis)
-    raw = p.init({"w": normal(3, 2)})
+    raw = init(p, {"w": normal(3, 2)})
     held = raw["w"]["@gaussian"]
     assert held["rho"].shape == {"each": (3, 2), -1: (1, 2), 0: (3, 1)}[axis]
     np.testing.assert_allclose(jax.nn.softplus(held["rho"]), 0.1, rtol=1e-5)
@@ -42,7 +43,7 @@ def test_gaussian_has_its_mean_and_its_standard_deviations(axis):
 
 def test_the_divergence_is_that_of_scipy_and_of_a_whole_std_over_its_axis():
     p = rpx.Gaussian(std=0.3, prior=0.7)
-    raw = p.init({"w": normal(3, 2)})
+    raw = init(p, {"w": normal(3, 2)})
     raw["w"]["@gaussian"]["rho"] = normal(3, 2, seed=1)
 
     def divergence(mean, std):
@@ -68,7 +69,7 @@ def test_complex_weights_have_the_divergence_of_their_parts():
 
 def test_gradients_of_the_penalty_and_of_the_likelihood_are_those_of_the_formulas():
     p = rpx.Gaussian(std=0.3, prior=0.7)
-    raw = p.init({"w": normal(5)})
+    raw = init(p, {"w": normal(5)})
     grads = jax.grad(p.penalty)(raw)["w"]["@gaussian"]
     mean, rho = raw["w"]["@gaussian"]["mean"], raw["w"]["@gaussian"]["rho"]
     std = jax.nn.softplus(rho)
@@ -97,7 +98,7 @@ def test_nothing_of_a_drawn_weight_is_kept_under_remat():
 
 def test_two_arrays_and_two_stages_draw_apart():
     p = rpx.Gaussian(std=1.0)
-    raw = p.init({"a": jnp.zeros(1000), "b": jnp.zeros(1000)})
+    raw = init(p, {"a": jnp.zeros(1000), "b": jnp.zeros(1000)})
     found = p.apply(raw, KEYS[0])
     assert abs(float(jnp.corrcoef(found["a"], found["b"])[0, 1])) < 5 / np.sqrt(1000)
     alone = p.apply(p.init({"a": jnp.zeros(1000)}), KEYS[0])
@@ -110,7 +111,7 @@ def test_two_arrays_and_two_stages_draw_apart():
 def test_penalties_add_up_over_stages_each_on_what_it_sees():
     params = {"w": normal(4, 3)}
     p = rpx.WeightNorm() >> rpx.Gaussian(std=0.1)
-    raw = p.init(params)
+    raw = init(p, params)
     mean = (rpx.WeightNorm()).apply({"w": raw["w"]["@gaussian"]["mean"]})["w"]
     plain = {"w": {"@gaussian": {"mean": mean, "rho": raw["w"]["@gaussian"]["rho"]}}}
     np.testing.assert_allclose(p.penalty(raw), rpx.Gaussian(std=0.1).penalty(plain), rtol=1e-5)
@@ -124,13 +125,13 @@ def test_penalties_add_up_over_stages_each_on_what_it_sees():
 
 def test_the_penalty_of_half_precision_is_a_number_in_single_precision():
     p = rpx.Gaussian(std=0.1)
-    raw = p.init({"w": normal(1000).astype(jnp.bfloat16)})
+    raw = init(p, {"w": normal(1000).astype(jnp.bfloat16)})
     assert p.penalty(raw).dtype == jnp.float32
 
 
 def test_the_distance_from_the_base_is_a_penalty():
     p = rpx.Delta(strength=0.2)
-    raw = p.init({"w": normal(3, 2)})
+    raw = init(p, {"w": normal(3, 2)})
     assert p.penalty(raw) == 0
     raw["w"]["@delta"]["x"] = normal(3, 2, seed=1)
     np.testing.assert_allclose(p.penalty(raw), 0.1 * np.sum(np.square(normal(3, 2, seed=1))), rtol=1e-6)
@@ -142,7 +143,7 @@ def test_the_distance_from_the_base_is_a_penalty():
 def test_variational_dropout_draws_and_prunes_by_its_rule():
     w = jnp.array([[1.0, 0.04, 0.02, 0.001]])
     p = rpx.VariationalDropout(std=0.1)
-    raw = p.init({"w": w})
+    raw = init(p, {"w": w})
     found = draws(p, raw)
     assert np.all(np.abs(found.mean(0) - w) < 5 * 0.1 / np.sqrt(len(KEYS)))
     assert np.all(np.abs(found.std(0) / 0.1 - 1) < 5 / np.sqrt(2 * len(KEYS)))
@@ -164,7 +165,7 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
     p = rpx.VariationalDropout()
 
     def ours(alpha):
-        raw = p.init({"w": jnp.ones((1, 1))})
+        raw = init(p, {"w": jnp.ones((1, 1))})
         raw["w"]["@variational_dropout"]["log_var"] = jnp.full((1, 1), np.log(alpha), jnp.float32)
         return float(p.penalty(raw))
 
@@ -178,7 +179,7 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
 @pytest.mark.parametrize(("rate", "axis"), [(0.1, "each"), (0.5, 0), (0.3, -1)])
 def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
     p = rpx.HardConcrete(rate, axis=axis)
-    raw = p.init({"w": jnp.ones((4, 3))})
+    raw = init(p, {"w": jnp.ones((4, 3))})
     held = raw["w"]["@hard_concrete"]
     gates = held["log_alpha"].size
     np.testing.assert_allclose(p.penalty(raw), 12 * (1 - rate), rtol=1e-5)
@@ -195,7 +196,7 @@ def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
 def test_the_mean_of_a_gate_is_that_of_its_draws_far_from_the_start_too():
     for log_alpha in (-3.0, -1.0, 0.0, 4.0):
         p = rpx.HardConcrete()
-        raw = p.init({"w": jnp.ones((50, 50))})
+        raw = init(p, {"w": jnp.ones((50, 50))})
         raw["w"]["@hard_concrete"] |= {"w": jnp.ones((50, 50)), "log_alpha": jnp.full((50, 50), log_alpha)}
         found = draws(p, raw, KEYS[:100])
         assert abs(found.mean() - float(p.fold(raw)["w"][0, 0])) < 5 * found.std() / np.sqrt(found.size) + 1e-5
@@ -203,7 +204,7 @@ def test_the_mean_of_a_gate_is_that_of_its_draws_far_from_the_start_too():
 
 def test_update_closes_gates_that_the_paper_closes():
     p = rpx.HardConcrete(axis=0)
-    raw = p.init({"w": jnp.ones((4, 2))})
+    raw = init(p, {"w": jnp.ones((4, 2))})
     log_alpha = jnp.array([-3.0, -2.41, -2.38, 1.0])[:, None]
     raw["w"]["@hard_concrete"]["log_alpha"] = log_alpha
     test_time = np.clip(1.2 / (1 + np.exp(-np.asarray(log_alpha))) - 0.1, 0, 1)
@@ -248,7 +249,7 @@ def test_a_random_stage_that_says_no_mean_is_told_so():
 def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     p = rpx.Gaussian() >> rpx.VarNoise(0.1)
     assert p.deterministic == rpx.Mean(rpx.Gaussian())
-    raw = p.init({"w": normal(3)})
+    raw = init(p, {"w": normal(3)})
     p.deterministic.check(raw, like={"w": normal(3)})
     q = rpx.VariationalDropout(std=0.1)
     start = q.init({"w": jnp.full((2, 2), 1e-3)})
@@ -259,7 +260,7 @@ def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
 
 def test_a_narrow_gaussian_has_a_finite_divergence():
     p = rpx.Gaussian()
-    raw = p.init({"w": jnp.zeros(1)})
+    raw = init(p, {"w": jnp.zeros(1)})
     raw["w"]["@gaussian"]["rho"] = jnp.full(1, -200.0)
     np.testing.assert_allclose(p.penalty(raw), 199.5, rtol=1e-6)
     assert jnp.isfinite(jax.grad(p.penalty)(raw)["w"]["@gaussian"]["rho"]).all()
