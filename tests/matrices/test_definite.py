@@ -142,7 +142,7 @@ def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("n", [1, 2, 4, 16])
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 4)), 16])
 def test_the_exponential_is_exact_in_single_precision_too(n, size):
     p, rng = rpx.PositiveDefinite("expm"), np.random.default_rng(n)
     vectors = np.linalg.qr(rng.standard_normal((n, n)))[0]

@@ -200,6 +200,7 @@ CONTEXTS = {
     "a recurrent network": lambda: Context(
         recurrent, {"i": normal(32, 32) / 6, "h": normal(32, 32) / 6}, normal(5, 16, 32)
     ),
+    "a negative weight": lambda: Context(lambda w, x: jnp.mean(jnp.tanh(x @ -w["w"] + 1)), W, X),
     "a choice": lambda: Context(chosen, W, X),
     "a loop": lambda: Context(repeated, W, X),
     "a penalty on the weight": lambda: Context(penalized, W, X),
@@ -274,8 +275,12 @@ def close(got, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CONTEXTS)
+QUICK = ("a negative weight", "dense")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in CONTEXTS if name not in QUICK)]
+)
 def test_values_and_gradients_are_those_of_the_loss(name):
     context = CONTEXTS[name]()
     loss, args = prepared(context)

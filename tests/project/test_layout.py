@@ -1,6 +1,7 @@
 """The plan of the house: which wing may import which, read from the imports."""
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -29,6 +30,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def imported(file: Path) -> set[tuple[str, ...]]:
     """The modules of this package, and the names in them, that a file imports."""
     tree = list(ast.walk(ast.parse(file.read_text())))
