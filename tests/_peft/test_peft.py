@@ -223,6 +223,42 @@ def test_an_array_that_nothing_adapts_may_have_any_shape():
     assert set(rpx.to_peft(p, raw)[0]) == set(lora(dense=(2, 8, 6)))
 
 
+# ---- tensors of adapters, which tell convolutions by their axes
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4), (3, 2, 5, 4)])
+def test_factors_with_all_axes_of_a_kernel_are_those_of_a_convolution(shape):
+    *spatial, inputs, outputs = shape
+    ones = [1] * len(spatial)
+    a, b = normal(2, inputs, *spatial), normal(outputs, 2, *ones, seed=1)
+    tensors = {f"{PREFIX}conv.lora_A.weight": a, f"{PREFIX}conv.lora_B.weight": b}
+    params = {"conv": {"kernel": jnp.asarray(normal(*shape, seed=2))}}
+    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    product = np.einsum("ri...,or->...io", a, b.reshape(outputs, 2))
+    np.testing.assert_allclose(p.fold(raw)["conv"]["kernel"], params["conv"]["kernel"] + 2.0 * product, rtol=1e-4)
+
+
+def test_factors_of_a_convolution_are_told_for_each_layer_of_a_stack():
+    params = {"layers": {"conv": {"kernel": jnp.zeros((2, 3, 5, 4))}}}
+    tensors = {
+        f"{PREFIX}model.layers.{i}.conv.lora_{end}.weight": normal(*shape, seed=i)
+        for i in range(2)
+        for end, shape in (("A", (2, 5, 3)), ("B", (4, 2, 1)))
+    }
+    p, raw = rpx.from_peft(tensors, CONFIG, params, names={"layers/conv/kernel": "model.layers.{i}.conv.weight"})
+    for i in range(2):
+        a, b = (tensors[f"{PREFIX}model.layers.{i}.conv.lora_{end}.weight"] for end in "AB")
+        want = 2.0 * np.einsum("rik,or->kio", a, b[..., 0])
+        np.testing.assert_allclose(p.fold(raw)["layers"]["conv"]["kernel"][i], want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_whole_kernel_with_all_axes_is_that_of_a_convolution():
+    params = model() | {"conv": {"kernel": jnp.ones((3, 2, 5, 4))}}
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}conv.weight": normal(4, 5, 3, 2)}
+    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    np.testing.assert_array_equal(p.fold(raw)["conv"]["kernel"], np.einsum("oihw->hwio", normal(4, 5, 3, 2)))
+
+
 # ---- weights of Conv1D
 
 
@@ -271,6 +307,15 @@ MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights
 def reading(*lines):
     text = "\n  ".join(lines)
     return f"from_peft: the adapter does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+
+
+def unclear(path, shape, counted):
+    return (
+        f"{path}: the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a "
+        f"kernel of attention. For a stack, give each layer a name: names={{{path!r}: {counted!r}}}. For a "
+        f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
+        f"kernels and biases of attention to matrices and vectors."
+    )
 
 
 def changed(how):
@@ -334,13 +379,30 @@ MALFORMED = {
     ),
     "a kernel of more axes": (
         lambda: rpx.from_peft(lora(**{"layers.mlp": (2, 8, 6)}), CONFIG, stack(2)),
-        reading(
-            "layers/mlp/kernel: the shape (2, 8, 6) of 'layers/mlp/kernel' does not tell whether it is a stack of "
-            "layers, a convolution or a kernel of attention. For a stack, give each layer a name: "
-            "names={'layers/mlp/kernel': 'layers.{i}.mlp.weight'}. For a convolution, "
-            "layouts={'layers/mlp/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
-            "kernels and biases of attention to matrices and vectors."
+        reading(unclear("layers/mlp/kernel", (2, 8, 6), "layers.{i}.mlp.weight")),
+    ),
+    "whole kernels of more axes, and of another shape": (
+        lambda: rpx.from_peft(
+            lora(dense=(2, 8, 6)) | {f"{PREFIX}q.weight": normal(8, 8), f"{PREFIX}out.weight": normal(6, 4)},
+            CONFIG,
+            model() | {"q": {"kernel": jnp.ones((8, 2, 4))}},
         ),
+        reading(
+            unclear("q/kernel", (8, 2, 4), "q.{i}.weight"),
+            "out/kernel: expected out.weight of shape (4, 6), got (6, 4)",
+        ),
+    ),
+    "matrices of LoHa, which do not tell a convolution": (
+        lambda: rpx.from_peft(
+            {
+                f"{PREFIX}o.hada_w{i}_{end}": normal(*shape)
+                for i in (1, 2)
+                for end, shape in (("a", (6, 2)), ("b", (2, 8)))
+            },
+            {"peft_type": "LOHA", "r": 2},
+            {"o": {"kernel": jnp.ones((2, 4, 6))}},  # of attention (heads, dim, out), or of a convolution
+        ),
+        reading(unclear("o/kernel", (2, 4, 6), "o.{i}.weight")),
     ),
     "fan_in_fan_out of nobody knows which": (
         lambda: rpx.from_peft(
@@ -496,7 +558,6 @@ READING = {
             {f"{PREFIX}conv.lokr_w1": normal(2, 1), f"{PREFIX}conv.lokr_w2": normal(2, 3, 3, 3)},
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
-            layouts={"conv/kernel": "kernel"},
         ),
         "from_peft: the adapter does not fit this model:\n  "
         "conv/kernel: Kronecker takes matrices, but the array has shape (3, 3, 3, 4)\n"

@@ -291,6 +291,64 @@ def test_a_tie_of_stacks_is_read_and_written_layer_by_layer():
     identical(rpx.from_torch(p, state, params, names=names), p.init(params))
 
 
+# ---- tensors that are read, which tell convolutions by their axes
+
+KERNELS = {
+    "vector": ((4, 2, 3), "kio->oik"),
+    "image": ((3, 4, 2, 5), "hwio->oihw"),
+    "volume": ((3, 4, 2, 2, 5), "dhwio->oidhw"),
+}
+
+
+@pytest.mark.parametrize("make", [lambda w: {"conv": {"kernel": w}}, lambda w: nnx.State({"conv": {"kernel": w}})])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make):
+    shape, order = KERNELS[name]
+    w = numbers(*shape)
+    like, state = make(nnx.Param(jnp.zeros(shape))), {"conv.weight": np.einsum(order, w)}
+    got = rpx.from_torch(rpx.Chain(), state, like)["conv"]["kernel"][...]
+    np.testing.assert_array_equal(got, w)
+
+
+@STYLES
+@pytest.mark.parametrize(
+    "p", [rpx.WeightNorm(), rpx.WeightNorm() >> rpx.SpectralNorm(), rpx.Mask(), rpx.Freeze()], ids=repr
+)
+def test_the_values_of_a_stage_tell_a_convolution(p, style, column):
+    del column
+    raw = p.init({"kernel": numbers(3, 2, 4, 5)})
+    state = rpx.to_torch(p, raw, layouts={"kernel": "kernel"}, style=style)
+    identical(rpx.from_torch(p, state, {"kernel": numbers(3, 2, 4, 5)}), raw)
+
+
+def test_the_tensor_of_each_layer_tells_a_stack_of_convolutions():
+    w = numbers(2, 3, 4, 5)
+    state = {f"{i}.weight": np.einsum("kio->oik", w[i]) for i in range(2)}
+    got = rpx.from_torch(rpx.Chain(), state, {"kernel": w}, names={"kernel": "{i}.weight"})
+    np.testing.assert_array_equal(got["kernel"], w)
+
+
+@pytest.mark.parametrize(
+    "state", [{"a.weight": numbers(3, 3, 4)}, {"a.weight": numbers(3, 3, 4), "b.weight": numbers(3, 3, 4)}]
+)
+def test_a_tied_convolution_is_told_where_it_stands(state):
+    tie, like = rpx.Tie({"b/kernel": "a/kernel"}), {"a": {"kernel": np.ones((4, 3, 3), np.float32)}}
+    got = tie.fold(rpx.from_torch(tie, state, like | {"b": like["a"]}))["b"]["kernel"]
+    np.testing.assert_array_equal(got, np.einsum("oik->kio", state["a.weight"]))
+
+
+@pytest.mark.parametrize(("bias", "more"), [(numbers(2, 4), ""), (numbers(8), r" \(1 more are as unclear\)")])
+def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing(bias, more):
+    like, state = (
+        {"q": {"bias": numbers(2, 4), "kernel": numbers(8, 2, 4)}},
+        {"q.weight": numbers(8, 8), "q.bias": bias},
+    )
+    with pytest.raises(
+        ValueError, match=f"^from_torch: the shape .* does not tell .* kernel of attention{more}. For a"
+    ):
+        rpx.from_torch(rpx.Chain(), state, like)
+
+
 # ---- classes of modules, which tell their layouts
 
 
@@ -749,13 +807,21 @@ REFUSED = {
         "matrix. Use style='parametrizations', or map='householder', which torch can invert.",
     ),
     "a kernel of more axes": (
-        lambda: rpx.from_torch(rpx.Chain(), {}, CONV),
+        lambda: rpx.from_torch(rpx.Chain(), {"conv.weight": numbers(4, 3)}, CONV),
         ValueError,
         "from_torch: the shape (2, 2, 3, 4) of 'conv/kernel' does not tell whether it is a stack of layers, a "
         "convolution or a kernel of attention. For a stack, give each layer a name: "
         "names={'conv/kernel': 'conv.{i}.weight'}. For a convolution, layouts={'conv/kernel': 'kernel'}, or "
         "'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and "
         "vectors.",
+    ),
+    "a kernel of more axes without a tensor": (
+        lambda: rpx.from_torch(rpx.Chain(), {"0.weight": numbers(4, 3)}, CONV),
+        ValueError,
+        "from_torch: the state dict does not fit Chain():\n"
+        "  0.weight: unexpected, holds float32[4, 3]\n"
+        "  conv.weight: missing, expected float32[4, 3, 2, 2] for conv/kernel\n"
+        f"If 'conv/kernel' is a stack, name each layer: names={{'conv/kernel': 'conv.{{i}}.weight'}}. {ADVICE}",
     ),
     "kernels and biases of attention": (
         lambda: rpx.to_torch(rpx.Chain(), {"q": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}),

@@ -57,6 +57,7 @@ class Net(nn.Module):
 
 NAMES = {r"layers_(\d)/(kernel)": r"layers.\1.weight", r"layers_(\d)/bias": r"layers.\1.bias"}
 TORCH = {"names": NAMES, "layouts": {"conv/kernel": "kernel"}}
+READ = {"loha": TORCH}  # whose tensors are matrices for a convolution too; those of the others tell it by their axes
 ALL = ["embed", "layers.0", "layers.1", "conv", "head"]
 LINEAR = ["layers.0", "layers.1", "head"]
 METHODS = {
@@ -84,7 +85,7 @@ def torch_net():
 
 def base_params():
     like = jax.eval_shape(lambda: Net().init(jax.random.key(0), TOKENS, IMAGES)["params"])
-    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, **TORCH)
+    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, names=NAMES)
 
 
 def adapted(name):
@@ -117,9 +118,9 @@ def run(params):
 def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
-    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), **TORCH)
+    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
@@ -127,7 +128,7 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_
 def test_gradients_are_those_of_peft(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
     found = model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
     ((found - torch.from_numpy(target)) ** 2).sum().backward()
@@ -157,7 +158,7 @@ def rotations(tree):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
     tensors, config = saved(adapted(name), tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **TORCH)
+    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     again, written = rpx.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
     for key, x in tensors.items():
@@ -171,7 +172,7 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_loads_what_is_written(name, tmp_path):
     model = adapted(name)
-    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **TORCH)
+    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **READ.get(name, {"names": NAMES}))
     tensors, config = rpx.to_peft(p, raw, **TORCH)
     folder = tmp_path / "ours"
     folder.mkdir()
@@ -245,7 +246,7 @@ def test_bfloat16_adapters_keep_their_bytes(tmp_path):
 
     tensors = load_torch(tmp_path / "adapter_model.safetensors")
     like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), base_params())
-    p, raw = rpx.from_peft(tensors, config, like, **TORCH)
+    p, raw = rpx.from_peft(tensors, config, like, names=NAMES)
     again, _ = rpx.to_peft(p, raw, **TORCH)
     for key, x in tensors.items():
         np.testing.assert_array_equal(again[key].astype(np.float32), x.float().numpy())
@@ -366,7 +367,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"embed/embedding: expected lora_embedding_A of shape \(3, 10\), got \(4, 10\)"
     ):
-        rpx.from_peft(tensors, config | {"r": 3}, base_params(), **TORCH)
+        rpx.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
 def test_unknown_methods_are_refused(change, text, tmp_path):
     tensors, config = saved(adapted("lora"), tmp_path)
     with raises(ValueError, text):
-        rpx.from_peft(tensors, config | change, base_params(), **TORCH)
+        rpx.from_peft(tensors, config | change, base_params(), names=NAMES)
 
 
 def test_what_peft_has_not_is_refused_by_path():
@@ -397,7 +398,7 @@ def test_what_peft_has_not_is_refused_by_path():
         f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, p.init(params, jax.random.key(0)), **TORCH)
+        rpx.to_peft(p, p.init(params, jax.random.key(0)), names=NAMES)
     mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(axis=0, where=where)
     with raises(
         ValueError,
@@ -405,7 +406,7 @@ def test_what_peft_has_not_is_refused_by_path():
         "expected adapters of one method, got IA3, LORA\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(mixed, mixed.init(params, jax.random.key(0)), **TORCH)
+        rpx.to_peft(mixed, mixed.init(params, jax.random.key(0)), names=NAMES)
     untied = rpx.Freeze() >> rpx.Gain(axis=-1, where="head/kernel")
     with raises(
         ValueError,
@@ -413,4 +414,4 @@ def test_what_peft_has_not_is_refused_by_path():
         "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(untied, untied.init(params, jax.random.key(0)), **TORCH)
+        rpx.to_peft(untied, untied.init(params, jax.random.key(0)), names=NAMES)

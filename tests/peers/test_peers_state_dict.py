@@ -226,15 +226,14 @@ def exchanged(style):
         if getattr(module, "bias", None) is not None:
             like[name]["bias"] = module.bias.detach().numpy()
     p = rpx.Chain(tuple(case.stages(f"{name}/{case.name}") for name, case in cases.items()))
-    layouts = {
-        f"{name}/.*": case.layout or "kernel" for name, case in cases.items() if case.layout or len(case.back) > 2
-    }
+    layouts = {f"{name}/.*": case.layout for name, case in cases.items() if case.layout}
+    convolutions = {f"{name}/.*": "kernel" for name, case in cases.items() if len(case.back) > 2}
     with jax.enable_x64():
         raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts)
-        returned = rpx.to_torch(p, raw, layouts=layouts, style=style)
+        returned = rpx.to_torch(p, raw, layouts=convolutions | layouts, style=style)
         kernels = tuple((name, case.name) for name, case in cases.items())
         stepped, effective = trained(p, kernels, raw, {name: ours(cases[name], x) for name, x in targets.items()})
-        written = rpx.to_torch(p, stepped, layouts=layouts, style=style)
+        written = rpx.to_torch(p, stepped, layouts=convolutions | layouts, style=style)
     loss_of_torch(model.train(), targets).backward()
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -296,9 +295,7 @@ def test_the_layouts_give_the_convolutions_of_torch():
     model = torch.nn.ModuleDict({"conv": conv(), "deconv": deconv(), "deconv of flax": deconv()}).double()
     axes, valid = ("NHWC", "HWIO", "NHWC"), {"strides": (1, 1), "padding": "VALID"}
     with jax.enable_x64():
-        got = rpx.from_torch(
-            rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose", ".*/kernel": "kernel"}
-        )
+        got = rpx.from_torch(rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose"})
         transposed = partial(jax.lax.conv_transpose, x, dimension_numbers=axes, **valid)
         outputs = {
             "conv": jax.lax.conv_general_dilated(x, got["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=axes),

@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization, with_any_key
 from reparax._peft.ia3 import is_named
-from reparax._peft.method import Layer, Method
+from reparax._peft.method import Layer, Method, require
 from reparax._peft.methods import METHODS
 from reparax._peft.settings import check_settings
 from reparax._peft.target import Target
@@ -51,7 +51,8 @@ def from_peft(
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
-        the file does not tell them from others: PEFT finds them by their class.
+        the file does not tell them from others: PEFT finds them by their class. LoHa's tensors are matrices for
+        convolutions too, whose kernels need a layout.
 
     Returns:
       The chain, and its raw tree.
@@ -143,13 +144,18 @@ class _Found:
                 found.modules.setdefault(module, {})[end] = x
             elif end is not None or name not in targets:
                 found.lines.append(f"{name}: the model has no {module if end is None else f'{module}.weight'}")
-            elif targets[name].whole_shape != x.shape:
-                wanted = targets[name].whole_shape
-                found.lines.append(f"{targets[name].path}: expected {name} of shape {wanted}, got {x.shape}")
             else:
-                require_known([targets[name]])
-                found.whole.setdefault(targets[name].path, {})[targets[name].index] = targets[name].read_whole(x)
+                found.add_whole(targets[name].told([x]), x)
         return found
+
+    def add_whole(self, target: Target, x: np.ndarray) -> None:
+        """Adds a parameter that is saved as a whole."""
+        try:
+            require_known([target])
+            require({target.tensor: x}, {target.tensor: target.whole_shape})
+            self.whole.setdefault(target.path, {})[target.index] = target.read_whole(x)
+        except ValueError as error:
+            self.lines.append(f"{target.path}: {error}")
 
 
 def _no_numbers(x: np.ndarray) -> str | None:
@@ -185,6 +191,7 @@ def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
 
 
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
+    target = target.told(held.values())
     method.require_layout(target)
     unclear = target.layout == "same" and not (target.said or target.table) and len(target.shape) == 2
     if unclear and config.get("fan_in_fan_out"):

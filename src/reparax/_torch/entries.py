@@ -2,13 +2,14 @@
 
 A parameter is one tensor, or a stack of them: then its name has a counter, ``layers.{i}.weight``, and there is a tensor
 for each index. The shape of an array does not tell a stack, or a kernel of attention, from a convolution. So an array
-with more axes than its name usually has is refused, unless a rule or the class of its module tells what it is.
+with more axes than its name usually has is refused, unless a rule or the class of its module tells what it is. A tensor
+of torch that is read tells it too: it belongs to one layer, and has as many axes as the array only for a convolution.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class Entry:
       tensor: The name in torch.
       shape: The shape of the array, without stacked axes.
       dtype: Its dtype.
-      layout: Its layout, which relates its axes to torch's.
+      layout: Its layout, which relates its axes to torch's; if it is not known, that of one module of torch.
       said: Whether a rule gave the layout.
       known: Whether anything tells the layout.
       index: The index in the parameter, if that is a stack.
@@ -46,6 +47,10 @@ class Entry:
     said: bool = False
     known: bool = True
     index: Index = ()
+
+    def told(self, tensors: Iterable[Any]) -> Self:
+        """This entry; its layout is known if one of torch's own tensors for it has all its axes."""
+        return replace(self, known=self.known or any(x.ndim == len(self.shape) for x in tensors))
 
     def part(self, x: Any) -> Any:
         """This tensor's part of a stack, or the type of it."""
@@ -97,8 +102,8 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules) -> list[Entry]:
     for path, x in arrays.items():
         count, tensor = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        layout = _layout(name, shape, said.get(path), known.get(path))
-        whole = Entry(path, tensor, shape, x.dtype, layout or "same", path in said, layout is not None)
+        layout, sure = _layout(name, shape, said.get(path), known.get(path))
+        whole = Entry(path, tensor, shape, x.dtype, layout, path in said, sure)
         for index in product(*map(range, x.shape[:count])):
             found.append(replace(whole, tensor=number(tensor, index), index=index))
     _require_names_differ(found)
@@ -109,14 +114,14 @@ _DIMENSIONS = {"kernel": 2, "embedding": 2, "scale": 1, "bias": 1}
 """The dimensions of arrays of these names, unless a rule or a class tells more."""
 
 
-def _layout(name: str, shape: tuple[int, ...], said: str | None, known: tuple[str, int] | None) -> str | None:
-    """The layout of an array, by a rule, by the class of its module, or by its name; None if nothing tells it."""
+def _layout(name: str, shape: tuple[int, ...], said: str | None, known: tuple[str, int] | None) -> tuple[str, bool]:
+    """The layout of an array, by a rule, by the class of its module, or by its name, and whether that is sure."""
     if said == "conv1d" and len(shape) != 2:
         raise ValueError(f"the layout 'conv1d' is that of matrices (in, out), but {name!r} has shape {shape}.")
     if said is not None:  # a kernel that is the same in torch has its inputs first there too
-        return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said
+        return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True
     layout, dimensions = known or ("kernel" if name == "kernel" else "same", _DIMENSIONS.get(name, len(shape)))
-    return layout if len(shape) <= dimensions else None
+    return layout, len(shape) <= dimensions
 
 
 def require_known(entries: Iterable[Entry]) -> None:
@@ -125,15 +130,19 @@ def require_known(entries: Iterable[Entry]) -> None:
     if not doubtful:
         return
     path, shape = next((entry.path, entry.shape) for entry in doubtful.values())
-    first, *rest = default_name(path).split(".")
-    counted = ".".join([first, "{i}", *rest] if rest else ["{i}", first])
     more = f" ({len(doubtful) - 1} more are as unclear)" if len(doubtful) > 1 else ""
     raise ValueError(
         f"the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a kernel of "
-        f"attention{more}. For a stack, give each layer a name: names={{{path!r}: {counted!r}}}. For a convolution, "
+        f"attention{more}. For a stack, give each layer a name: {by_layer(path)}. For a convolution, "
         f"layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and "
         f"biases of attention to matrices and vectors."
     )
+
+
+def by_layer(path: str) -> str:
+    """The argument that gives each layer of a stack a name."""
+    first, *rest = default_name(path).split(".")
+    return f"names={{{path!r}: {'.'.join([first, '{i}', *rest] if rest else ['{i}', first])!r}}}"
 
 
 def _require_names_differ(entries: list[Entry]) -> None:

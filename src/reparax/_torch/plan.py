@@ -1,7 +1,7 @@
 """Matches the values of a raw tree with the tensors of a state dict."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._stage.leaf import Perturbation
 from reparax._torch.axis_order import write_layout
-from reparax._torch.entries import Entry, Index, join, list_entries, require_known
+from reparax._torch.entries import Entry, Index, join, list_entries
 from reparax._torch.names import EXCHANGE_PLAIN, Held, Naming, Twin, is_marked
 from reparax._torch.rules import Rules
 from reparax._torch.values import read_values, write_values
@@ -33,6 +33,21 @@ class Plan:
     weights: Parametrization
     held: tuple[Held, ...]
     tied: tuple[Entry, ...]
+
+    @property
+    def names(self) -> dict[Entry, list[str]]:
+        """The names in torch of all values of each parameter."""
+        found = {entry: [entry.tensor] for entry in self.tied}
+        for held in self.held:
+            found.setdefault(held.entry, []).extend(held.names.values())
+        return found
+
+    def told(self, state: Mapping[str, Any]) -> "Plan":
+        """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
+        names = self.names.items()
+        entries = {entry: entry.told(state[name] for name in own if name in state) for entry, own in names}
+        held = tuple(replace(each, entry=entries[each.entry]) for each in self.held)
+        return replace(self, held=held, tied=tuple(entries[each] for each in self.tied))
 
     def written(self, raw: PyTree, *, based: bool = True) -> dict[str, Array]:
         """The state dict of a raw tree, concrete or abstract; ``based`` if orthogonal matrices have a base there."""
@@ -70,9 +85,7 @@ def make_plan(
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     nodes = {path_text(keys): (keys, node) for keys, node in items(raw, is_marked)}
     naming, held, tied = Naming(_transfer.makers(weights, raw), by_hook), list[Held](), list[Entry]()
-    entries = list_entries(abstract(weights.fold, raw), names, layouts)
-    require_known(entries)
-    for entry in entries:
+    for entry in list_entries(abstract(weights.fold, raw), names, layouts):
         if entry.path not in nodes:
             several = "torch has no equivalent of a stage that stores several parameters in one place"
             raise ValueError(f"{entry.path!r}: {several}. {EXCHANGE_PLAIN}")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._core.algebra import Parametrization, require_chains, with_any_key
+from reparax._torch.entries import by_layer, require_known
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
@@ -49,7 +50,8 @@ def from_torch(
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
         ``"same"``: the default for all other arrays. In modules of nnx and equinox, the classes of convolutions tell
         their layouts. Other arrays named ``kernel``, ``embedding``, ``scale`` or ``bias`` that have more axes than
-        usual need a layout, or ``{i}`` in their names. For recurrent cells, use :func:`convert`.
+        usual need a layout, or ``{i}`` in their names, unless a tensor that is read has as many axes: then a kernel is
+        that of a convolution, and the others are equal. For recurrent cells, use :func:`convert`.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -77,7 +79,10 @@ def from_torch(
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         expected = abstract(with_any_key(p.init), like)
-        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin))
+        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin)).told(
+            arrays
+        )
+        require_known(entry for entry, found in plan.names.items() if any(name in arrays for name in found))
         _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))
         raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, expected)
         _require_tied(plan, arrays, raw)
@@ -128,6 +133,7 @@ def to_torch(
         raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
         plan = make_plan(p, raw, names, layouts, lambda tensor, twin: style == "hooks")
+        require_known(plan.names)
         written = plan.written(raw, based=style != "no_trivialization")
         return {name: np.array(x) for name, x in sorted(written.items())}
 
@@ -138,23 +144,26 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
 
 def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     """Refuses a state dict that does not fit the chain, with a line for each difference."""
-    owners = {name: held.entry.path for held in plan.held for name in held.names.values()}
-    owners |= {entry.tensor: entry.path for entry in plan.tied}
+    owners = {name: entry for entry, names in plan.names.items() for name in names}
     bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
-    lines: list[str] = []
+    lines, doubtful = list[str](), list[str]()
     for name in sorted(got.keys() | want.keys()):
         if name not in want:
             lines.append(f"{name}: unexpected, holds {as_stored(got[name])}")
         elif name not in got and name not in bases | {entry.tensor for entry in plan.tied}:
-            lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name]}")
+            lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name].path}")
+            doubtful += [] if owners[name].known else [owners[name].path]
         elif name in got and as_stored(got[name]) != as_stored(want[name]):
-            lines.append(f"{name}: expected {as_stored(want[name])} for {owners[name]}, got {as_stored(got[name])}")
+            lines.append(
+                f"{name}: expected {as_stored(want[name])} for {owners[name].path}, got {as_stored(got[name])}"
+            )
     if lines:
+        stack = f"If {doubtful[0]!r} is a stack, name each layer: {by_layer(doubtful[0])}. " if doubtful else ""
         raise ValueError(
             f"the state dict does not fit {p!r}:\n  "
             + "\n  ".join(lines)
-            + "\nCorrect the chain, `names` or `layouts`, and remove entries that are not parameters from the state "
-            "dict and from `like`."
+            + f"\n{stack}Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the "
+            "state dict and from `like`."
         )
 
 
