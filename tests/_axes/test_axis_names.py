@@ -234,8 +234,9 @@ def test_a_name_that_no_selected_array_has_is_misspelt(key: Array) -> None:
         rpx.WeightNorm(stacked="layres").init(boxed())
     p = rpx.VarNoise(0.1, where="up/kernel", stacked=("out", "mlp"))  # only the other kernel has an axis `out`
     text = "got stacked=('out', 'mlp'), but no array that it selects has an axis named 'out'. The names there are"
-    with raises(ValueError, f"{p!r}.apply {text}: 'embed', 'mlp'. {do}"):
-        p.apply(boxed(), key)
+    with raises(ValueError, f"{p!r}.init {text}: 'embed', 'mlp'. {do}"):
+        p.init(boxed())
+    p.apply(boxed(), key)  # as in the body of a scan over `out`, where no array has that axis any more
     unnamed = {"w": nn.Partitioned(jnp.ones((2, 2)), (None, None))}
     with raises(ValueError, f"Scale(2.0, stacked='layres').init got stacked='layres', but {LAYRES}: none. {do}"):
         rpx.Scale(2.0, stacked="layres").init(unnamed)

@@ -8,7 +8,7 @@ from jax import export
 from jax.sharding import AxisType
 
 import reparax as rpx
-from reparax._core.pending import LOOPED
+from reparax._core.draws import LOOPED
 from reparax.noise import _random
 
 KEYS = jax.random.split(jax.random.key(11), 3)

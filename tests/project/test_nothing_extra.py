@@ -386,7 +386,7 @@ CHAINS = {
 
 @pytest.mark.parametrize(("p", "params", "formula"), CHAINS.values(), ids=CHAINS)
 def test_a_chain_compiles_to_its_formula(p, params, formula, key):
-    raw = jax.jit(p.init)(params)
+    raw = jax.jit(p.init)(params, jax.random.key(0))
     with jax.numpy_rank_promotion("allow"):
         assert_same(p.apply, formula, raw, key)
 
@@ -405,7 +405,7 @@ def test_the_gradient_compiles_to_that_of_the_formula_of_which_nothing_is_kept(n
     def gradient(apply):
         return jax.grad(lambda raw: sum(jnp.sum(jnp.square(w)) for w in jax.tree.leaves(apply(raw, key))))
 
-    raw = jax.jit(p.init)(params)
+    raw = jax.jit(p.init)(params, jax.random.key(0))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         assert_same(gradient(p.apply), gradient(jax.checkpoint(formula)), raw)
 

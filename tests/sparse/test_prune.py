@@ -312,7 +312,7 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
         (
             lambda: rpx.GlobalPrune(count=13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
             ValueError,
-            "GlobalPrune(count=13): expected to prune at most 12, the number of weights or slices, got count=13. "
+            "GlobalPrune(count=13).init: expected to prune at most 12, the number of weights or slices, got count=13. "
             "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from reparax._tree.paths import IsLeaf, PyTree, has_ancestor, is_box, named
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names, has_ancestor, is_box
 from reparax._tree.raw import aligned
 
 AxisNames = tuple[str | None, ...]
@@ -31,17 +32,12 @@ def axis_names(box: Any) -> AxisNames | None:
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
-def names_of_leaves(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[AxisNames | None]:
-    """For each leaf, the axis names of its box, if the leaf has the axes of the box's array."""
-
-    def stops(x: object) -> bool:
-        return is_box(x) or (is_leaf is not None and is_leaf(x))
-
-    found: list[AxisNames | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=stops):
-        names = axis_names(node) if is_box(node) else None
-        found += [names if aligned(path) else None for path in named(node, is_leaf)[0]]
-    return found
+def names_of_places(tree: Flat) -> dict[Names, AxisNames | None]:
+    """For each place, the axis names of its parameter's box, if it has the axes of the parameter."""
+    nodes = jax.tree.leaves(tree.frame.skeleton, is_leaf=is_box)
+    own = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
+    known = dict(zip(tree.frame.places, own, strict=True))
+    return {place: known[tree.root(place)] if aligned(place) else None for place in tree.arrays}
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:

@@ -14,14 +14,16 @@ from reparax._axes.origin import Origins, compose_origins, keep_origins, probe
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
-from reparax._core.pending import settle
+from reparax._core.layers import Layer
+from reparax._core.plan import TreeLayer, open_all, run, walk
 from reparax._core.pullback import pull_back
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.differences import abstract, require_no_differences
+from reparax._tree.flat import Flat, flatten, graft, nest
 from reparax._tree.paths import PyTree, is_array
-from reparax._tree.raw import OTHER_CHAIN, flatten_slots, graft, kind_of, outer_markers, resolve_owners
+from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, resolve_owners
 
 
 class Parametrization(Static, ABC):
@@ -59,9 +61,6 @@ class Parametrization(Static, ABC):
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
-    draws_late: ClassVar[bool] = False
-    """Whether noise of earlier stages may stay undrawn on arrays that this stage does not act on."""
-
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
         *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
@@ -97,7 +96,8 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        raw = self.init_tree(params, Keys(_checked_key(self, "init", jax.random.key(0) if key is None else key)))
+        keys = Keys(_checked_key(self, "init", jax.random.key(0) if key is None else key))
+        raw = nest(open_all(_stages(self), flatten(params), keys))
         return spread_boxes(self._follow, params, raw)
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -130,14 +130,15 @@ class Parametrization(Static, ABC):
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
         """
-        keys, tree = Keys(_checked_key(self, "update", key)), gather_boxes(raw)
+        keys, tree = Keys(_checked_key(self, "update", key)), flatten(gather_boxes(raw))
         slopes = None if grads is None else gather_boxes(grads)
         for i, stage in enumerate(_stages(self)):
             if stage.advances:
                 seen = self._before(i, tree)
-                read = (self._grads_at(i, seen, slopes),) if stage.reads_grads else ()
-                tree = graft("update", tree, seen, stage.update_tree(seen, keys, *read), free=stage.moves_weights)
-        return spread_like(raw, tree)
+                read = self._grads_at(i, seen, slopes) if stage.reads_grads and slopes is not None else None
+                after = stage.sites_of_values("update", seen.types).update(seen, keys, read)
+                tree = graft("update", tree, seen, after, free=stage.moves_weights)
+        return spread_like(raw, nest(tree))
 
     def rebase(self, raw: PyTree) -> PyTree:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
@@ -146,12 +147,13 @@ class Parametrization(Static, ABC):
         new base, the same numbers mean another direction. Restart the optimizer with
         ``tx.init(raw)``, or rebase rarely.
         """
-        tree = gather_boxes(raw)
+        tree = flatten(gather_boxes(raw))
         for i, stage in enumerate(_stages(self)):
             if stage.has_base:
                 seen = self._before(i, tree)
-                tree = graft("rebase", tree, seen, stage.rebase_tree(seen), free=True)
-        return spread_like(raw, tree)
+                after = stage.sites_of_values("rebase", seen.types).rebase(seen)
+                tree = graft("rebase", tree, seen, after, free=True)
+        return spread_like(raw, nest(tree))
 
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
@@ -165,7 +167,10 @@ class Parametrization(Static, ABC):
           >>> p.penalty(p.init({"w": jnp.ones(4)}))  # half the square of each mean
           Array(2., dtype=float32)
         """
-        return self._sum(raw, lambda stage, tree: stage.penalty_tree(tree))
+        tree, found = flatten(gather_boxes(raw)), list[jax.Array]()
+        for layer, seen, _ in walk("penalty", _stages(self.deterministic), tree):
+            found.append(layer.penalty(seen))
+        return add_up(found)
 
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
@@ -184,21 +189,17 @@ class Parametrization(Static, ABC):
           >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
           Array(3., dtype=float32)
         """
-        leaves, slots, _ = flatten_slots(gather_boxes(raw))
-        places = [slot.place for x, slot in zip(leaves, slots, strict=True) if is_array(x) and not slot.fixed]
+        tree, found = flatten(gather_boxes(raw)), list[jax.Array]()
+        slots = tree.slots()
+        places = [slots[at].place for at, x in tree.arrays.items() if is_array(x) and not slots[at].fixed]
 
         def is_free(place: str) -> bool:
             return any(each == place or each.startswith(f"{place}/") for each in places)
 
-        return self._sum(raw, lambda stage, tree: stage.log_det_tree(tree, is_free))
-
-    def _sum(self, raw: PyTree, of: "Callable[[Parametrization, PyTree], jax.Array]") -> jax.Array:
-        """The sum of ``of(stage, tree)`` over the stages, each with the tree that it sees."""
-        tree, said = gather_boxes(raw), list[jax.Array]()
-        for stage in _stages(self.deterministic):
-            said.append(of(stage, tree))
-            tree = stage.apply_tree(tree, Keys(None))
-        return add_up(said)
+        for layer, seen, _ in walk("log_det", _stages(self.deterministic), tree):
+            known = layer.stage.has_determinant
+            found.append(layer.log_det(seen, is_free) if known else layer.stage.log_det_tree(nest(seen), is_free))
+        return add_up(found)
 
     @property
     def advances(self) -> bool:
@@ -220,8 +221,8 @@ class Parametrization(Static, ABC):
         """Whether ``update_tree`` takes the gradient with respect to the stage's output."""
         return False
 
-    # Stages write these methods and chains call them. Their trees hold markers of other stages, which they pass on. If
-    # a stage writes a public method instead, calls on that stage alone skip the checks of that method.
+    # A stage on the whole tree writes these methods. Their trees hold markers of other stages, which they pass on. If
+    # it writes a public method instead, calls on that stage alone skip the checks of that method.
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         """This stage's part of ``init``, on a tree from later stages; ``keys.of_stage(self.kind)`` is its key."""
         return self._public("init")(tree, keys.of_stage(self.kind))
@@ -264,9 +265,31 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{type(self).__name__} defines neither {method}_tree nor {method}. Define one.")
         return getattr(self, method)
 
+    sees_tree: ClassVar[bool] = True
+    """Whether the stage takes whole trees, not arrays at sites of their own."""
+
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
+        del method, tree
+        return TreeLayer(self, "", ())
+
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
+        del method, tree
+        return TreeLayer(self, "", ())
+
+    @property
+    def has_determinant(self) -> bool:
+        """Whether the stage is a bijection whose determinant is known."""
+        return False
+
+    @property
+    def asks_functions(self) -> bool:
+        """Whether the sites depend on functions, whose answers may change."""
+        return False
+
     def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        keys = Keys(key)
-        return settle(self.apply_tree(tree, keys), keys)
+        return nest(run(_stages(self), flatten(tree), Keys(key)))
 
     def _needed(self, key: jax.Array | None) -> jax.Array | None:
         """The key of ``apply``; None if nothing is random."""
@@ -279,17 +302,15 @@ class Parametrization(Static, ABC):
             )
         return _checked_key(self, "apply", key)
 
-    def _before(self, i: int, tree: PyTree) -> PyTree:
+    def _before(self, i: int, tree: Flat) -> Flat:
         """The tree that stage number ``i`` sees, without noise."""
-        return Chain(_stages(self)[:i]).deterministic.apply_tree(tree, Keys(None))
+        return run(_stages(Chain(_stages(self)[:i]).deterministic), tree, Keys(None))
 
-    def _grads_at(self, i: int, seen: PyTree, grads: PyTree) -> PyTree:
-        """The gradient with respect to the output of stage number ``i``, from that of the effective tree; or None."""
-        if grads is None:
-            return None
-        own, later = _stages(self)[i].deterministic, Chain(_stages(self)[i + 1 :]).deterministic
-        tree = own.apply_tree(seen, Keys(None))
-        return pull_back(call(self, "update"), lambda tree: later.apply_tree(tree, Keys(None)), tree, grads)
+    def _grads_at(self, i: int, seen: Flat, grads: PyTree) -> Flat:
+        """The gradient with respect to the output of stage number ``i``, from that of the effective tree."""
+        own, later = (_stages(part.deterministic) for part in (_stages(self)[i], Chain(_stages(self)[i + 1 :])))
+        tree = run(own, seen, Keys(None))
+        return pull_back(call(self, "update"), lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
@@ -311,14 +332,14 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        tree = abstract(lambda x: x, params)
-        owners = {slot.path: slot.path for slot in flatten_slots(tree)[1]}
+        tree = flatten(abstract(lambda x: x, params))
+        owners = {slot.path: slot.path for slot in tree.slots().values()}
         for stage in reversed(_stages(self)):
             owners = resolve_owners(owners, stage._sources(tree))
-            tree = abstract(functools.partial(stage.init_tree, keys=Keys(None)), tree)
+            tree = flatten(abstract(functools.partial(stage.init_tree, keys=Keys(None)), nest(tree)))
         return owners
 
-    def _sources(self, tree: PyTree) -> dict[str, str]:
+    def _sources(self, tree: Flat) -> dict[str, str]:
         """For each array without a value of its own, the path of the array that it copies."""
         del tree
         return {}
@@ -373,6 +394,18 @@ class Parametrization(Static, ABC):
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
         return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), self._follow, specs, mesh, like)
+
+
+class AtSites(Parametrization):
+    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree."""
+
+    sees_tree: ClassVar[bool] = False
+
+    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return nest(open_all((self,), flatten(tree), keys))
+
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return nest(run((self,), flatten(tree), keys))
 
 
 class Chain(Parametrization):
@@ -445,9 +478,10 @@ class Chain(Parametrization):
         return compose(tuple(stage.deterministic for stage in self.stages))
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        for stage in reversed(self.stages):
-            tree = stage.init_tree(tree, keys)
-        return tree
+        return nest(open_all(self.stages, flatten(tree), keys))
+
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return nest(run(self.stages, flatten(tree), keys))
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         origins = keep_origins(tree)
@@ -455,11 +489,6 @@ class Chain(Parametrization):
             tree, own = stage._follow(tree)
             origins = compose_origins(own, origins)
         return tree, origins
-
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        for stage in self.stages:
-            tree = stage.apply_tree(tree if stage.draws_late else settle(tree, keys), keys)
-        return tree
 
 
 def _stages(part: object) -> tuple[Parametrization, ...]:

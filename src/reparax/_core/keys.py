@@ -4,14 +4,16 @@ A draw depends only on the key, the array's path, the stage's kind, and the stag
 kind on the array. It does not depend on how many arrays there are, or on what other stages do.
 """
 
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 class Keys:
@@ -42,6 +44,20 @@ class Keys:
         if self._key is None or not paths:
             return None
         return _fold(_fold(self._key, [f"{kind}@{number}"])[0], paths)
+
+    def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
+        """A key for each pair of number and path; None for each without a key."""
+        found: dict[tuple[int, str], jax.Array] = {}
+        for number in {number for number, _ in sites}:
+            own = [site for site in sites if site[0] == number]
+            batch = self.of_arrays(kind, number, [path for _, path in own])
+            found |= {} if batch is None else dict(zip(own, _each(batch), strict=True))
+        return [found.get(site) for site in sites]
+
+
+def _each(batch: jax.Array) -> Iterable[jax.Array]:
+    """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
+    return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
 
 
 def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
@@ -75,16 +91,27 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
+    if isinstance(key, Tracer):
+        return _folded_literals(key, tuple(map(tuple, words.tolist())))
+    return _folded(key, *(np.ascontiguousarray(column) for column in words.T))
 
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _folded_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
+    """The keys of pairs of words, traced once for the same pairs.
+
+    The words are literals in the program: a constant array would become an input, and gradients would keep it.
+    """
+    columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
+    return _folded(key, *(jax.lax.concatenate(column, 0) for column in columns))
+
+
+@functools.partial(jax.jit, inline=True)
+def _folded(key: jax.Array, high: Any, low: Any) -> jax.Array:
     def one(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
         # Under vmap, a key of unsafe_rbg would depend on its neighbours.
-        return jnp.stack([one(*pair) for pair in words])
-    return jax.vmap(one)(*[_literal(column) for column in words.T])
-
-
-def _literal(words: np.ndarray) -> jax.Array:
-    """``words`` as literals in the program: a constant array would become an input, and gradients would keep it."""
-    return jax.lax.concatenate([jax.lax.full((1,), int(word), jnp.uint32) for word in words], 0)
+        return jnp.stack([one(*pair) for pair in zip(high, low, strict=True)])
+    return jax.vmap(one)(high, low)

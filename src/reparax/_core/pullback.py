@@ -1,30 +1,30 @@
 """Gradients with respect to the output of a stage in the middle of a chain, from those of the effective tree."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from reparax._numerics.arithmetic import inexact_places
-from reparax._tree.paths import PyTree, is_array, named, path_text
+from reparax._numerics.arithmetic import inexact_places, is_inexact
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names, PyTree, is_array, named, path_text
 from reparax._tree.raw import outer_markers
 
 
-def pull_back(who: str, later: Callable[[PyTree], PyTree], tree: PyTree, grads: PyTree) -> PyTree:
+def pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyTree) -> Flat:
     """The gradients of the arrays of ``tree``, from ``grads`` of the arrays of ``later(tree)``; zeros elsewhere."""
-    leaves, treedef = jax.tree.flatten(tree)
-    moving = inexact_places(leaves)
+    moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
-    def effective(arrays: list[Any]) -> tuple[list[Any], list[str]]:
-        found = dict(zip(moving, arrays, strict=True))
-        paths, made, _ = named(later(treedef.unflatten([found.get(i, w) for i, w in enumerate(leaves)])))
+    def effective(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
+        paths, made, _ = named(later(replace(tree, arrays={**tree.arrays, **arrays})))
         places = inexact_places(made)
         return [made[i] for i in places], [path_text(paths[i]) for i in places]
 
-    made, pulled, paths = jax.vjp(effective, [leaves[i] for i in moving], has_aux=True)
-    own = dict(zip(moving, pulled(_matched(who, paths, made, grads))[0], strict=True))
-    return treedef.unflatten([own.get(i, 0.0) for i in range(len(leaves))])
+    made, pulled, paths = jax.vjp(effective, moving, has_aux=True)
+    own = pulled(_matched(who, paths, made, grads))[0]
+    return replace(tree, arrays={place: own.get(place, 0.0) for place in tree.arrays})
 
 
 def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list[Any]:

@@ -2,33 +2,26 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.algebra import Parametrization, call
-from reparax._core.keys import Keys
-from reparax._core.pending import settle
+from reparax._core.algebra import AtSites, call
+from reparax._core.layers import Held, Layer, Site, Spot
+from reparax._stage.nodes import find_nodes
 from reparax._stage.where import check_where, nothing
-from reparax._tree.markers import (
-    locate_errors,
-    no_own_node,
-    node_of,
-    require_named_arrays,
-    require_type,
-    require_values,
-    values_under,
-)
-from reparax._tree.paths import PyTree, is_array, named
-from reparax._tree.raw import Slot, flatten_slots, marker, next_number, node_predicate, own_mark
+from reparax._tree.flat import Flat, nest
+from reparax._tree.markers import abstract, locate_errors, no_own_node, require_named_arrays, require_type
+from reparax._tree.paths import Names, is_array
+from reparax._tree.raw import Slot, marker, next_number
 
 Leaves = dict[str, dict[str, Array]]
 
 
-class Joint(Parametrization):
+class Joint(AtSites):
     """A stage whose formula takes several arrays and returns several.
 
     Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
@@ -61,7 +54,6 @@ class Joint(Parametrization):
     arrays: Any
 
     main: ClassVar[tuple[str, ...] | None] = None
-    draws_late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
@@ -74,39 +66,33 @@ class Joint(Parametrization):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
-        leaves, slots, treedef = flatten_slots(tree)
-        marks = [marker(self.kind, next_number(path, self.kind)) for path in named(tree)[0]]
-        seen = [slot.visible and is_array(w) for w, slot in zip(leaves, slots, strict=True)]
-        for group in self._groups("init", slots, seen):
-            with locate_errors(_at(call(self, "init"), slots, group)):
-                nodes = self._opened({name: jnp.asarray(leaves[i]) for name, i in group.items()})
-            for name, i in group.items():
-                leaves[i] = {marks[i]: nodes[name]}
-        return treedef.unflatten(leaves)
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        slots = tree.slots()
+        seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
+        sites: list[_Group] = []
+        for group in self._groups(method, {place: slots[place].path for place in seen}):
+            marks = {name: marker(self.kind, next_number(place, self.kind)) for name, place in group.items()}
+            spots = {name: Spot(place, {}, marks[name], tree.arrays[place]) for name, place in group.items()}
+            sites.append(_Group(self, _at(slots, group), spots))
+        return Layer(self, call(self, method), sites)
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        is_node = node_predicate(self.kind)
-        leaves, slots, treedef = flatten_slots(tree, is_node)
-        marks = {i: str(own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
-        if not marks:
-            raise no_own_node(call(self, "apply"), self.kind, tree)
-        groups = self._groups("apply", slots, list(map(is_node, leaves)))
-        own = [i for group in groups for i in group.values()]
-        for i, node in zip(own, settle([leaves[i] for i in own], keys), strict=True):
-            leaves[i] = node
-        for group in groups:
-            with locate_errors(_at(call(self, "apply"), slots, group)):
-                for i in group.values():
-                    require_values(leaves[i], marks[i])
-                effective = self.apply_leaves({name: values_under(leaves[i][marks[i]]) for name, i in group.items()})
-            for name, i in group.items():
-                leaves[i] = effective[name]
-        return treedef.unflatten(leaves)
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        who, nodes, sites = call(self, method), find_nodes(tree, self.kind), list[_Group]()
+        if not nodes:
+            raise no_own_node(who, self.kind, nest(tree))
+        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
+        for group in self._groups(method, {place: slots[place].path for place in nodes}):
+            own = {name: nodes[place] for name, place in group.items()}
+            with locate_errors(f"{who} at {_at(slots, group)}"):
+                for node in own.values():
+                    node.require_values()
+                types = jax.eval_shape(self.apply_leaves, {name: abstract(node.types) for name, node in own.items()})
+            spots = {name: Spot(node.place, node.values, node.mark, types[name]) for name, node in own.items()}
+            sites.append(_Group(self, _at(slots, group), spots))
+        return Layer(self, who, sites)
 
-    def _opened(self, arrays: dict[str, Array]) -> dict[str, dict[str, Any]]:
-        """The content of the marker for each name, after checking that it reproduces the types of the arrays."""
+    def _opened(self, arrays: dict[str, Array]) -> Held:
+        """The raw values for each name, after checking that they reproduce the types of the arrays."""
         try:
             values = self.init_leaves(arrays)
             _require_names("init_leaves", "the values of", values, arrays)
@@ -121,44 +107,52 @@ class Joint(Parametrization):
         for name, w in arrays.items():
             if not self.changes_type:
                 require_type("apply_leaves", effective[name], w)
-        return {name: node_of(named, self.fixed) for name, named in values.items()}
+        return values
 
-    def _groups(self, method: str, slots: Sequence[Slot], seen: Sequence[bool]) -> list[dict[str, int]]:
-        """For each group of captured texts, the index of the array of each name."""
+    def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
+        """For each group of captured texts, the place of the array of each name."""
         who = call(self, method)
-        groups: dict[tuple[Any, ...], dict[str, int]] = {}
-        taken: dict[int, str] = {}
+        groups: dict[tuple[Any, ...], dict[str, Names]] = {}
+        taken: dict[Names, str] = {}
         for name, expression in self.arrays:
-            matches = {i: re.fullmatch(expression, slot.path) for i, slot in enumerate(slots) if seen[i]}
-            found = {i: match.groups() for i, match in matches.items() if match}
+            matches = {place: re.fullmatch(expression, path) for place, path in paths.items()}
+            found = {place: match.groups() for place, match in matches.items() if match}
             if not found:
-                paths = [slots[i].path for i in matches]
-                raise ValueError(f"{who} found no array for {name!r}: {nothing(expression, paths)}")
-            for i, captured in found.items():
+                raise ValueError(f"{who} found no array for {name!r}: {nothing(expression, list(paths.values()))}")
+            for place, captured in found.items():
                 group = groups.setdefault(captured, {})
-                if name in group or i in taken:
-                    others = f"{name!r} at {slots[group[name]].path!r}" if name in group else f"it for {taken[i]!r}"
+                if name in group or place in taken:
+                    others = f"{name!r} at {paths[group[name]]!r}" if name in group else f"it for {taken[place]!r}"
                     raise ValueError(
-                        f"{who} found {slots[i].path!r} for {name!r}, but has {others} already. Capture in parentheses "
+                        f"{who} found {paths[place]!r} for {name!r}, but has {others} already. Capture in parentheses "
                         f"what differs between layers, and put the stage after those that split an array."
                     )
-                group[name], taken[i] = i, name
+                group[name], taken[place] = place, name
         for group in groups.values():
-            self._require_whole(who, slots, group)
+            if lacking := [name for name, _ in self.arrays if name not in group]:
+                name, place = next(iter(group.items()))
+                raise ValueError(
+                    f"{who} found {paths[place]!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
+                    f"text. Narrow the expressions to the layers that have all of {[name for name, _ in self.arrays]}."
+                )
         return list(groups.values())
 
-    def _require_whole(self, who: str, slots: Sequence[Slot], group: dict[str, int]) -> None:
-        lacking = [name for name, _ in self.arrays if name not in group]
-        if lacking:
-            name, i = next(iter(group.items()))
-            raise ValueError(
-                f"{who} found {slots[i].path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
-                f"text. Narrow the expressions to the layers that have all of {[name for name, _ in self.arrays]}."
-            )
+
+@dataclass(frozen=True, eq=False)
+class _Group(Site):
+    """The stage on one group of arrays."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        del key
+        return self.stage._opened(arrays)
+
+    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
+        del random
+        return self.stage.apply_leaves(values)
 
 
-def _at(who: str, slots: Sequence[Slot], group: Mapping[str, int]) -> str:
-    return f"{who} at {', '.join(repr(slots[i].path) for i in group.values())}"
+def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
+    return ", ".join(repr(slots[place].path) for place in group.values())
 
 
 def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:

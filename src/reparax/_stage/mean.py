@@ -1,17 +1,20 @@
 """The mean of a random stage."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from jax import Array
 
 from reparax._axes.origin import Origins
-from reparax._core.algebra import Parametrization, overrides
+from reparax._core.algebra import AtSites, Parametrization, overrides
 from reparax._core.keys import Keys
+from reparax._core.layers import Layer
+from reparax._tree.flat import Flat
 from reparax._tree.paths import PyTree
 
 
-class Mean(Parametrization):
+class Mean(AtSites):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
     It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
@@ -37,26 +40,39 @@ class Mean(Parametrization):
 
     stage: Parametrization
 
-    draws_late: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         got: Any = self.stage
-        known = isinstance(got, Parametrization) and got.stochastic and overrides(got, "mean_tree")
+        known = (
+            isinstance(got, Parametrization) and got.stochastic and (not got.sees_tree or overrides(got, "mean_tree"))
+        )
         if not known:
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
             )
-        for said in ("kind", "main", "fixed", "changes_type", "straight_through", "moves_weights"):
+        for said in ("kind", "main", "fixed", "changes_type", "straight_through", "moves_weights", "sees_tree"):
             object.__setattr__(self, said, getattr(got, said))
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
         return self.stage.init_tree(tree, keys)
 
+    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        return self.stage.mean_tree(tree, keys) if self.sees_tree else super().apply_tree(tree, keys)
+
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        return self.stage.sites_of_arrays(method, tree)
+
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        if self.sees_tree:
+            return super().sites_of_values(method, tree)
+        layer = self.stage.sites_of_values("fold" if method == "apply" else method, tree)
+        return replace(layer, sites=[replace(site, mean=True) for site in layer.sites])
+
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return self.stage._follow(tree)
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage.mean_tree(tree, keys)
+    @property
+    def asks_functions(self) -> bool:
+        return self.stage.asks_functions
 
     @property
     def advances(self) -> bool:
@@ -70,12 +86,16 @@ class Mean(Parametrization):
     def has_base(self) -> bool:
         return self.stage.has_base
 
-    def rebase_tree(self, tree: PyTree) -> PyTree:
-        return self.stage.rebase_tree(tree)
-
     @property
     def reads_grads(self) -> bool:
         return self.stage.reads_grads
+
+    @property
+    def has_determinant(self) -> bool:
+        return self.stage.has_determinant
+
+    def rebase_tree(self, tree: PyTree) -> PyTree:
+        return self.stage.rebase_tree(tree)
 
     def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
         return self.stage.update_tree(tree, keys, *((grads,) if self.reads_grads else ()))

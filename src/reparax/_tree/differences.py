@@ -20,10 +20,10 @@ def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
         filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
         return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
 
-    return jax.eval_shape(of_arrays, [_type(leaf) if is_array(leaf) else None for leaf in leaves])
+    return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
 
 
-def _type(x: Any) -> jax.ShapeDtypeStruct:
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, and the dtype that JAX gives it."""
     extended = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
     return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))

@@ -88,22 +88,6 @@ def has_symbols(types: Types) -> bool:
     return any(map(export.is_symbolic_dim, (n for _, shape, _ in types for n in shape)))
 
 
-def values_under(node: Mapping[str, Any]) -> dict[str, Array]:
-    """The values under a marker; the fixed ones pass no gradient."""
-    free = {name: value for name, value in node.items() if name != FIXED}
-    fixed = node.get(FIXED, {})
-    return {name: jnp.asarray(value) for name, value in free.items()} | {
-        name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in fixed.items()
-    }
-
-
-def node_of(values: Mapping[str, Array], fixed: tuple[str, ...]) -> dict[str, Any]:
-    """The content of a marker: the values, with the fixed ones under ``@fixed``."""
-    free = {name: value for name, value in values.items() if name not in fixed}
-    held = {name: values[name] for name in fixed if name in values}
-    return {**free, FIXED: held} if held else free
-
-
 @contextmanager
 def locate_errors(who: str) -> Generator[None]:
     """Adds the stage and the path to errors of a formula on one array, which knows neither."""

@@ -5,11 +5,11 @@ fixed values under ``"@fixed"``. The key path of a raw array tells everything ab
 main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from reparax._tree.paths import IsLeaf, Names, PyTree, is_empty, items, named, path_text
+from reparax._tree.paths import Names, PyTree, is_empty, items, named, path_text
 
 FIXED = "@fixed"
 OTHER_CHAIN = (
@@ -70,23 +70,14 @@ class Slot:
     decays: bool
 
 
-def own_mark(x: Any, kind: str) -> str | None:
-    """The marker of ``kind`` in a marker dict with no other marker under it, or None."""
-    marks = [name for name in x if _is_mark(name) and kind_of(name) == kind] if isinstance(x, Mapping) else []
-    return next((mark for mark in marks if not _holds_mark(x[mark])), None)
-
-
-def node_predicate(kind: str) -> Callable[[object], bool]:
-    """A test for the marker dicts that the next stage of ``kind`` consumes: the innermost ones of that kind."""
-    return lambda x: own_mark(x, kind) is not None
-
-
-def _is_mark(name: object) -> bool:
+def is_mark(name: object) -> bool:
+    """Whether a name is that of a marker."""
     return isinstance(name, str) and name.startswith("@") and name != FIXED
 
 
-def _holds_mark(x: object) -> bool:
-    return isinstance(x, Mapping) and any(_is_mark(name) or _holds_mark(held) for name, held in x.items())
+def holds_markers(x: object) -> bool:
+    """Whether ``x`` is a marker dict."""
+    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
 
 
 def kind_of(mark: str) -> str:
@@ -104,7 +95,7 @@ def parameter(path: Names) -> str:
 
 def next_number(path: Names, kind: str) -> int:
     """The number of the next stage of ``kind`` on the array at ``path``; the outermost has number 1."""
-    return 1 + sum(_is_mark(name) and kind_of(name) == kind for name in path)
+    return 1 + sum(is_mark(name) and kind_of(name) == kind for name in path)
 
 
 def marker(kind: str, n: int) -> str:
@@ -147,7 +138,7 @@ class _Value(NamedTuple):
 def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
     """The value under each marker along ``path``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(path):
-        if _is_mark(name):
+        if is_mark(name):
             stage = _stage(path, i)
             fixed = FIXED in path[i + 1 : i + 2]
             if len(path) <= i + 1 + fixed:
@@ -169,7 +160,11 @@ def aligned(path: Names) -> bool:
     return all(map(has_axes, _values(path)))
 
 
-def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
+def describe_places(paths: Sequence[Names], *, bases: bool = False) -> list[Slot]:
+    """A :class:`Slot` for each path of a raw (or plain) tree.
+
+    With ``bases``, the base of an array represents it, and values added to the base are hidden.
+    """
     mains: dict[Names, set[str]] = {}
     for path in paths:
         for value in _values(path, bases=bases):
@@ -189,27 +184,27 @@ def _slots(paths: list[Names], *, bases: bool) -> list[Slot]:
             decays = decays and value.decays
         return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added, decays)
 
-    return [slot(path) for path in paths]
+    slots = [slot(path) for path in paths]
+    known: set[str] = set()
+    for each in slots:
+        if each.draw in known:
+            raise same_path(each.draw)
+        known.add(each.draw)
+    return slots
 
 
-def flatten_slots(
-    tree: PyTree, is_leaf: IsLeaf | None = None, *, bases: bool = False
-) -> tuple[list[Any], list[Slot], Any]:
-    """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef.
+def same_path(path: str) -> ValueError:
+    """The error for a tree in which two leaves have one path."""
+    return ValueError(
+        f"Two leaves of the tree have the path {path!r}. "
+        f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
+    )
 
-    With ``bases``, the base of an array represents it, and values added to the base are hidden.
-    """
-    paths, leaves, treedef = named(tree, is_leaf)
-    slots = _slots(paths, bases=bases)
-    seen: set[str] = set()
-    for slot in slots:
-        if slot.draw in seen:
-            raise ValueError(
-                f"Two leaves of the tree have the path {slot.draw!r}. "
-                f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
-            )
-        seen.add(slot.draw)
-    return leaves, slots, treedef
+
+def flatten_slots(tree: PyTree) -> tuple[list[Any], list[Slot], Any]:
+    """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef."""
+    paths, leaves, treedef = named(tree)
+    return leaves, describe_places(paths), treedef
 
 
 def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
@@ -239,35 +234,3 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
         if first is not None:
             found.setdefault(parameter(path), first)
     return found
-
-
-def changes(before: PyTree, after: PyTree) -> dict[Names, Any]:
-    """The leaves and empty nodes of ``after`` that are not the same objects as in ``before``.
-
-    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
-    """
-    old = dict(items(before, is_empty))
-
-    def is_new(path: Names, leaf: Any) -> bool:
-        return path not in old or (leaf is not old[path] and not (is_empty(leaf) and is_empty(old[path])))
-
-    return {path: leaf for path, leaf in items(after, is_empty) if is_new(path, leaf)}
-
-
-def graft(method: str, raw: PyTree, before: PyTree, after: PyTree, *, free: bool) -> PyTree:
-    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``before`` and ``after``.
-
-    A value is found in ``raw`` by its path; if an earlier stage has moved it, by object identity.
-    """
-    old = dict(items(before))
-    found = changes(before, after).items()
-    fresh = {path: leaf for path, leaf in found if (free or FIXED in path) and not is_empty(leaf)}
-    paths, leaves, treedef = named(raw)
-    moved = {id(old.get(path)): path for path in fresh.keys() - set(paths)}
-    places = [path if path in fresh else moved.get(id(leaf), path) for path, leaf in zip(paths, leaves, strict=True)]
-    if lost := sorted(fresh.keys() - set(places)):
-        raise ValueError(
-            f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
-            f"computes that value. Put that stage later in the chain, or let it return the value unchanged."
-        )
-    return treedef.unflatten([fresh.get(place, leaf) for place, leaf in zip(places, leaves, strict=True)])

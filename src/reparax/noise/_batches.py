@@ -3,13 +3,14 @@
 from abc import abstractmethod
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.keys import Keys
-from reparax._core.pending import Pending, draw_all, join_noise
+from reparax._axes.names import AxisNames
 from reparax._stage.leaf import Perturbation
-from reparax._tree.paths import PyTree
+from reparax._stage.leaf_sites import Noise
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names
+from reparax._tree.raw import Slot
 
 
 class Drawn(Perturbation):
@@ -39,14 +40,6 @@ class Drawn(Perturbation):
     def apply_leaf(self, w: Array, key: Array) -> Array:
         return self.perturb(w, self.draw(w, key))
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        found, treedef = self._selection("apply", tree)
-        leaves = [w for w, _, _ in found]
-        acting = {i: (slot.draw, stage) for i, (_, slot, stage) in enumerate(found) if stage is not None}
-        numbers = keys.numbers(self.kind, [path for path, _ in acting.values()])
-        both = {i: join_noise(leaves[i], stage) for i, (_, stage) in acting.items()}
-        alone = [i for i, noise in both.items() if noise is None]
-        ready = dict(zip(alone, draw_all([leaves[i] for i in alone], keys), strict=True))
-        for (i, (path, stage)), number in zip(acting.items(), numbers, strict=True):
-            leaves[i] = both[i] or Pending(jnp.asarray(ready[i]), stage, path, number)
-        return treedef.unflatten(leaves)
+    def _site(self, method: str, tree: Flat, place: Names, slot: Slot, names: AxisNames | None) -> Noise:
+        site = super()._site(method, tree, place, slot, names)
+        return Noise(site.stage, site.at, site.spots, site.seed)

@@ -10,9 +10,10 @@ from jax import Array
 from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization, call, require_chains
 from reparax._core.keys import Keys, check_key
-from reparax._core.pending import settle
-from reparax._numerics.arithmetic import inexact_places, widened
-from reparax._tree.paths import PyTree, is_traceable
+from reparax._core.plan import run
+from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.paths import Names, PyTree, is_array, is_traceable
 from reparax.noise._stages import VarNoise
 
 
@@ -58,32 +59,29 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
             f"{keys.shape}. Pass one key and one number for each member."
         )
 
-    leaves, treedef = jax.tree.flatten(gather_boxes(raw))
-    moving = inexact_places(leaves)
+    tree = flatten(gather_boxes(raw))
+    moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
-    def before(values: list[Array]) -> PyTree:
-        held = dict(zip(moving, values, strict=True))
-        tree = treedef.unflatten([held.get(i, x) for i, x in enumerate(leaves)])
-        return Chain(stages[:place]).apply_tree(tree, Keys(None))
+    def before(values: dict[Names, Array]) -> Flat:
+        return run(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
-    seen, seen_def = jax.tree.flatten(before([leaves[i] for i in moving]))
-    noisy, unit = inexact_places(seen), replace(noise, std=1.0)
-    zeros = seen_def.unflatten([jnp.zeros_like(x) if i in noisy else x for i, x in enumerate(seen)])
+    seen = before(moving)
+    unit = replace(noise, std=1.0)
+    zeros = {at: jnp.zeros_like(x) for at, x in seen.arrays.items() if is_array(x) and is_inexact(x)}
+    still = replace(seen, arrays={**seen.arrays, **zeros})
 
-    def add(total: list[Array], member: tuple[Array, Array]) -> tuple[list[Array], None]:
+    def add(total: dict[Names, Array], member: tuple[Array, Array]) -> tuple[dict[Names, Array], None]:
         keys = Keys(check_key(member[0], "noise_gradient", "noise_gradient(p, raw, keys, fitness)"))
-        drawn = jax.tree.leaves(settle(unit.apply_tree(zeros, keys), keys))
-        pairs = zip(total, noisy, strict=True)
-        return [t + member[1].astype(t.dtype) * drawn[i].astype(t.dtype) for t, i in pairs], None
+        drawn = run((unit,), still, keys).arrays
+        return {at: t + member[1].astype(t.dtype) * drawn[at].astype(t.dtype) for at, t in total.items()}, None
 
-    total, _ = jax.lax.scan(add, [widened(jnp.zeros_like(seen[i])) for i in noisy], (keys, fitness))
+    total, _ = jax.lax.scan(add, {at: widened(zero) for at, zero in zeros.items()}, (keys, fitness))
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
-    _, pull = jax.vjp(lambda values: [jax.tree.leaves(before(values))[i] for i in noisy], [leaves[i] for i in moving])
+    _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in zeros}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
-    whole = [2 * t.conj() if jnp.iscomplexobj(t) else t for t in total]
-    (found,) = pull([(t * scale.astype(t.dtype)).astype(seen[i].dtype) for t, i in zip(whole, noisy, strict=True)])
-    gradient = dict(zip(moving, found, strict=True))
-    return spread_like(raw, treedef.unflatten([gradient.get(i, _still(x)) for i, x in enumerate(leaves)]))
+    whole = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
+    (found,) = pull({at: (t * scale.astype(t.dtype)).astype(seen.arrays[at].dtype) for at, t in whole.items()})
+    return spread_like(raw, nest(replace(tree, arrays={at: found.get(at, _still(x)) for at, x in tree.arrays.items()})))
 
 
 def _still(x: Any) -> Any:

@@ -1,28 +1,30 @@
 """Several parameters in one block, which either the model reads or the optimizer moves."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import jax
 from jax import Array
 
-from reparax._core.algebra import Parametrization, call
+from reparax._core.algebra import AtSites, call
 from reparax._core.config import arguments
-from reparax._core.keys import Keys
-from reparax._core.pending import settle
+from reparax._core.layers import Held, Layer, Site, Spot
 from reparax._numerics.arguments import check_whole
+from reparax._stage.nodes import find_nodes
 from reparax._stage.where import matches, nearest
+from reparax._tree.flat import Flat, nest
 from reparax._tree.markers import locate_errors, no_own_node
-from reparax._tree.paths import IsLeaf, PyTree, describe, is_array, named
-from reparax._tree.raw import OTHER_CHAIN, Slot, flatten_slots, marker, next_number, node_predicate, own_mark
+from reparax._tree.paths import Names, describe, is_array
+from reparax._tree.raw import OTHER_CHAIN, Slot, marker, next_number
 from reparax.shared._block import Block, names, require_unique, texts
 from reparax.shared._cells import blocks, optional, read, write
 
-Places = dict[str, int]
+Places = dict[str, Names]
 
 
-class _Rearranged(Parametrization):
+class _Rearranged(AtSites):
     """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
 
     A raw array is stored at the place of the first model array that shares a value with it; the other places hold
@@ -34,7 +36,6 @@ class _Rearranged(Parametrization):
     sizes: Any = field(default=(), kw_only=True)
 
     parts: ClassVar[bool] = True
-    draws_late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _pairs(self.layout))
@@ -69,36 +70,31 @@ class _Rearranged(Parametrization):
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
 
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
-        leaves, slots, treedef = flatten_slots(tree)
-        cells = self._cells("init", _found(leaves, slots, is_array))
-        marks = [marker(self.kind, next_number(path, self.kind)) for path in named(tree)[0]]
-        for cell, places in cells.items():
-            with locate_errors(_at(call(self, "init"), cell)):
-                sizes = dict(self.sizes)
-                values = read(self._model, {path: leaves[i] for path, i in places.items()}, sizes)
-                stored = write(self._stored, values, sizes)
-            for path, i in places.items():
-                leaves[i] = {marks[i]: {_label(name): stored[name] for name in stored if self._home(name) == path}}
-        return treedef.unflatten(leaves)
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        slots = tree.slots()
+        cells = self._cells(method, _found(slots, lambda place: is_array(tree.arrays[place])))
+        return Layer(
+            self, call(self, method), [self._cell(cell, places, tree.arrays) for cell, places in cells.items()]
+        )
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        is_node = node_predicate(self.kind)
-        leaves, slots, treedef = flatten_slots(tree, is_node)
-        marks = {i: str(own_mark(x, self.kind)) for i, x in enumerate(leaves) if is_node(x)}
-        if not marks:
-            raise no_own_node(call(self, "apply"), self.kind, tree)
-        cells = self._cells("apply", _found(leaves, slots, is_node))
-        own = [i for places in cells.values() for i in places.values()]
-        for i, node in zip(own, settle([leaves[i] for i in own], keys), strict=True):
-            leaves[i] = node
-        for cell, places in cells.items():
-            with locate_errors(_at(call(self, "apply"), cell)):
-                effective = self._effective({path: leaves[i][marks[i]] for path, i in places.items()})
-            for path, i in places.items():
-                leaves[i] = effective[path]
-        return treedef.unflatten(leaves)
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        who, nodes = call(self, method), find_nodes(tree, self.kind)
+        if not nodes:
+            raise no_own_node(who, self.kind, nest(tree))
+        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
+        sites: list[_Cell] = []
+        for cell, places in self._cells(method, _found(slots, nodes.__contains__)).items():
+            own = {path: nodes[place] for path, place in places.items()}
+            with locate_errors(_at(who, cell)):
+                types = jax.eval_shape(self._effective, {path: node.held for path, node in own.items()})
+            spots = {path: Spot(node.place, node.values, node.mark, types[path]) for path, node in own.items()}
+            sites.append(_Cell(self, _text(cell), spots))
+        return Layer(self, who, sites)
+
+    def _cell(self, cell: str, places: Places, arrays: Mapping[Names, Any]) -> "_Cell":
+        marks = {path: marker(self.kind, next_number(place, self.kind)) for path, place in places.items()}
+        spots = {path: Spot(place, {}, marks[path], arrays[place]) for path, place in places.items()}
+        return _Cell(self, _text(cell), spots)
 
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
@@ -124,8 +120,8 @@ class _Rearranged(Parametrization):
         first = names(self._stored[stored])[0]
         return next(path for path, block in self._model.items() if first in names(block))
 
-    def _cells(self, method: str, arrays: list[tuple[str, int]]) -> dict[str, Places]:
-        """The cells that ``at`` selects, each with the indices of its arrays by their relative paths."""
+    def _cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
+        """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
         found = [(_above(path, full), path, i) for full, i in arrays for path in self._model]
         chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
         cells: dict[str, Places] = {}
@@ -144,9 +140,28 @@ class _Rearranged(Parametrization):
         return cells
 
 
-def _found(leaves: Sequence[Any], slots: Sequence[Slot], wanted: IsLeaf) -> list[tuple[str, int]]:
-    """The paths and indices of the wanted leaves that stages may see."""
-    return [(slot.path, i) for i, slot in enumerate(slots) if slot.visible and wanted(leaves[i])]
+@dataclass(frozen=True, eq=False)
+class _Cell(Site):
+    """The arrays of one cell."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        del key
+        stage, sizes = self.stage, dict(self.stage.sizes)
+        stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
+        return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return self.stage._effective(values)
+
+
+def _found(slots: Mapping[Names, Slot], wanted: Callable[[Names], bool]) -> list[tuple[str, Names]]:
+    """The paths and places of the wanted arrays that stages may see."""
+    return [(slot.path, place) for place, slot in slots.items() if slot.visible and wanted(place)]
+
+
+def _text(cell: str) -> str:
+    return repr(cell) if cell else ""
 
 
 def _at(who: str, cell: str) -> str:
@@ -248,9 +263,8 @@ class Split(_Rearranged):
         object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
         super().__post_init__()
 
-    def _sources(self, tree: PyTree) -> dict[str, str]:
-        leaves, slots, _ = flatten_slots(tree)
-        cells = self._cells("owners", _found(leaves, slots, is_array))
+    def _sources(self, tree: Flat) -> dict[str, str]:
+        cells = self._cells("owners", _found(tree.slots(), lambda place: is_array(tree.arrays[place])))
         holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
         held = {path: holder[names(block)[0]] for path, block in self._model.items()}
         return {

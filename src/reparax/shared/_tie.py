@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,20 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax._core.algebra import Parametrization, call
+from reparax._core.algebra import AtSites, call
 from reparax._core.config import code
-from reparax._core.keys import Keys
-from reparax._core.pending import draw_all
+from reparax._core.layers import Held, Layer, Site, Spot
+from reparax._stage.nodes import find_nodes
 from reparax._stage.where import matches, nearest
-from reparax._tree.paths import PyTree, describe, is_array, named
-from reparax._tree.raw import Slot, flatten_slots, marker, next_number, node_predicate
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names, describe, is_array
+from reparax._tree.raw import Slot, marker, next_number
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
 
 
-class Tie(Parametrization):
+class Tie(AtSites):
     r"""One parameter in several places: each target is its source, or a pure function of it.
 
     The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
@@ -60,8 +61,6 @@ class Tie(Parametrization):
     ties: Any
     unequal: str = field(default="refuse", kw_only=True)
 
-    draws_late: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         ties = _entries(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
@@ -76,28 +75,18 @@ class Tie(Parametrization):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        del keys
-        is_node = node_predicate(self.kind)
-        leaves, slots, treedef = flatten_slots(tree, is_node)
-        values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        places = self._places(
-            "init", [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
-        )
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        who, (slots, tied) = call(self, method), _seen(tree, self.kind)
+        places = self._places(method, slots)
         for target, (source, transform) in places.items():
-            if tied := [path for path in (target, source) if is_node(values[path])]:
+            if again := [place for place in (target, source) if place in tied]:
                 raise ValueError(
-                    f"{call(self, 'init')} names {tied[0]!r}, which a later Tie of the chain has tied already. Use "
+                    f"{who} names {slots[again[0]].draw!r}, which a later Tie of the chain has tied already. Use "
                     f"each path as a target once, and the owner of a tied array as the source."
                 )
-            self._require_equal(target, values[target], source, values[source], transform)
-        numbers = [next_number(path, self.kind) for path in named(tree, is_node)[0]]
-        return treedef.unflatten(
-            [
-                {marker(self.kind, number): {}} if slot.draw in places else leaf
-                for slot, leaf, number in zip(slots, leaves, numbers, strict=True)
-            ]
-        )
+            got, given = tree.arrays[target], tree.arrays[source]
+            self._require_equal(slots[target].draw, got, slots[source].draw, given, transform)
+        return Layer(self, who, self._sites(slots, places, tree.arrays))
 
     def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
         shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
@@ -112,56 +101,65 @@ class Tie(Parametrization):
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        is_node = node_predicate(self.kind)
-        leaves, slots, treedef = flatten_slots(tree, is_node)
-        values = {slot.draw: leaf for slot, leaf in zip(slots, leaves, strict=True)}
-        held = [slot for slot in slots if is_array(values[slot.draw]) or is_node(values[slot.draw])]
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        who, (slots, tied) = call(self, method), _seen(tree, self.kind)
         for target, _, _ in self.ties:
-            if not matches(target, [slot.path for slot in held]):
+            if not matches(target, [slot.path for slot in slots.values()]):
                 raise ValueError(
-                    f"{call(self, 'apply')} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
+                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
                     f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
                 )
-        places = self._places("apply", held)
+        places = self._places(method, slots)
         for target in places:
-            if is_array(values[target]):
+            if target not in tied:
                 raise ValueError(
-                    f"{call(self, 'apply')} got a tree that never went through init: {target!r} holds a value of its "
+                    f"{who} got a tree that never went through init: {slots[target].draw!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
-        owners = [path for path in dict.fromkeys(source for source, _ in places.values()) if path not in places]
-        values |= zip(owners, draw_all([values[path] for path in owners], keys), strict=True)
+        return Layer(self, who, self._sites(slots, places, tree.arrays))
 
-        def value(path: str) -> Array:
-            if path not in places:
-                return values[path]
-            source, transform = places[path]
-            return transform(jnp.asarray(value(source)))
+    def _sites(
+        self, slots: Mapping[Names, Slot], places: Mapping[Names, tuple[Names, Transform]], arrays: Mapping[Names, Any]
+    ) -> list["_Tied"]:
+        """A site for each tied array, after that of its source."""
+        found: dict[Names, _Tied] = {}
 
-        return treedef.unflatten([value(slot.draw) for slot in slots])
+        def add(target: Names) -> Any:
+            """The type of an array."""
+            if target not in places:
+                return arrays[target]
+            if target not in found:
+                source, transform = places[target]
+                type_ = jax.eval_shape(lambda x: transform(x), add(source))
+                spot = Spot(target, {}, marker(self.kind, next_number(target, self.kind)), type_)
+                at, reads = repr(slots[target].path), {"source": source}
+                found[target] = _Tied(self, at, {"w": spot}, reads=reads, transform=transform)
+            return found[target].spots["w"].type
 
-    def _sources(self, tree: PyTree) -> dict[str, str]:
-        leaves, slots, _ = flatten_slots(tree)
-        paths = [slot.path for slot, leaf in zip(slots, leaves, strict=True) if is_array(leaf)]
+        for target in places:
+            add(target)
+        return list(found.values())
+
+    def _sources(self, tree: Flat) -> dict[str, str]:
+        paths = [slot.path for place, slot in tree.slots().items() if is_array(tree.arrays[place])]
         return {target: source for target, source, _ in self._resolved("owners", paths)}
 
-    def _places(self, method: str, slots: list[Slot]) -> dict[str, tuple[str, Transform]]:
-        """For each tied array, by its path: its source array and the transform."""
-        places: dict[str, tuple[str, Transform]] = {}
-        own: dict[str, list[str]] = {}
-        for slot in slots:
-            own.setdefault(slot.path, []).append(slot.draw)
+    def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
+        """For each tied array, by its place: its source array and the transform."""
+        places: dict[Names, tuple[Names, Transform]] = {}
+        own: dict[str, dict[str, Names]] = {}
+        for place, slot in slots.items():
+            own.setdefault(slot.path, {})[slot.draw] = place
         for target, source, transform in self._resolved(method, list(own)):
-            for draw in own[target]:
+            for draw, place in own[target].items():
                 alone = len(own[target]) == len(own[source]) == 1
-                image = own[source][0] if alone else source + draw.removeprefix(target)
+                image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
                 if image not in own[source]:
                     raise ValueError(
                         f"{call(self, method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
                         f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
-                places[draw] = (image, transform or _same)
+                places[place] = (own[source][image], transform or _same)
         return places
 
     def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
@@ -178,6 +176,29 @@ class Tie(Parametrization):
         _require_one_source(who, found)
         _require_no_loop(who, {target: source for target, source, _ in found})
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Tied(Site):
+    """A tied array, and the function of its source that it is."""
+
+    transform: Transform = field(kw_only=True)
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        del key
+        return {name: {} for name in arrays}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return {"w": self.transform(values["source"][""])}
+
+
+def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], set[Names]]:
+    """The arrays, and the places that a tie of this kind has taken, each with its description; and these places."""
+    nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
+    closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
+    slots = {at: slot for at, slot in closed.slots().items() if at in nodes or is_array(closed.arrays[at])}
+    return slots, set(nodes)
 
 
 def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:

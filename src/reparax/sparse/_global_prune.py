@@ -1,20 +1,21 @@
 """Pruning of many arrays with one ranking."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.keys import Keys
+from reparax._core.layers import Held, Layer, Site
 from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
 from reparax._stage.leaf import Reparametrization
-from reparax._tree.paths import PyTree
-from reparax._tree.raw import FIXED
+from reparax._tree.flat import Flat
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
 
@@ -74,22 +75,42 @@ class GlobalPrune(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.update_tree(super().init_tree(tree, keys), keys)
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        return _ranked_together(super().sites_of_arrays(method, tree))
 
-    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
-        del grads
-        leaves, treedef, own = self._own_nodes("update", tree, keys)  # all nodes first: each mask depends on all
-        masks = self._masks([jnp.asarray(node.held["w"]) for node in own.values()])
-        for (i, node), mask in zip(own.items(), masks, strict=True):
-            leaves[i] = {node.mark: {**node.held, FIXED: {"mask": mask}}}
-        return treedef.unflatten(leaves)
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        return _ranked_together(super().sites_of_values(method, tree))
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
         if (wrong := _amount.too_many(self, scores.size)) is not None:
-            raise ValueError(f"{self!r}: {wrong}")
+            raise ValueError(wrong)
         kept = largest(scores, _amount.left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])
         parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
         return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranking(Site):
+    """All arrays that share one ranking."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        del key
+        values = {name: self.stage.init_leaf(w) for name, w in arrays.items()}
+        return {name: values[name] | mask for name, mask in self.update(values, {}, None).items()}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return {name: self.stage.apply_leaf(held) for name, held in values.items()}
+
+    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+        del grads, key
+        masks = self.stage._masks([held["w"] for held in values.values()])
+        return {name: {"mask": mask} for name, mask in zip(values, masks, strict=True)}
+
+
+def _ranked_together(layer: Layer) -> Layer:
+    """The layer with one site instead of one for each array."""
+    spots = {site.at: site.spots["w"] for site in layer.sites}
+    return replace(layer, sites=[_Ranking(layer.stage, "", spots)])

@@ -14,7 +14,6 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.keys import Keys
-from reparax._core.pending import settle
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
@@ -98,7 +97,7 @@ class Alone(Parametrization):
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
         keys = Keys(key)
-        return settle(self.stage.apply_tree(self._seen(raw), keys), keys)
+        return self.stage.apply_tree(self._seen(raw), keys)
 
     def fold(self, raw: PyTree) -> PyTree:
         return self.stage.deterministic.apply_tree(self._seen(raw), Keys(None))

@@ -10,11 +10,12 @@ import jax
 
 from reparax._core.algebra import Chain, Parametrization, require_chains, with_any_key
 from reparax._core.keys import Keys
-from reparax._core.pending import settle
+from reparax._core.plan import open_all, walk
 from reparax._tree.differences import abstract
+from reparax._tree.flat import flatten
 from reparax._tree.folding import Line, folded
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
-from reparax._tree.raw import changes, parameter
+from reparax._tree.raw import parameter
 from reparax._tree.sizes import readable, size_in_bytes
 from reparax.training._partition import are_free
 
@@ -140,25 +141,23 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       total                                     660      0  2.6 KiB
     """
     require_chains("summary(p, params)", p)
-    return Summary(repr(p), tuple(_rows(abstract(with_any_key(p.init), params), _Watched((p,)).acting(params))))
+    return Summary(repr(p), tuple(_rows(abstract(with_any_key(p.init), params), _acting(p, params))))
 
 
-class _Watched(Chain):
-    """A chain that records which of its stages act on each parameter."""
+def _acting(p: Parametrization, params: PyTree) -> dict[str, tuple[str, ...]]:
+    """The stages that act on each parameter."""
+    found: dict[str, tuple[str, ...]] = {}
 
-    def acting(self, params: PyTree) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
+    def watched(params: PyTree) -> PyTree:
+        stages, keys = tuple(Chain((p,))), Keys(jax.random.key(0))
+        for layer, before, after in walk("apply", stages, open_all(stages, flatten(params), Keys(None)), keys):
+            changed = [place for place, x in after.arrays.items() if x is not before.arrays.get(place)]
+            for path in dict.fromkeys(map(parameter, changed)):
+                found[path] = (*found.get(path, ()), type(layer.stage).__name__)
+        return params
 
-        def watched(params: PyTree) -> PyTree:
-            tree, keys = self.init_tree(params, Keys(None)), Keys(jax.random.key(0))
-            for stage in self.stages:
-                before, tree = tree, stage.apply_tree(tree, keys)
-                for path in dict.fromkeys(map(parameter, changes(before, tree))):
-                    found[path] = (*found.get(path, ()), type(stage).__name__)
-            return settle(tree, keys)
-
-        abstract(watched, params)
-        return found
+    abstract(watched, params)
+    return found
 
 
 def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
+from reparax._core.plan import walk
 from reparax._stage.mean import Mean
+from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
+from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
-from reparax._tree.raw import FIXED, kind_of, node_predicate, outer_markers, own_mark
+from reparax._tree.raw import FIXED, kind_of, outer_markers
 from reparax.training._partition import are_free
 
 
@@ -72,83 +75,70 @@ class _Carried:
 
 
 def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
-    params, read = _Reading((old,)).read(gather_boxes(raw))
-    return _Writing((new,)).carried(params, read)
+    read, keys, kept = _Read(old, raw), Keys(jax.random.key(0)), set[Names]()
+    tree = read.effective
+    for stage in reversed(tuple(Chain((new,)))):
+        before, tree = tree, stage.sites_of_arrays("init", tree).open(tree, keys)
+        known = find_nodes(before, stage.kind)
+        for place, node in find_nodes(tree, stage.kind).items():
+            if place not in known and (values := read.values(stage, node)) is not None:
+                kept.add(plain(place))
+                tree = replace(tree, arrays={**tree.arrays, **values})
+        tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
+    boxed = spread_boxes(functools.partial(new.init_tree, keys=Keys(None)), nest(read.effective), nest(tree))
+    return _Carried(boxed, frozenset(kept))
 
 
-Nodes = dict[Names, tuple[Parametrization, Mapping[str, Any]]]
+class _Read:
+    """What a chain makes of a raw tree, and all that lies between.
+
+    Attributes:
+      effective: The effective tree.
+      nodes: For the place of each array that a stage computed, the stage, and the node that it read.
+    """
+
+    def __init__(self, p: Parametrization, raw: PyTree) -> None:
+        self.effective = flatten(gather_boxes(raw))
+        self.nodes: dict[Names, tuple[Parametrization, dict[Names, Any]]] = {}
+        self._in_place: list[tuple[Parametrization, Names, Any, Any]] = []
+        for layer, before, after in walk("apply", tuple(Chain((p.deterministic,))), self.effective):
+            self.effective, stage = after, layer.stage
+            left = find_nodes(after, stage.kind)
+            for place, node in find_nodes(before, stage.kind).items():
+                if place not in left:
+                    values = {_end(node, at): before.arrays[at] for at in node.values.values()}
+                    self.nodes[plain(place)] = stage, values
+            pairs = {at: (x, after.arrays.get(at, x)) for at, x in before.arrays.items()}
+            self._in_place += [(stage, plain(at), x, new) for at, (x, new) in pairs.items() if x is not new]
+
+    def values(self, stage: Parametrization, node: Node) -> dict[Names, Any] | None:
+        """The old values for a new node, if the same stage made both."""
+        maker, held = self.nodes.get(plain(node.place), (None, {}))
+        names = {_end(node, at): at for at in node.values.values()}
+        same = maker is not None and _same(stage, maker) and held.keys() == names.keys()
+        return {names[end]: x for end, x in held.items()} if same and _fit(node, held) else None
+
+    def unchanged(self, stage: Parametrization, before: Flat, after: Flat) -> dict[Names, Any]:
+        """The arrays of which ``stage`` made those of ``before`` in place, at their places in ``after``."""
+        found: dict[Names, Any] = {}
+        for other, place, old, new in self._in_place:
+            for at in (at for at, x in before.arrays.items() if x is new and plain(at) == place):
+                if at in after.arrays and after.arrays[at].shape == old.shape and _same(stage, other):
+                    found[at] = old
+        return found
 
 
 def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
     """The stage that made each marker dict of a raw tree, by the :func:`plain` path of that dict."""
-    found: Nodes = {}
+    found: dict[Names, Parametrization] = {}
 
     def read(raw: PyTree) -> PyTree:
-        effective, read = _Reading((p,)).read(gather_boxes(raw))
-        found.update(read.nodes)
-        return effective
+        known = _Read(p, raw)
+        found.update({place: stage for place, (stage, _) in known.nodes.items()})
+        return nest(known.effective)
 
     abstract(read, raw)
-    return {path: stage for path, (stage, _) in found.items()}
-
-
-@dataclass(frozen=True)
-class _InPlace:
-    """An array that a stage changed without a marker."""
-
-    stage: Parametrization
-    path: Names
-    before: Any
-    after: Any
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What the stages of a chain read: each marker dict with its stage, and the arrays that they changed in place."""
-
-    nodes: Nodes
-    in_place: list[_InPlace]
-
-
-class _Reading(Chain):
-    kind: ClassVar[str] = "reading_a_raw_tree"
-
-    def read(self, tree: PyTree) -> tuple[PyTree, _Read]:
-        """The effective tree, and what was read."""
-        found = _Read({}, [])
-        for stage in Chain((self.deterministic,)):
-            seen, tree = tree, stage.apply_tree(tree, Keys(None))
-            after = _marked(tree, stage.kind)
-            found.nodes.update(
-                {path: (stage, node) for path, node in _marked(seen, stage.kind).items() if path not in after}
-            )
-            old = _arrays(seen)
-            found.in_place.extend(
-                _InPlace(stage, path, old[path], x)
-                for path, x in _arrays(tree).items()
-                if path in old and x is not old[path]
-            )
-        return tree, found
-
-
-class _Writing(Chain):
-    kind: ClassVar[str] = "writing_a_raw_tree"
-
-    def carried(self, params: PyTree, read: _Read) -> _Carried:
-        """The raw tree of ``params``, with what was read put back if the same stage makes it at its path."""
-        tree, kept, keys = params, set[Names](), Keys(jax.random.key(0))
-        for stage in reversed(self.stages):
-            given, tree = tree, stage.init_tree(tree, keys)
-            before = _marked(given, stage.kind)
-            made = {path: node for path, node in _marked(tree, stage.kind).items() if path not in before}
-            again = {
-                path: node
-                for path, (other, node) in read.nodes.items()
-                if path in made and _same(stage, other) and _alike(node, made[path])
-            }
-            kept |= again.keys()
-            tree = _unchanged(stage, given, _replaced(tree, stage.kind, again), read.in_place)
-        return _Carried(spread_boxes(functools.partial(self.init_tree, keys=Keys(None)), params, tree), frozenset(kept))
+    return found
 
 
 def plain(path: Names) -> Names:
@@ -156,41 +146,9 @@ def plain(path: Names) -> Names:
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
-def _marked(tree: PyTree, kind: str) -> dict[Names, Mapping[str, Any]]:
-    """The values under the innermost markers of a kind, by path."""
-    is_node = node_predicate(kind)
-    pairs = items(tree, is_node)
-    return {plain(path): x[own_mark(x, kind)] for path, x in pairs if is_node(x)}
-
-
-def _replaced(tree: PyTree, kind: str, nodes: Mapping[Names, Mapping[str, Any]]) -> PyTree:
-    is_node = node_predicate(kind)
-    paths, leaves, treedef = named(tree, is_node)
-    return treedef.unflatten(
-        [
-            {own_mark(x, kind): nodes[plain(path)]} if is_node(x) and plain(path) in nodes else x
-            for path, x in zip(paths, leaves, strict=True)
-        ]
-    )
-
-
-def _unchanged(stage: Parametrization, given: PyTree, made: PyTree, in_place: Sequence[_InPlace]) -> PyTree:
-    """``made`` by ``stage`` from ``given``, with each array of which ``stage`` made the given one as it was before."""
-    arrays, shapes = _arrays(given), {path: x.shape for path, x in _arrays(made).items()}
-    found = {
-        each.path: each.before
-        for each in in_place
-        if arrays.get(each.path) is each.after
-        and shapes.get(each.path) == each.before.shape
-        and _same(stage, each.stage)
-    }
-    paths, leaves, treedef = named(made)
-    return treedef.unflatten([found.get(plain(path), x) for path, x in zip(paths, leaves, strict=True)])
-
-
 def _same(stage: Parametrization, other: Parametrization) -> bool:
-    """Whether two stages act in the same way on an array that both select; one that was read may be a mean."""
-    a, b = stage, other.stage if isinstance(other, Mean) else other
+    """Whether two stages, or those of which they are the mean, act in the same way on an array that both select."""
+    a, b = (each.stage if isinstance(each, Mean) else each for each in (stage, other))
     names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
     return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
 
@@ -199,9 +157,15 @@ def _equal(x: Any, y: Any) -> bool:
     return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
 
 
-def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two nodes hold values of the same names and shapes."""
-    return jax.tree.map(jnp.shape, a) == jax.tree.map(jnp.shape, b)
+def _end(node: Node, place: Names) -> Names:
+    """The names of a value below its marker."""
+    return place[len(node.place) + 1 :]
+
+
+def _fit(node: Node, held: Mapping[Names, Any]) -> bool:
+    """Whether values have the shapes of those of a node."""
+    shapes = {_end(node, at): shape for at, shape in node.shapes.items()}
+    return {end: jnp.shape(x) for end, x in held.items()} == shapes
 
 
 def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:

@@ -1,0 +1,221 @@
+"""What a chain does, decided before anything is computed: for each stage the sites where it acts.
+
+A *site* is a stage on one array, or on several that it joins, with everything decided: numbers and axes, the places of
+the raw values, the path by which it draws. The sites of one stage are a *layer*. Each verb (``init``, ``apply``,
+``update``, ...) is one loop over the sites of each layer, and all these loops are here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.draws import randoms
+from reparax._core.keys import Keys
+from reparax._numerics.arithmetic import add_up
+from reparax._tree.flat import Flat, Swap
+from reparax._tree.markers import locate_errors
+from reparax._tree.paths import Names, path_text
+from reparax._tree.raw import FIXED
+
+Held = Mapping[str, Mapping[str, Any]]
+"""For each array of a site, by the name that its formulas use, the raw values by their names."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The place of one effective array, and what stands there in the raw tree.
+
+    Attributes:
+      place: The place of the array.
+      values: The place of each raw value; for a stage that works in place, that of the array itself.
+      mark: The marker; None for a stage that works in place.
+      type: The type of the effective array.
+    """
+
+    place: Names
+    values: Mapping[str, Names]
+    mark: str | None
+    type: Any
+
+    @property
+    def inside(self) -> Sequence[Names]:
+        """The places of the raw tree that the array replaces; a marker without values has one of its own."""
+        return list(self.values.values()) or [(*self.place, str(self.mark))]
+
+    def opened(self, values: Mapping[str, Any], fixed: Sequence[str]) -> dict[Names, Any]:
+        """The raw values, each at its place."""
+        node = (*self.place, str(self.mark))
+        free = {(*node, name): x for name, x in values.items() if name not in fixed}
+        held = {(*node, FIXED, name): values[name] for name in fixed if name in values}
+        return free | held or {node: {}}
+
+
+@dataclass(frozen=True, eq=False)
+class Site(ABC):
+    """A stage on one array, or on several that it joins.
+
+    Attributes:
+      stage: The formulas, with the numbers and axes of this site.
+      at: The paths of its arrays, as errors show them.
+      spots: For each array its spot.
+      seed: The path on which draws depend; None if nothing is drawn, and no draw is counted.
+      number: The number of its markers among those of their kind on an array.
+      reads: The places of arrays that the formulas read and leave where they are.
+    """
+
+    stage: Any
+    at: str
+    spots: Mapping[str, Spot]
+    seed: str | None = None
+    number: int = 1
+    reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
+
+    @property
+    def starts_random(self) -> bool:
+        """Whether ``open`` takes a key."""
+        return False
+
+    @property
+    def is_random(self) -> bool:
+        """Whether ``close`` takes a key, or a draw."""
+        return False
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether ``close`` takes a draw, which depends on the array's type only."""
+        return False
+
+    @abstractmethod
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        """The raw values of the arrays."""
+
+    @abstractmethod
+    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
+        """The arrays of raw values."""
+
+    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+        """The values that change in one training step."""
+        del values, grads, key
+        return {}
+
+    def rebase(self, values: Held) -> Held:
+        """Values of the same arrays, relative to a base at the current point."""
+        return values
+
+    def number_of(self, formula: str, values: Held) -> Array:
+        """The penalty or the log-determinant."""
+        del formula, values
+        return jnp.zeros(())
+
+    def held(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
+        """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
+        spots = self.spots.items()
+        found = {name: {value: _taken(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
+        return found | {name: {"": _taken(arrays, place)} for name, place in self.reads.items()}
+
+
+def _taken(arrays: Mapping[Names, Any], place: Names) -> Any:
+    x = jnp.asarray(arrays[place])
+    return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The sites of one stage.
+
+    Attributes:
+      stage: The stage, as in the chain.
+      who: The call that errors name, such as ``WeightNorm().apply``.
+      sites: Where it acts.
+      absorbed: The seeds of sites whose noise an earlier stage draws; they count nevertheless.
+    """
+
+    stage: Any
+    who: str
+    sites: Sequence[Site]
+    absorbed: Sequence[str] = ()
+
+    def at(self, site: Site) -> str:
+        """How errors name a site."""
+        return f"{self.who} at {site.at}" if site.at else self.who
+
+    def open(self, tree: Flat, keys: Keys) -> Flat:
+        """The tree with raw values instead of the arrays."""
+        opening = [site for site in self.sites if any(spot.mark for spot in site.spots.values())]
+        starts = [i for i, site in enumerate(opening) if site.starts_random]
+        drawn = keys.of_sites(self.stage.kind, [(opening[i].number, str(opening[i].seed)) for i in starts])
+        own = dict(zip(starts, drawn, strict=True))
+        swaps: list[Swap] = []
+        for i, site in enumerate(opening):
+            arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
+            with locate_errors(self.at(site)):
+                values = site.open(arrays, own.get(i))
+            swaps += [([s.place], s.opened(values[name], site.stage.fixed)) for name, s in site.spots.items()]
+        return tree.swapped(swaps)
+
+    def close(self, tree: Flat, keys: Keys) -> Flat:
+        """The tree with the arrays instead of raw values."""
+        known, swaps = dict(tree.arrays), list[Swap]()
+        drawn = randoms(self, known, keys)
+        for i, site in enumerate(self.sites):
+            with locate_errors(self.at(site)):
+                made = site.close(site.held(known), drawn.get(i))
+            new = {spot.place: made[name] for name, spot in site.spots.items()}
+            known |= new
+            swaps += [(spot.inside, {spot.place: made[name]}) for name, spot in site.spots.items()]
+        return tree.swapped(swaps)
+
+    @property
+    def closed_types(self) -> Sequence[Swap]:
+        """The types of the arrays instead of those of raw values."""
+        return [(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()]
+
+    def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
+        """The tree with the values after one training step."""
+        reads: Sequence[str] = getattr(self.stage, "update_reads", ())
+        if ("grad" in reads and grads is None) or ("key" in reads and not keys.given):
+            return tree
+        seeds = [str(site.seed) for site in self.sites]
+        numbers = keys.numbers(self.stage.kind, seeds) if "key" in reads else []
+        drawn = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
+        arrays = dict(tree.arrays)
+        for i, site in enumerate(self.sites):
+            with locate_errors(self.at(site)):
+                slopes = {name: grads.arrays[s.place] for name, s in site.spots.items()} if grads else {}
+                new = site.update(site.held(tree.arrays), slopes, drawn[i] if drawn else None)
+            arrays |= _at_places(site, new)
+        return Flat(tree.frame, arrays)
+
+    def rebase(self, tree: Flat) -> Flat:
+        """The tree with the values relative to a base at the current point."""
+        arrays = dict(tree.arrays)
+        for site in self.sites:
+            with locate_errors(self.at(site)):
+                arrays |= _at_places(site, site.rebase(site.held(tree.arrays)))
+        return Flat(tree.frame, arrays)
+
+    def penalty(self, tree: Flat) -> Array:
+        """The sum of the penalties."""
+        return self._total("penalty", tree, lambda _: True)
+
+    def log_det(self, tree: Flat, is_free: Callable[[str], bool]) -> Array:
+        """The sum of the log-determinants over the sites that hold values that train, by their places."""
+        return self._total("log_det", tree, is_free)
+
+    def _total(self, formula: str, tree: Flat, counts: Callable[[str], bool]) -> Array:
+        found: list[Array] = []
+        for site in self.sites:
+            if any(counts(path_text(spot.place)) for spot in site.spots.values()):
+                with locate_errors(self.at(site)):
+                    found.append(jnp.sum(site.number_of(formula, site.held(tree.arrays))))
+        return add_up(found)
+
+
+def _at_places(site: Site, values: Held) -> dict[Names, Any]:
+    """New values at the places of the old ones."""
+    return {site.spots[name].values[value]: x for name, held in values.items() for value, x in held.items()}

@@ -1,0 +1,98 @@
+"""The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from jax import Array, export
+
+from reparax._core.draws import merge_noise
+from reparax._core.keys import Keys
+from reparax._core.layers import Layer
+from reparax._tree.flat import Flat, Frame, flatten, nest
+from reparax._tree.paths import Names, is_array, is_empty
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLayer(Layer):
+    """The layer of a stage that takes the whole tree at once."""
+
+    def open(self, tree: Flat, keys: Keys) -> Flat:
+        return flatten(self.stage.init_tree(nest(tree), keys))
+
+    def close(self, tree: Flat, keys: Keys) -> Flat:
+        return flatten(self.stage.apply_tree(nest(tree), keys))
+
+    def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
+        read = (None if grads is None else nest(grads),) if self.stage.reads_grads else ()
+        return flatten(self.stage.update_tree(nest(tree), keys, *read))
+
+    def rebase(self, tree: Flat) -> Flat:
+        return flatten(self.stage.rebase_tree(nest(tree)))
+
+    def penalty(self, tree: Flat) -> Array:
+        return self.stage.penalty_tree(nest(tree))
+
+    def log_det(self, tree: Flat, is_free: Any) -> Array:
+        return self.stage.log_det_tree(nest(tree), is_free)
+
+
+def decide(method: str, stages: Sequence[Any], tree: Flat) -> list[Layer]:
+    """The layers of stages with sites, in their order; ``tree`` is of types. All errors of structure come from here."""
+    layers: list[Layer] = []
+    for stage in stages:
+        layers.append(stage.sites_of_values(method, tree))
+        tree = tree.swapped(layers[-1].closed_types)
+    return layers
+
+
+def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
+    """The tree after ``apply`` of each stage."""
+    for whole, group in groupby(stages, lambda stage: stage.sees_tree):
+        own = tuple(group)
+        for layer in [TreeLayer(stage, "", ()) for stage in own] if whole else _remembered(own, tree.types):
+            tree = layer.close(tree, keys)
+    return tree
+
+
+def open_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
+    """The tree after ``init`` of each stage, the last one first."""
+    for stage in reversed(stages):
+        tree = stage.sites_of_arrays("init", tree).open(tree, keys)
+    return tree
+
+
+def walk(
+    method: str, stages: Sequence[Any], tree: Flat, keys: Keys | None = None
+) -> Iterator[tuple[Layer, Flat, Flat]]:
+    """The layer of each stage, with the tree before it and the tree after it."""
+    for stage in stages:
+        layer, before = stage.sites_of_values(method, tree.types), tree
+        tree = layer.close(before, keys or Keys(None))
+        yield layer, before, tree
+
+
+def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
+    """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
+    leaves = tuple(() if is_empty(x) else x for x in tree.arrays.values())
+    unsure = any(stage.asks_functions for stage in stages) or any(map(_has_symbols, leaves))
+    try:
+        hash((stages, tree.frame, leaves))
+    except TypeError:  # a traced hyperparameter is not hashable, and some boxes are not
+        unsure = True
+    if unsure:
+        return merge_noise(decide("apply", stages, tree))
+    return _decided_once(stages, repr(stages), tree.frame, tuple(tree.arrays), leaves)
+
+
+@lru_cache(maxsize=256)
+def _decided_once(stages: Any, shown: str, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
+    del shown  # it tells 1 from True, and 0.0 from -0.0
+    arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
+    return merge_noise(decide("apply", stages, Flat(frame, arrays)))
+
+
+def _has_symbols(x: Any) -> bool:
+    return is_array(x) and any(map(export.is_symbolic_dim, x.shape))

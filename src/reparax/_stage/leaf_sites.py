@@ -1,0 +1,103 @@
+"""The site of a stage on one array."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
+
+from reparax._core.layers import Held, Site
+from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._stage.remembered import together, together_inline
+from reparax._tree.markers import require_type
+
+
+@dataclass(frozen=True, eq=False)
+class OneArray(Site):
+    """A site of one array.
+
+    Attributes:
+      mean: Whether the array is the mean over all draws.
+    """
+
+    mean: bool = False
+
+    @property
+    def is_random(self) -> bool:
+        return self.stage.stochastic and not self.mean
+
+
+@dataclass(frozen=True, eq=False)
+class InPlace(OneArray):
+    """A stage that changes an array in place."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        del key
+        return {"w": arrays}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        stage, w, method = self.stage, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
+        key = None if random is None else stage._each_key(random, w)
+        after = stage._over(getattr(stage, method))(w, *(() if self.mean else (key,)))
+        if not stage.changes_type:
+            require_type(method, after, w)
+        return {"w": after}
+
+
+@dataclass(frozen=True, eq=False)
+class Noise(InPlace):
+    """Noise whose draw depends on the array's type only."""
+
+    @property
+    def is_noise(self) -> bool:
+        return not self.mean
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        if self.mean:
+            return super().close(values, random)
+        return {"w": together_inline(type(self.stage).perturb, self.stage, values["w"]["w"], random)}
+
+
+@dataclass(frozen=True, eq=False)
+class Values(OneArray):
+    """A stage that computes an array from raw values."""
+
+    @property
+    def starts_random(self) -> bool:
+        return self.stage._draws
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+        return {"w": self.stage._opened(arrays["w"], key)}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        kind = type(self.stage)
+        if random is None:
+            return {"w": together(kind._closed, self.stage, values["w"])}
+        return {"w": together(kind._closed_at_random, self.stage, values["w"], random)}
+
+    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+        stage = self.stage
+        reads = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
+        new = stage._over(stage.update_leaf)(values["w"], *(reads[name] for name in stage.update_reads))
+        if moved := [name for name in new if name not in stage.fixed and not stage.moves_weights]:
+            raise ValueError(
+                f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {list(stage.fixed)}. Leave it "
+                f"to the optimizer, or set `moves_weights = True`."
+            )
+        return {"w": new}
+
+    def rebase(self, values: Held) -> Held:
+        return {"w": self.stage._over(self.stage.rebase_leaf)(values["w"])}
+
+    def number_of(self, formula: str, values: Held) -> Array:
+        wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
+        return self.stage._over(getattr(self.stage, f"{formula}_leaf"))(wide)
+
+
+@dataclass(frozen=True, eq=False)
+class Bare(Values):
+    """A stage whose only raw value is the array itself, at its own place."""
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return {"w": self.stage._closed(values["w"])}

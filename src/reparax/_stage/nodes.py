@@ -1,0 +1,76 @@
+"""The nodes of a raw tree that a stage closes next: its innermost markers, with their values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reparax._tree.flat import Flat, nested
+from reparax._tree.markers import Types, require_values, types_under
+from reparax._tree.paths import Names
+from reparax._tree.raw import is_mark, kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A marker dict.
+
+    Attributes:
+      place: The place of the array that it stands for.
+      mark: The marker.
+      inside: All places in the dict, in the order of the tree.
+      content: The dict, with the types of its values.
+    """
+
+    place: Names
+    mark: str
+    inside: Sequence[Names]
+    content: Mapping[str, Any]
+
+    def require_values(self) -> None:
+        """Requires named arrays, and nothing beside them."""
+        require_values(self.content, self.mark)
+
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """What stands under the marker."""
+        return self.content[self.mark]
+
+    @cached_property
+    def types(self) -> Types:
+        """The types of the values."""
+        return types_under(self.held)
+
+    @property
+    def values(self) -> dict[str, Names]:
+        """The place of each value."""
+        return {place[-1]: place for place in self.inside if place[-1] != self.mark}
+
+    @property
+    def shapes(self) -> dict[Names, Any]:
+        """The shape of each value, by its place."""
+        shapes = {name: shape for name, shape, _ in self.types}
+        return {place: shapes[name] for name, place in self.values.items()}
+
+
+def find_nodes(tree: Flat, kind: str) -> dict[Names, Node]:
+    """The nodes of a kind that hold no other marker, by the place of their array."""
+    held: dict[Names, list[Names]] = {}
+    nested_marks: set[Names] = set()
+    for place in tree.arrays:
+        marks = [i for i, name in enumerate(place) if is_mark(name)]
+        nested_marks.update(place[: i + 1] for i in marks[:-1])
+        if marks and kind_of(place[marks[-1]]) == kind:
+            held.setdefault(place[: marks[-1] + 1], []).append(place)
+    parents, beside = {node[:-1]: node for node in held}, dict[Names, list[Names]]()
+    for place in tree.arrays:
+        for n in range(len(place)):
+            if place[:n] in parents and place[: n + 1] != parents[place[:n]]:
+                beside.setdefault(parents[place[:n]], []).append(place)
+    found: dict[Names, Node] = {}
+    for node, inside in held.items():
+        if node not in nested_marks:
+            everything = [*inside, *beside.get(node, ())]
+            content = nested({place: tree.arrays[place] for place in everything}, node[:-1])
+            found[node[:-1]] = Node(node[:-1], node[-1], inside, content)
+    return found

@@ -1,0 +1,60 @@
+"""What is traced once for a type of array, and not once for an array."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from reparax._tree.markers import Types
+
+
+def together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+    """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type."""
+    return _together(_traced_once, method, stage, args)
+
+
+def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+    """The same, for a few operations, which stand in the program by themselves."""
+    return _together(_traced_inline, method, stage, args)
+
+
+def _together(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any) -> Any:
+    held = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    # A function may read values that change between calls.
+    impure = any(callable(value) for name, value in held.items() if name != "where")
+    if impure or not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+        return method(stage, *args)
+    try:
+        hash(stage)
+    except TypeError:  # a traced hyperparameter is not hashable
+        return method(stage, *args)
+    return traced(method, stage, repr(held), *args)  # the repr tells 1 from True, and 0.0 from -0.0
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _traced_once(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
+    del shown
+    return method(stage, *args)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_inline(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
+    del shown
+    return method(stage, *args)
+
+
+def remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    """``method(stage, types)``, cached for equal stages."""
+    try:
+        hash(stage)
+    except TypeError:  # a traced hyperparameter is not hashable
+        return method(stage, types)
+    return _once(method, stage, types)
+
+
+@lru_cache(maxsize=4096)
+def _once(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
+    return method(stage, types)
