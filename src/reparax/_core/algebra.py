@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
 
@@ -15,7 +15,7 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
-from reparax._core.plan import TreeLayer, open_all, run, walk
+from reparax._core.plan import layer_of, open_all, run, walk
 from reparax._core.pullback import pull_back
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
@@ -136,7 +136,7 @@ class Parametrization(Static, ABC):
             if stage.advances:
                 seen = self._before(i, tree)
                 read = self._grads_at(i, seen, slopes) if stage.reads_grads and slopes is not None else None
-                after = stage.sites_of_values("update", seen.types).update(seen, keys, read)
+                after = layer_of(stage, "update", seen.types).update(seen, keys, read)
                 tree = graft("update", tree, seen, after, free=stage.moves_weights)
         return spread_like(raw, nest(tree))
 
@@ -151,7 +151,7 @@ class Parametrization(Static, ABC):
         for i, stage in enumerate(_stages(self)):
             if stage.has_base:
                 seen = self._before(i, tree)
-                after = stage.sites_of_values("rebase", seen.types).rebase(seen)
+                after = layer_of(stage, "rebase", seen.types).rebase(seen)
                 tree = graft("rebase", tree, seen, after, free=True)
         return spread_like(raw, nest(tree))
 
@@ -267,16 +267,6 @@ class Parametrization(Static, ABC):
 
     sees_tree: ClassVar[bool] = True
     """Whether the stage takes whole trees, not arrays at sites of their own."""
-
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
-        del method, tree
-        return TreeLayer(self, "", ())
-
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
-        del method, tree
-        return TreeLayer(self, "", ())
 
     @property
     def has_determinant(self) -> bool:
@@ -397,15 +387,62 @@ class Parametrization(Static, ABC):
 
 
 class AtSites(Parametrization):
-    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree."""
+    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree.
+
+    A class that overrides one of the methods on the whole tree, as to act on the result of ``super().apply_tree``, is
+    called through these.
+    """
 
     sees_tree: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.sees_tree = any(getattr(cls, verb) is not getattr(AtSites, verb) for verb in _ON_TREES)
+
+    @abstractmethod
+    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
+
+    @abstractmethod
+    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
+
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return nest(open_all((self,), flatten(tree), keys))
+        seen = flatten(tree)
+        return nest(self.sites_of_arrays("init", seen).open(seen, keys))
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return nest(run((self,), flatten(tree), keys))
+        layer, seen = self._seeing("apply", tree)
+        return nest(layer.close(seen, keys))
+
+    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
+        layer, seen = self._seeing("fold", tree)
+        return nest(layer.at_mean.close(seen, keys))
+
+    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
+        layer, seen = self._seeing("update", tree)
+        return nest(layer.update(seen, keys, None if grads is None else flatten(grads)))
+
+    def rebase_tree(self, tree: PyTree) -> PyTree:
+        layer, seen = self._seeing("rebase", tree)
+        return nest(layer.rebase(seen))
+
+    def penalty_tree(self, tree: PyTree) -> jax.Array:
+        layer, seen = self._seeing("penalty", tree)
+        return layer.penalty(seen)
+
+    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> jax.Array:
+        if not self.has_determinant:
+            return super().log_det_tree(tree, is_free)
+        layer, seen = self._seeing("log_det", tree)
+        return layer.log_det(seen, is_free)
+
+    def _seeing(self, method: str, tree: PyTree) -> tuple[Layer, Flat]:
+        seen = flatten(tree)
+        return self.sites_of_values(method, seen.types), seen
+
+
+_ON_TREES = ("init_tree", "apply_tree", "mean_tree", "update_tree", "rebase_tree", "penalty_tree", "log_det_tree")
 
 
 class Chain(Parametrization):
@@ -505,7 +542,10 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 
 def overrides(stage: Parametrization, *methods: str) -> bool:
     """Whether the class of a stage overrides one of these methods."""
-    return any(getattr(type(stage), method) is not getattr(Parametrization, method) for method in methods)
+    return any(
+        getattr(type(stage), method) not in (getattr(Parametrization, method), getattr(AtSites, method))
+        for method in methods
+    )
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:

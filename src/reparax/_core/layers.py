@@ -7,7 +7,7 @@ the raw values, the path by which it draws. The sites of one stage are a *layer*
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ class Site(ABC):
       seed: The path on which draws depend; None if nothing is drawn, and no draw is counted.
       number: The number of its markers among those of their kind on an array.
       reads: The places of arrays that the formulas read and leave where they are.
+      mean: Whether ``close`` gives the mean over all draws.
     """
 
     stage: Any
@@ -74,6 +75,7 @@ class Site(ABC):
     seed: str | None = None
     number: int = 1
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
+    mean: bool = False
 
     @property
     def starts_random(self) -> bool:
@@ -143,6 +145,11 @@ class Layer:
     def at(self, site: Site) -> str:
         """How errors name a site."""
         return f"{self.who} at {site.at}" if site.at else self.who
+
+    @property
+    def at_mean(self) -> "Layer":
+        """The layer with the mean over all draws."""
+        return replace(self, sites=[replace(site, mean=True) for site in self.sites])
 
     def open(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with raw values instead of the arrays."""

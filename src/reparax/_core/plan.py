@@ -39,6 +39,13 @@ class TreeLayer(Layer):
         return self.stage.log_det_tree(nest(tree), is_free)
 
 
+def layer_of(stage: Any, method: str, tree: Flat) -> Layer:
+    """The layer of a stage in ``tree``, which is of types unless ``method`` is ``"init"``."""
+    if stage.sees_tree:
+        return TreeLayer(stage, "", ())
+    return stage.sites_of_arrays(method, tree) if method == "init" else stage.sites_of_values(method, tree)
+
+
 def decide(method: str, stages: Sequence[Any], tree: Flat) -> list[Layer]:
     """The layers of stages with sites, in their order; ``tree`` is of types. All errors of structure come from here."""
     layers: list[Layer] = []
@@ -52,7 +59,7 @@ def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     """The tree after ``apply`` of each stage."""
     for whole, group in groupby(stages, lambda stage: stage.sees_tree):
         own = tuple(group)
-        for layer in [TreeLayer(stage, "", ()) for stage in own] if whole else _remembered(own, tree.types):
+        for layer in [layer_of(stage, "apply", tree) for stage in own] if whole else _remembered(own, tree.types):
             tree = layer.close(tree, keys)
     return tree
 
@@ -60,7 +67,7 @@ def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
 def open_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
-        tree = stage.sites_of_arrays("init", tree).open(tree, keys)
+        tree = layer_of(stage, "init", tree).open(tree, keys)
     return tree
 
 
@@ -69,7 +76,7 @@ def walk(
 ) -> Iterator[tuple[Layer, Flat, Flat]]:
     """The layer of each stage, with the tree before it and the tree after it."""
     for stage in stages:
-        layer, before = stage.sites_of_values(method, tree.types), tree
+        layer, before = layer_of(stage, method, tree.types), tree
         tree = layer.close(before, keys or Keys(None))
         yield layer, before, tree
 

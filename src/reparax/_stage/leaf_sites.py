@@ -14,13 +14,7 @@ from reparax._tree.markers import require_type
 
 @dataclass(frozen=True, eq=False)
 class OneArray(Site):
-    """A site of one array.
-
-    Attributes:
-      mean: Whether the array is the mean over all draws.
-    """
-
-    mean: bool = False
+    """A site of one array."""
 
     @property
     def is_random(self) -> bool:

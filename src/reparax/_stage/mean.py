@@ -1,7 +1,6 @@
 """The mean of a random stage."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from jax import Array
@@ -14,7 +13,7 @@ from reparax._tree.flat import Flat
 from reparax._tree.paths import PyTree
 
 
-class Mean(AtSites):
+class Mean(Parametrization):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
     It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
@@ -43,7 +42,9 @@ class Mean(AtSites):
     def __post_init__(self) -> None:
         got: Any = self.stage
         known = (
-            isinstance(got, Parametrization) and got.stochastic and (not got.sees_tree or overrides(got, "mean_tree"))
+            isinstance(got, Parametrization)
+            and got.stochastic
+            and (isinstance(got, AtSites) or overrides(got, "mean_tree"))
         )
         if not known:
             raise TypeError(
@@ -56,16 +57,15 @@ class Mean(AtSites):
         return self.stage.init_tree(tree, keys)
 
     def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage.mean_tree(tree, keys) if self.sees_tree else super().apply_tree(tree, keys)
+        return self.stage.mean_tree(tree, keys)
 
     def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        return self.stage.sites_of_arrays(method, tree)
+        stage: Any = self.stage
+        return stage.sites_of_arrays(method, tree)
 
     def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        if self.sees_tree:
-            return super().sites_of_values(method, tree)
-        layer = self.stage.sites_of_values("fold" if method == "apply" else method, tree)
-        return replace(layer, sites=[replace(site, mean=True) for site in layer.sites])
+        stage: Any = self.stage
+        return stage.sites_of_values("fold" if method == "apply" else method, tree).at_mean
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return self.stage._follow(tree)
