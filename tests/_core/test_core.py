@@ -451,6 +451,33 @@ def test_a_subclass_of_noise_or_of_a_tie_may_override_one_method_on_the_whole_tr
     assert (tie.advances, tie.has_base) == (False, False)
 
 
+class Told(rpx.Perturbation):
+    """``True`` equals the default of ``by``, and equality and ``repr`` leave ``unseen`` out."""
+
+    by: float = 1.0
+    unseen: float = dataclasses.field(default=1.0, compare=False, repr=False)
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w * (10.0 if self.by is True else 1.0) * self.unseen
+
+
+class ToldAtRandom(Told):
+    stochastic = True
+
+    def mean_leaf(self, w):
+        return self.apply_leaf(w, None)
+
+
+@pytest.mark.parametrize("of", [lambda **given: Told(**given), lambda **given: rpx.Mean(ToldAtRandom(**given))])
+def test_what_is_remembered_for_a_stage_is_not_taken_for_an_equal_one_with_other_values(of):
+    tree = {"w": jnp.ones(2)}
+    for given, expected in [({}, 1.0), ({"by": True}, 10.0), ({"unseen": 3.0}, 3.0), ({}, 1.0)]:
+        assert of(**given) == of()
+        assert np.array_equal(of(**given).apply(tree)["w"], [expected, expected])
+        assert np.array_equal(jax.jit(lambda tree, given=given: of(**given).apply(tree))(tree)["w"], [expected] * 2)
+
+
 def test_a_stage_without_formulas_says_so():
     class Empty(rpx.Parametrization):
         pass

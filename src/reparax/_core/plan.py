@@ -11,6 +11,7 @@ from jax import Array, export
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
 from reparax._core.layers import Layer
+from reparax._core.value import exactly
 from reparax._tree.flat import Flat, Frame, flatten, nest
 from reparax._tree.paths import Names, is_array, is_empty
 
@@ -91,12 +92,12 @@ def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
         unsure = True
     if unsure:
         return merge_noise(decide("apply", stages, tree))
-    return _decided_once(stages, repr(stages), tree.frame, tuple(tree.arrays), leaves)
+    return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
 
 
 @lru_cache(maxsize=256)
-def _decided_once(stages: Any, shown: str, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
-    del shown  # it tells 1 from True, and 0.0 from -0.0
+def _decided_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
+    del shown  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
     return merge_noise(decide("apply", stages, Flat(frame, arrays)))
 

@@ -117,6 +117,12 @@ class Static:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
+def exactly(stage: Static) -> str:
+    """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
+    values = [(each.name, getattr(stage, each.name)) for each in _fields(stage)]
+    return repr([(name, exactly(value) if isinstance(value, Static) else repr(value)) for name, value in values])
+
+
 def _state_method(cls: type, name: str) -> Any:
     """The method of that name, unless the module of dataclasses has put its own there."""
     method: Any = getattr(cls, name)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from reparax._core.value import exactly
 from reparax._tree.markers import Types
 
 
@@ -31,7 +32,7 @@ def _together(traced: Callable[..., Any], method: Callable[..., Any], stage: Any
         hash(stage)
     except TypeError:  # a traced hyperparameter is not hashable
         return method(stage, *args)
-    return traced(method, stage, repr(held), *args)  # the repr tells 1 from True, and 0.0 from -0.0
+    return traced(method, stage, exactly(stage), *args)  # the formula may tell apart what equality does not
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
