@@ -53,7 +53,7 @@ def trained():
 
     @jax.jit
     def train(params):
-        free, fixed = rpx.partition(P.init(params))
+        free, fixed = rpx.partition(P.init(params, jax.random.key(0)))
         tx = optax.adamw(0.1, weight_decay=0.1)
 
         def loss(free, fixed):
@@ -95,7 +95,7 @@ def test_every_dtype_starts_in_the_image_and_keeps_its_dtype(dtype):
     limits = dict.fromkeys(STAGES, 8 * float(jnp.finfo(dtype).eps)) | {"spectral_norm": 0.02}
 
     def start(params):
-        folded = P.fold(P.init(params))
+        folded = P.fold(P.init(params, jax.random.key(0)))
         return folded, {name: stage.contains(folded[name], limits[name]) for name, (stage, _) in STAGES.items()}
 
     with jax.enable_x64():

@@ -273,7 +273,7 @@ STAGES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "w", "formula"), STAGES.values(), ids=STAGES)
 def test_a_stage_compiles_to_its_formula(stage, w, formula):
-    raw = jax.jit(stage.init)({"w": w})
+    raw = jax.jit(stage.init)({"w": w}, jax.random.key(0))
     with jax.numpy_rank_promotion("allow"):
         assert_same(stage.apply, lambda raw: {"w": formula(*jax.tree.leaves(raw))}, raw)
 
