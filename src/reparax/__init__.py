@@ -1,12 +1,9 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
-from typing import TYPE_CHECKING
-
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
-from reparax._core.renamed import old_function as _old_function
 from reparax._numerics.terms import Term as Term
 from reparax._peft.read import from_peft as from_peft
 from reparax._peft.write import to_peft as to_peft
@@ -68,7 +65,7 @@ from reparax.numbers import Positive as Positive
 from reparax.numbers import Scale as Scale
 from reparax.numbers import Simplex as Simplex
 from reparax.products import Explained as Explained
-from reparax.products import explained as explained
+from reparax.products import explain as explain
 from reparax.products import factored as factored
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
@@ -97,8 +94,5 @@ from reparax.training import projected as projected
 from reparax.training import reset_moments as reset_moments
 from reparax.training import summary as summary
 from reparax.training import transfer as transfer
-
-if not TYPE_CHECKING:  # a checker would take any name for granted
-    __getattr__ = _old_function
 
 __version__ = "0.1.0"

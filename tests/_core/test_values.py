@@ -20,7 +20,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax._core.renamed import OLD_ARGUMENTS, OLD_FUNCTIONS
+from reparax._core.renamed import OLD_ARGUMENTS
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
 
@@ -783,14 +783,6 @@ def test_functions_of_a_chain_take_it_first(usage):
     name = usage.partition("(")[0]
     with raises(TypeError, f"{name} takes parametrizations first, but got dict. Write `rpx.{usage}`."):
         SWAPPED[usage]()
-
-
-@pytest.mark.parametrize("old", OLD_FUNCTIONS)
-def test_old_functions_say_the_new_ones(old):
-    with raises(AttributeError, f"`rpx.{old}` is now `rpx.{OLD_FUNCTIONS[old]}`."):
-        getattr(rpx, old)
-    assert callable(getattr(rpx, OLD_FUNCTIONS[old]))
-    assert not hasattr(rpx, "nothing")
 
 
 def test_each_old_argument_is_of_a_public_stage_that_has_the_new_one_alone():

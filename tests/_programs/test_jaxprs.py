@@ -404,7 +404,7 @@ def test_a_newer_jax_with_another_name_for_an_equation_is_refused(run, primitive
 
 @pytest.mark.usefixtures("newer")
 @pytest.mark.parametrize("primitive", ["scan_p", "jit_p", "dot_general_p"])
-@pytest.mark.parametrize("function", [rpx.factored, rpx.explained])
+@pytest.mark.parametrize("function", [rpx.factored, rpx.explain])
 def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, primitive, monkeypatch):
     monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
     with unreadable("a small network"):

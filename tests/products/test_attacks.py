@@ -172,7 +172,7 @@ def test_what_an_attack_found(name):
     raw = {"a": A, "b": B, "w": W}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected, got = (jax.jit(jax.value_and_grad(f))(raw, X) for f in (LOSSES[name], rpx.factored(LOSSES[name])))
-        rpx.explained(LOSSES[name], raw, X)
+        rpx.explain(LOSSES[name], raw, X)
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
     tolerance = 2e-3 if "16" in name and "bfloat" not in name else 1e-5
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -199,7 +199,7 @@ def test_a_convolution_with_a_result_in_float16():
         return jax.lax.conv_general_dilated(10 * x.astype(jnp.bfloat16)[None], kernel[None], (1,), "SAME", **settings)
 
     raw = {"a": A, "b": B}
-    assert [each.in_factors for each in rpx.explained(convolved, raw, X).weights] == [True]
+    assert [each.in_factors for each in rpx.explain(convolved, raw, X).weights] == [True]
     expected = 10 * np.asarray(X) @ (2e-2 * np.asarray(A) @ np.asarray(B))
     got = rpx.factored(convolved)(raw, X)
     assert got.dtype == jnp.float16
@@ -232,8 +232,8 @@ def test_an_algorithm_in_float16_keeps_its_operands():
         return jax.lax.dot(x, r["a"] @ r["b"], precision="F16_F16_F32")
 
     raw = {"a": A, "b": B}
-    assert rpx.explained(made, raw, X).weights == ()
-    assert [each.in_factors for each in rpx.explained(used, raw, X).weights] == [False]
+    assert rpx.explain(made, raw, X).weights == ()
+    assert [each.in_factors for each in rpx.explain(used, raw, X).weights] == [False]
 
 
 def test_a_rounding_in_bfloat16_stays():
@@ -247,7 +247,7 @@ def test_a_rounding_in_bfloat16_stays():
 
 def test_terms_in_float16_are_formed():
     raw = {"w": {"@told": {"u": (1e3 * jnp.eye(6)).astype("f2"), "v": jnp.ones(6, "f2")}}}
-    assert rpx.explained(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()
+    assert rpx.explain(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()
 
 
 @pytest.mark.parametrize("batch", ["b", "2*b"])

@@ -296,7 +296,7 @@ def test_values_and_gradients_are_those_of_the_loss(name):
 def test_weights_stay_in_factors(name):
     loss, args = prepared(CONTEXTS[name]())
     with jax.numpy_rank_promotion("allow"):
-        explained = rpx.explained(loss, *args)
+        explained = rpx.explain(loss, *args)
     assert any(weight.in_factors for weight in explained.weights), explained
 
 

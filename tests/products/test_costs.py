@@ -88,7 +88,7 @@ def test_a_large_rank_is_formed_and_a_small_one_is_not():
     def explained(rank, rows):
         low = rpx.Freeze() >> rpx.LoRA(rank)
         raw = low.init({"w": jnp.ones((128, 128))}, KEY)
-        weights = rpx.explained(
+        weights = rpx.explain(
             lambda raw, x: jnp.sum(jnp.tanh(x @ low.apply(raw)["w"])), raw, jnp.ones((rows, 128))
         ).weights
         return weights[0].in_factors, weights[0].reason
@@ -153,7 +153,7 @@ def test_a_stage_gets_it_by_its_terms(stage, stacked):
         return jnp.mean(jnp.tanh(jnp.einsum("bi,...ij->...bj", x, w)))
 
     x = jax.random.normal(KEY, (256, 32))
-    assert [each.in_factors for each in rpx.explained(loss, train, x).weights] == [True]
+    assert [each.in_factors for each in rpx.explain(loss, train, x).weights] == [True]
     expected, got = (jax.jit(jax.grad(f))(train, x) for f in (loss, rpx.factored(loss)))
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -169,7 +169,7 @@ def test_a_class_with_another_formula_does_not_inherit_the_terms():
         return jnp.sum(x @ Doubled().apply(raw)["w"])
 
     raw, x = Doubled().init({"w": jnp.eye(8)}), jnp.ones((64, 8))
-    assert rpx.explained(loss, raw, x).weights == ()
+    assert rpx.explain(loss, raw, x).weights == ()
     assert jnp.allclose(rpx.factored(loss)(raw, x), loss(raw, x), rtol=1e-5)
 
 
@@ -207,7 +207,7 @@ def test_explain_says_where_and_why():
             "given"
         ]
 
-    lines = repr(rpx.explained(loss, raw, jnp.ones((512, 64)))).splitlines()
+    lines = repr(rpx.explain(loss, raw, jnp.ones((512, 64)))).splitlines()
     assert lines[0] == "2 of 4 weights with factors are never formed for a product"
     assert [line.split()[0] for line in lines[1:]] == [
         "in",
@@ -226,13 +226,11 @@ def test_explain_says_where_and_why():
 def test_layers_are_told_in_one_line():
     p = rpx.LowRank(1)
     raw = p.init({f"layer{i}": jnp.ones((64, 64)) for i in range(12)}, KEY)
-    text = repr(
-        rpx.explained(lambda raw, x: sum(jnp.sum(x @ w) for w in p.apply(raw).values()), raw, jnp.ones((8, 64)))
-    )
+    text = repr(rpx.explain(lambda raw, x: sum(jnp.sum(x @ w) for w in p.apply(raw).values()), raw, jnp.ones((8, 64))))
     assert "raw/layer0..11  12 x float32[64, 64]  1 product" in text
 
 
-@pytest.mark.parametrize("function", [rpx.factored, rpx.explained])
+@pytest.mark.parametrize("function", [rpx.factored, rpx.explain])
 def test_functions_and_positions_are_checked(function):
     name = function.__name__
     with pytest.raises(TypeError, match=f"^{name} takes a function, but got 3 of type int"):

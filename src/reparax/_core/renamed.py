@@ -1,7 +1,6 @@
 """Words of version 0.1 that are another word now. Each is an error that says the new one, for one version."""
 
 from collections.abc import Collection
-from typing import Any
 
 OLD_ARGUMENTS = {
     "reparax.HardConcrete": {"keep": "`rate`, the probability that a gate is closed, which is 1 - keep"},
@@ -15,17 +14,6 @@ OLD_ARGUMENTS = {
     "reparax.VeRA": {"scale": "`start`"},
 }
 """For each class, as JSON names it, its old arguments and what to write instead."""
-
-
-OLD_FUNCTIONS = {"explain": "explained"}
-"""The old names of functions, and the new ones."""
-
-
-def old_function(name: str) -> Any:
-    """The ``__getattr__`` of the package, which Python calls for names that it does not have."""
-    if name in OLD_FUNCTIONS:
-        raise AttributeError(f"`rpx.{name}` is now `rpx.{OLD_FUNCTIONS[name]}`.")
-    raise AttributeError(f"module 'reparax' has no attribute {name!r}")
 
 
 def renamed(cls: str, given: Collection[str]) -> str | None:

@@ -25,5 +25,5 @@ program twice: first to record what reads each weight, so that ``_plan`` can cho
 """
 
 from reparax.products._explained import Explained as Explained
-from reparax.products._explained import explained as explained
+from reparax.products._explained import explain as explain
 from reparax.products._factored import factored as factored

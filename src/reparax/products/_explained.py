@@ -54,7 +54,7 @@ class Explained:
         return "\n".join(lines)
 
 
-def explained(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
+def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
@@ -75,7 +75,7 @@ def explained(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kw
       >>> def loss(raw, x):
       ...     w = p.apply(raw)
       ...     return jnp.mean((x @ w["up"]) ** 2) + jnp.mean(jnp.abs(w["down"]))
-      >>> rpx.explained(loss, raw, jnp.ones((256, 64)))  # doctest: +ELLIPSIS
+      >>> rpx.explain(loss, raw, jnp.ones((256, 64)))  # doctest: +ELLIPSIS
       1 of 2 weights with factors are never formed for a product
         in factors:
           raw/up  float32[64, 64]  1 product, 0.78 of the operations
@@ -83,7 +83,7 @@ def explained(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kw
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     rehearse()
-    given = Arguments.of(caller("explained", fun, argnums), fun, argnums, args, kwargs)
+    given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = given.traced()
     plan = planned(traced.program, traced.inputs, known(traced.program, traced.given))
     paths = dict(enumerate(given.paths, start=len(traced.inputs) - len(given.paths)))
