@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -476,6 +478,29 @@ def test_what_is_remembered_for_a_stage_is_not_taken_for_an_equal_one_with_other
         assert of(**given) == of()
         assert np.array_equal(of(**given).apply(tree)["w"], [expected, expected])
         assert np.array_equal(jax.jit(lambda tree, given=given: of(**given).apply(tree))(tree)["w"], [expected] * 2)
+
+
+def test_what_stands_beside_the_arrays_of_a_tree_is_not_kept_after_apply():
+    def close_over(numbers):
+        return lambda x: x @ numbers
+
+    numbers, p = jnp.ones((2, 2)), rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    tree = p.init({"kernel": jnp.ones((2, 2)), "activation": close_over(numbers)})
+    p.apply(tree, jax.random.key(0))
+    held = weakref.ref(numbers)
+    del tree, numbers
+    gc.collect()
+    assert held() is None
+
+
+def test_an_error_names_the_leaf_that_is_there():
+    raw = {"kernel": {"@weight_norm": {"g": jnp.ones((1, 2)), "v": "text"}}}
+    with raises(
+        ValueError,
+        "WeightNorm().apply at 'kernel': expected an array as 'v', got str: another chain made this raw tree. Apply "
+        "the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ):
+        rpx.WeightNorm().apply(raw)
 
 
 def test_a_stage_without_formulas_says_so():

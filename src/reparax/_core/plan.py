@@ -84,7 +84,8 @@ def walk(
 
 def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
-    leaves = tuple(() if is_empty(x) else x for x in tree.arrays.values())
+    # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
+    leaves = tuple(() if is_empty(x) else x if is_array(x) else None for x in tree.arrays.values())
     unsure = any(stage.asks_functions for stage in stages) or any(map(_has_symbols, leaves))
     try:
         hash((stages, tree.frame, leaves))
@@ -92,7 +93,10 @@ def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
         unsure = True
     if unsure:
         return merge_noise(decide("apply", stages, tree))
-    return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
+    try:
+        return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
+    except Exception:  # the error shows the leaves that are there
+        return merge_noise(decide("apply", stages, tree))
 
 
 @lru_cache(maxsize=256)
