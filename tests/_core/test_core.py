@@ -503,6 +503,51 @@ def test_an_error_names_the_leaf_that_is_there():
         rpx.WeightNorm().apply(raw)
 
 
+def without(raw, *path):
+    """The raw tree without what stands at a path."""
+    first, *rest = path
+    others = {name: x for name, x in raw.items() if name != first}
+    return {**others, first: without(raw[first], *rest)} if rest else others
+
+
+def test_errors_for_damaged_trees_name_what_is_missing_and_where():
+    arrays, key = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, jax.random.key(0)
+    norm, prune, tie = rpx.SpectralNorm(), rpx.GlobalPrune(0.5), rpx.Tie({"c": "a"})
+    raw = norm.init(arrays)
+    for verb in ("apply", "update"):
+        empty = {**raw, "a": {"@spectral_norm": {**raw["a"]["@spectral_norm"], "@fixed": {}}}}
+        with raises(
+            ValueError,
+            f"SpectralNorm().{verb} at 'a': found no values under '@fixed'. Restore the whole raw tree.",
+        ):
+            getattr(norm, verb)(empty, key)
+        with raises(
+            ValueError,
+            f"SpectralNorm().{verb} at 'a': no value 'u' under the marker. Restore the whole raw tree.",
+        ):
+            getattr(norm, verb)(without(raw, "a", "@spectral_norm", "@fixed", "u"), key)
+    with raises(
+        ValueError,
+        "GlobalPrune(sparsity=0.5).apply at 'c': no value 'mask' under the marker. Restore the whole raw tree.",
+    ):
+        prune.apply(without(prune.init(arrays), "c", "@global_prune", "@fixed"))
+    other = "another chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every"
+    with raises(ValueError, f"{tie!r}.apply at 'c': found 'extra' beside '@tie': {other} difference."):
+        tie.apply({**tie.init(arrays), "c": {"@tie": {}, "extra": jnp.ones(2)}})
+
+
+def test_a_value_that_is_no_array_in_a_block_is_named():
+    p = rpx.Pack("haiku.lstm", at="l")
+    raw = p.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
+    raw["l"]["linear"]["b"]["@pack"]["bias_f"] = "text"
+    with raises(
+        ValueError,
+        "Pack('haiku.lstm', at='l').apply at 'l': expected an array as 'bias_f', got str: another chain made this raw "
+        "tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ):
+        p.apply(raw)
+
+
 def test_a_stage_without_formulas_says_so():
     class Empty(rpx.Parametrization):
         pass

@@ -183,7 +183,8 @@ VALUES = {
     ),
     "no array": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": {"w": None}}, "b": {"@split": {}}}),
-        f"{SPLIT}.apply: 'w' holds NoneType: {OTHER}",
+        f"{SPLIT}.apply: expected an array as 'w', got NoneType: this is one half of `rpx.partition`. Join both halves "
+        f"with `rpx.combine` first.",
     ),
     "no block": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": {}}, "b": {"@split": {}}}),
@@ -191,7 +192,7 @@ VALUES = {
     ),
     "no values": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": W}, "b": {"@split": {}}}),
-        f"{SPLIT}.apply: 'w' is missing: {OTHER}",
+        f"{SPLIT}.apply: expected a dict of values under '@split', got float32[5, 8]: {OTHER}",
     ),
     "an empty node that was lost": (
         lambda: Split({"w": TWO}).apply({"a": {"@split": {"w": W}}}),

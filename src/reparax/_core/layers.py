@@ -195,7 +195,7 @@ class Layer:
             with locate_errors(self.at(site)):
                 slopes = {name: grads.arrays[s.place] for name, s in site.spots.items()} if grads else {}
                 new = site.update(site.held(tree.arrays), slopes, drawn[i] if drawn else None)
-            arrays |= _at_places(site, new)
+                arrays |= _at_places(site, new)
         return Flat(tree.frame, arrays)
 
     def rebase(self, tree: Flat) -> Flat:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, export
 
-from reparax._tree.paths import PyTree, describe, is_array
+from reparax._tree.paths import PyTree, describe, is_array, is_empty
 from reparax._tree.raw import FIXED, OTHER_CHAIN, kind_of, marker, outer_markers
 
 Types = tuple[tuple[str, tuple[int, ...], Any], ...]
@@ -37,6 +37,8 @@ def require_values(node: Mapping[str, Any], mark: str) -> None:
     for name, values in ((mark, held), (FIXED, held.get(FIXED, {}) if isinstance(held, Mapping) else {})):
         if not isinstance(values, Mapping):
             raise ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
+    if is_empty(held.get(FIXED)):
+        raise ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
     for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
             raise ValueError(

@@ -14,9 +14,10 @@ from jax.core import Tracer
 from reparax._core.algebra import AtSites, call
 from reparax._core.config import code
 from reparax._core.layers import Held, Layer, Site, Spot
-from reparax._stage.nodes import find_nodes
+from reparax._stage.nodes import Node, find_nodes
 from reparax._stage.where import matches, nearest
 from reparax._tree.flat import Flat
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, describe, is_array
 from reparax._tree.raw import Slot, marker, next_number
 
@@ -116,6 +117,8 @@ class Tie(AtSites):
                     f"{who} got a tree that never went through init: {slots[target].draw!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
+            with locate_errors(f"{who} at {slots[target].path!r}"):
+                tied[target].require_values()
         return Layer(self, who, self._sites(slots, places, tree.arrays))
 
     def _sites(
@@ -193,12 +196,12 @@ class _Tied(Site):
         return {"w": self.transform(values["source"][""])}
 
 
-def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], set[Names]]:
-    """The arrays, and the places that a tie of this kind has taken, each with its description; and these places."""
+def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
+    """The description of each array and of each place that a tie of this kind has taken; and the nodes there."""
     nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
     closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
     slots = {at: slot for at, slot in closed.slots().items() if at in nodes or is_array(closed.arrays[at])}
-    return slots, set(nodes)
+    return slots, nodes
 
 
 def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:

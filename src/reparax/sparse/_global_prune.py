@@ -79,7 +79,13 @@ class GlobalPrune(Reparametrization):
         return _ranked_together(super().sites_of_arrays(method, tree))
 
     def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        return _ranked_together(super().sites_of_values(method, tree))
+        layer = super().sites_of_values(method, tree)
+        for site in layer.sites:
+            if lacking := {"w", "mask"} - set(site.spots["w"].values):
+                raise ValueError(
+                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
+                )
+        return _ranked_together(layer)
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
