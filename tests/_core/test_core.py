@@ -536,6 +536,14 @@ def test_errors_for_damaged_trees_name_what_is_missing_and_where():
         tie.apply({**tie.init(arrays), "c": {"@tie": {}, "extra": jnp.ones(2)}})
 
 
+def test_an_empty_node_may_be_restored_as_none():
+    tie, split = rpx.Tie({"c": "a"}), rpx.Split({"w": rpx.Concat(("a: 2 3", "c: 2 3"))})
+    arrays = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}
+    for p, mark in ((tie, "@tie"), (split, "@split")):
+        effective = p.apply({**p.init(arrays), "c": {mark: None}})
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, effective, arrays))
+
+
 def test_a_value_that_is_no_array_in_a_block_is_named():
     p = rpx.Pack("haiku.lstm", at="l")
     raw = p.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})

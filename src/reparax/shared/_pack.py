@@ -87,7 +87,8 @@ class _Rearranged(AtSites):
             own = {path: nodes[place] for path, place in places.items()}
             with locate_errors(_at(who, cell)):
                 for node in own.values():
-                    node.require_values()
+                    if node.held is not None:  # some formats store an empty node so
+                        node.require_values()
                 types = jax.eval_shape(self._effective, {path: node.held for path, node in own.items()})
             spots = {path: Spot(node.place, node.values, node.mark, types[path]) for path, node in own.items()}
             sites.append(_Cell(self, _text(cell), spots))
@@ -101,7 +102,7 @@ class _Rearranged(AtSites):
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
         paths = {_label(path): path for path in self._stored}
-        held = {name: x for node in nodes.values() for name, x in node.items()}
+        held = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
         for name, x in held.items():
             if name not in paths:
                 raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")

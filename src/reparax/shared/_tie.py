@@ -118,7 +118,8 @@ class Tie(AtSites):
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             with locate_errors(f"{who} at {slots[target].path!r}"):
-                tied[target].require_values()
+                if tied[target].held is not None:  # some formats store an empty node so
+                    tied[target].require_values()
         return Layer(self, who, self._sites(slots, places, tree.arrays))
 
     def _sites(
