@@ -32,8 +32,8 @@ class Node:
         require_values(self.content, self.mark)
 
     @property
-    def held(self) -> Mapping[str, Any]:
-        """What stands under the marker."""
+    def held(self) -> Any:
+        """What stands under the marker: a dict, unless the tree is damaged."""
         return self.content[self.mark]
 
     @cached_property
