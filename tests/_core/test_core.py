@@ -453,7 +453,7 @@ def test_a_subclass_of_noise_or_of_a_tie_may_override_one_method_on_the_whole_tr
     assert (tie.advances, tie.has_base) == (False, False)
 
 
-class Told(rpx.Perturbation):
+class Added(rpx.Perturbation):
     """``True`` equals the default of ``by``, and equality and ``repr`` leave ``unseen`` out."""
 
     by: float = 1.0
@@ -464,14 +464,14 @@ class Told(rpx.Perturbation):
         return w * (10.0 if self.by is True else 1.0) * self.unseen
 
 
-class ToldAtRandom(Told):
+class AddedAtRandom(Added):
     stochastic = True
 
     def mean_leaf(self, w):
         return self.apply_leaf(w, None)
 
 
-@pytest.mark.parametrize("of", [lambda **given: Told(**given), lambda **given: rpx.Mean(ToldAtRandom(**given))])
+@pytest.mark.parametrize("of", [lambda **given: Added(**given), lambda **given: rpx.Mean(AddedAtRandom(**given))])
 def test_what_is_remembered_for_a_stage_is_not_taken_for_an_equal_one_with_other_values(of):
     tree = {"w": jnp.ones(2)}
     for given, expected in [({}, 1.0), ({"by": True}, 10.0), ({"unseen": 3.0}, 3.0), ({}, 1.0)]:
