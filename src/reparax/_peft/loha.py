@@ -17,7 +17,7 @@ from reparax._peft.method import (
     require,
     unscaled,
 )
-from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern
+from reparax._peft.settings import OF_PRODUCTS, Setting
 from reparax._peft.target import Target
 from reparax.adapters import Delta, Hadamard
 from reparax.matrices import LowRank
@@ -30,16 +30,7 @@ class LoHaMethod(Method):
     name = "LOHA"
     alpha = "alpha"
     suffixes = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
-    settings: ClassVar[Mapping[str, Setting]] = {
-        "r": RANK,
-        "alpha": NUMBER,
-        "rank_pattern": by_pattern(RANK),
-        "alpha_pattern": by_pattern(NUMBER),
-        "use_effective_conv2d": FLAG,
-        "init_weights": ANY,
-        "rank_dropout": NUMBER,
-        "module_dropout": NUMBER,
-    }
+    settings: ClassVar[Mapping[str, Setting]] = OF_PRODUCTS
     defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "alpha": 8}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:

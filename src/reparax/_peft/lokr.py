@@ -20,7 +20,7 @@ from reparax._peft.method import (
     require,
     unscaled,
 )
-from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern
+from reparax._peft.settings import FLAG, NUMBER, OF_PRODUCTS, Setting
 from reparax._peft.target import Target
 from reparax.adapters import Delta
 from reparax.matrices import Kronecker, LowRank
@@ -34,14 +34,7 @@ class LoKrMethod(Method):
     alpha = "alpha"
     suffixes = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
     settings: ClassVar[Mapping[str, Setting]] = {
-        "r": RANK,
-        "alpha": NUMBER,
-        "rank_pattern": by_pattern(RANK),
-        "alpha_pattern": by_pattern(NUMBER),
-        "use_effective_conv2d": FLAG,
-        "init_weights": ANY,
-        "rank_dropout": NUMBER,
-        "module_dropout": NUMBER,
+        **OF_PRODUCTS,
         "rank_dropout_scale": FLAG,
         "decompose_both": FLAG,
         "decompose_factor": NUMBER,

@@ -55,6 +55,18 @@ RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number 
 NUMBER = Setting(_is_number, "a finite number")
 NAMES = Setting(_is_names, "a list of names, or a regular expression")
 
+OF_PRODUCTS: Mapping[str, Setting] = {
+    "r": RANK,
+    "alpha": NUMBER,
+    "rank_pattern": by_pattern(RANK),
+    "alpha_pattern": by_pattern(NUMBER),
+    "use_effective_conv2d": FLAG,
+    "init_weights": ANY,
+    "rank_dropout": NUMBER,
+    "module_dropout": NUMBER,
+}
+"""What LoHa and LoKr, the products of low-rank factors, have in common."""
+
 COMMON: Mapping[str, Setting] = dict.fromkeys(
     (
         "auto_mapping",
