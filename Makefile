@@ -10,7 +10,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN),$(PIP))
 
-.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence docs notebooks dist lint format clean
+.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence example docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -43,6 +43,10 @@ bench-device: $(VENV)/bench.stamp
 # What is on file is not run again: delete a file of benchmarks/evidence/results, or run the module with --again.
 evidence: $(VENV)/evidence.stamp
 	$(RUN) -m benchmarks.evidence
+
+# A language model of 93 MB, which is downloaded once: spoken with, tuned, and written for other programs.
+example: $(VENV)/examples.stamp
+	$(RUN) -m examples.smollm
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html

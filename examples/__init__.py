@@ -1,0 +1,1 @@
+"""Programs that use reparax on real models."""
