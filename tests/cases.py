@@ -214,6 +214,12 @@ CASES = {
         >> rpx.Stored("float8_e4m3fn", where="conv/kernel"),
         model,
     ),
+    "stored in other formats": (
+        rpx.Stored("uint4", axis=-1, where="dense/kernel")
+        >> rpx.Stored("mxfp4", block=4, where="out/kernel")
+        >> rpx.Stored("dynamic8", where="conv/kernel"),
+        model,
+    ),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.VariationalDropout(0.1, where="out/kernel")

@@ -195,7 +195,7 @@ def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     assert float(jnp.max(jnp.abs(once - w)[2:])) < 0.01
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "int3", "uint4", "mxfp4", "nvfp4", "dynamic8"])
 def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.device_put(normal(16, 32), NamedSharding(mesh, P("x", "y")))
@@ -245,17 +245,59 @@ def test_stored_experts_and_convolutions():
         np.testing.assert_array_equal(stacked.apply(raw)["experts"][i], want)
 
 
+NAMES = ", ".join(
+    map(
+        repr,
+        [
+            *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(8, 0, -1)),
+            *("nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "dynamic8"),
+        ],
+    )
+)
 ERRORS = {
-    "block": (
-        lambda: rpx.Stored("int8", block=5).init({"w": normal(8, 6)}),
+    "bytes of several codes": (
+        lambda: rpx.Stored("int3").init({"w": normal(12, 6)}),
         ValueError,
-        "Stored('int8', block=5).init at 'w': expected a multiple of block=5 entries along axis 0, got shape (8, 6). "
-        "Choose a block that divides it, or leave it out with `where`.",
+        "Stored('int3').init at 'w': expected a multiple of 8 entries along axis 0, because 8 int3 numbers share 3 "
+        "bytes, got shape (12, 6). Store it as int8, or leave it out with `where`.",
+    ),
+    "double of rounded scales": (
+        lambda: rpx.Stored("mxfp4", double_quant=True),
+        ValueError,
+        "Stored got double_quant=True with mxfp4, whose scales are rounded anyway. Use it with int4 or nf4.",
+    ),
+    "zeros that are not there": (
+        lambda: rpx.Stored("int4", fit="hqq"),
+        ValueError,
+        "Stored got fit='hqq' with int4, but it fits zeros, which only uint1 to uint8 have. Use fit='absmax'.",
+    ),
+    "axis and blocks": (
+        lambda: rpx.Stored("int8", axis=0, block=(2, 2)),
+        ValueError,
+        "Stored got axis=0 and block=(2, 2), which has a length for each axis already. Leave out axis, or give a "
+        "single number as block.",
+    ),
+    "blocks of other axes": (
+        lambda: rpx.Stored("int8", block=(2, 2)).init({"w": normal(2, 4, 6)}),
+        ValueError,
+        "Stored('int8', block=(2, 2)).init at 'w': expected an array of 2 dimensions, for block=(2, 2), got shape (2, "
+        "4, 6). Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`.",
+    ),
+    "reach of nothing": (
+        lambda: rpx.Stored("int8", reach=0),
+        ValueError,
+        "Stored got reach=0.0, but takes a finite number greater than 0.",
+    ),
+    "scales of another format": (
+        lambda: rpx.Stored("mxfp4").apply(rpx.Stored("nvfp4", block=32).init({"w": normal(32, 6)})),
+        ValueError,
+        "Stored('mxfp4').apply at 'w': expected scale of uint8 for mxfp4, got float8_e4m3fn: another chain made this "
+        "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "odd": (
         lambda: rpx.Stored("nf4").init({"w": normal(7, 6)}),
         ValueError,
-        "Stored('nf4').init at 'w': expected an even number of entries along axis 0, because two nf4 numbers "
+        "Stored('nf4').init at 'w': expected a multiple of 2 entries along axis 0, because 2 nf4 numbers "
         "share a byte, got shape (7, 6). Store it as int8, or leave it out with `where`.",
     ),
     "which axis": (
@@ -272,14 +314,14 @@ ERRORS = {
         "got shape (8, 4, 2). Name all axes but that one.",
     ),
     "format": (
-        lambda: rpx.Stored("int3"),
+        lambda: rpx.Stored("int9"),
         ValueError,
-        "Stored takes format='int8', 'int4', 'nf4', 'float8_e4m3fn' or 'float8_e5m2', but got 'int3'.",
+        f"Stored takes format={NAMES} or 'udynamic8', but got 'int9'.",
     ),
     "ternary is not stored": (
         lambda: rpx.Stored("ternary"),
         ValueError,
-        "Stored takes format='int8', 'int4', 'nf4', 'float8_e4m3fn' or 'float8_e5m2', but got 'ternary'.",
+        f"Stored takes format={NAMES} or 'udynamic8', but got 'ternary'.",
     ),
     "double without blocks": (
         lambda: rpx.Stored("nf4", double_quant=True),
@@ -296,14 +338,14 @@ ERRORS = {
     "learned": (
         lambda: rpx.Quantize("nf4", step="learned"),
         ValueError,
-        "Quantize got step='learned' with nf4, but learns steps only for int8 and int4, without double_quant. "
+        "Quantize got step='learned' with nf4, but learns steps only for int2 to int8, without double_quant. "
         "Use step='absmax'.",
     ),
     "learned twice": (
         lambda: rpx.Quantize("int4", block=4, step="learned", double_quant=True),
         ValueError,
-        "Quantize got step='learned' with int4 and double_quant=True, but learns steps only for int8 and "
-        "int4, without double_quant. Use step='absmax'.",
+        "Quantize got step='learned' with int4 and double_quant=True, but learns steps only for int2 "
+        "to int8, without double_quant. Use step='absmax'.",
     ),
     "complex": (
         lambda: rpx.Stored("int8", where="w").init({"w": normal(2, 2, dtype=np.complex64)}),

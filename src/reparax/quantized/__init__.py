@@ -1,6 +1,7 @@
 """Quantized weights: stored in few bits, or rounded during training.
 
-A format is a set of numbers, with a scale for each block of the array. Both stages round with the same formula.
+A format is a row of a table: the numbers that codes stand for, and where scales and zeros lie. Both stages round with
+the same formula.
 """
 
 from reparax.quantized._quantize import Quantize as Quantize

@@ -1,85 +1,86 @@
-"""The numbers of each format: encoding and decoding of arrays in units of their scale."""
+"""The table of formats. A format is a row: the numbers of its codes, and where its scales and zeros lie."""
 
-import functools
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
+
+from reparax.quantized._numbers import Numbers, floating, listed, whole
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the scales of blocks are stored as: codes, in units of a number that some of them share.
+
+    Attributes:
+      dtype: The dtype of the codes; ``"exponent"`` is a byte, the exponent of a power of two.
+      least: The smallest code of a block that is not zero.
+      top: The code of the largest scale.
+      shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
+        all of the array.
+    """
+
+    dtype: str
+    least: float = 0.0
+    top: float = 1.0
+    shared: int | None = 0
 
 
 @dataclass(frozen=True)
 class Format:
-    """The numbers that an array can hold, in units of its scale.
+    """A row: an array is ``scale * (number - zero) - offset``, with a scale for each block.
 
     Attributes:
-      top: The number for the largest magnitude of a block.
-      encode: Gives the codes of the nearest numbers.
-      decode: Gives the numbers of codes, as float32 or exactly representable in it.
-      dtype: The dtype of the codes. Formats with equally many codes have different dtypes, so they cannot be confused.
-      halves: Whether a code has four bits, so that two codes share a byte.
+      numbers: What codes stand for.
+      block: The block if the user gives none, or None for the whole array.
+      scales: What scales (and offsets) are stored as, or None for the dtype of the weights.
+      zero: ``"zero"``, in units of the scale; ``"offset"``, in units of the weights; or ``""``.
     """
 
-    top: float
-    encode: Callable[[Array], Array]
-    decode: Callable[[Array], Array]
-    dtype: str
-    halves: bool = False
+    numbers: Numbers
+    block: int | None = None
+    scales: Scales | None = None
+    zero: str = ""
 
 
-def whole(bits: int) -> tuple[int, int]:
-    """The smallest and largest integer of this many bits."""
-    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-
-
-def _rounded(bits: int) -> Callable[[Array], Array]:
-    return lambda x: jnp.clip(jnp.round(x), *whole(bits)).astype(jnp.int8)
-
-
-def _signed(codes: Array) -> Array:
-    """Four-bit integers; the highest bit is the sign."""
-    return (codes ^ 8) - 8
-
-
-def _float8(dtype: str) -> Format:
-    top = float(jnp.finfo(dtype).max)
-    return Format(top, lambda x: jnp.clip(x, -top, top).astype(dtype), lambda q: q, dtype)
-
-
-LEVELS = np.array(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ],
-    np.float32,
-)
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
 """The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
+E2M1 = listed([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, even=True)
+"""The sixteen numbers of float4_e2m1fn."""
 
 
-# Written out per number, both functions work on arrays on any mesh, and read no table from memory.
+def _dynamic(*, signed: bool) -> Numbers:
+    """Decades with ever fewer numbers, down to 1e-7: the dynamic map of bitsandbytes."""
+    numbers = [0.0, 1.0]
+    start, end = np.float64(np.float32(0.1)), 1.0
+    for decade in range(7):
+        parts = 2 ** (decade + 1 - signed)
+        # As torch.linspace counts: from both ends, by a step of single precision.
+        step, i = np.float64((np.float32(end) - np.float32(start)) / np.float32(parts)), np.arange(parts + 1)
+        edges = np.where(i < (parts + 1) // 2, start + step * i, end - step * (parts - i)).astype(np.float32)
+        middles = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
+        numbers += [*middles, *(-middles if signed else ())]
+    return listed(sorted(numbers))
 
 
-def _nearest_level(x: Array) -> Array:
-    middles = [float(middle) for middle in (LEVELS[1:] + LEVELS[:-1]) / 2]
-    return functools.reduce(operator.add, [(x > middle).astype(jnp.uint8) for middle in middles])
-
-
-def _level(codes: Array) -> Array:
-    numbers: list[Any] = list(LEVELS)
-    for bit in range(4):
-        is_odd = (codes >> bit) & 1 == 1
-        numbers = [jnp.where(is_odd, odd, even) for even, odd in zip(numbers[::2], numbers[1::2], strict=True)]
-    return numbers[0]
-
+POWERS = Scales("exponent")
+ROUNDED = Scales("int8", least=8, top=127, shared=None)
+"""``double_quant``. The rounding error of a scale is below a sixteenth, so the largest number stays the largest."""
 
 FORMATS = {
-    "int8": Format(127.0, _rounded(8), lambda q: q, "int8"),
-    "int4": Format(7.0, lambda x: _rounded(4)(x) & 15, _signed, "int8", halves=True),
-    "nf4": Format(1.0, _nearest_level, _level, "uint8", halves=True),
-    "float8_e4m3fn": _float8("float8_e4m3fn"),
-    "float8_e5m2": _float8("float8_e5m2"),
+    **{f"int{bits}": Format(whole(bits, signed=True)) for bits in range(8, 1, -1)},
+    "int1": Format(listed([-1.0, 1.0])),
+    **{f"uint{bits}": Format(whole(bits, signed=False), zero="zero") for bits in range(8, 0, -1)},
+    "nf4": Format(listed(NF4)),
+    "float4_e2m1fn": Format(E2M1),
+    "float8_e4m3fn": Format(floating("float8_e4m3fn")),
+    "float8_e5m2": Format(floating("float8_e5m2")),
+    "mxfp8": Format(floating("float8_e4m3fn"), 32, POWERS),
+    "mxfp4": Format(E2M1, 32, POWERS),
+    "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
+    "dynamic8": Format(_dynamic(signed=True)),
+    "udynamic8": Format(_dynamic(signed=False)),
 }

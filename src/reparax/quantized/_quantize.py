@@ -11,10 +11,12 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
-from reparax.quantized._formats import FORMATS, whole
-from reparax.quantized._scaled import Scaled, divided, largest_of
+from reparax.quantized._fits import divided, largest_of
+from reparax.quantized._formats import FORMATS
+from reparax.quantized._numbers import bounds_of
+from reparax.quantized._scaled import Scaled
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {f"int{bits}": bits for bits in range(2, 9)}
 """The integer formats."""
 
 
@@ -35,8 +37,8 @@ class Quantize(Scaled):
     Args:
       format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
-      axis, block, double_quant: As for :class:`Stored`.
-      step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int8 and int4.
+      axis, block, double_quant, fit, reach: As for :class:`Stored`.
+      step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -64,7 +66,7 @@ class Quantize(Scaled):
         if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"Quantize got step='learned' with {self.format}{twice}, but learns steps only for int8 and int4, "
+                f"Quantize got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
                 f"without double_quant. Use step='absmax'."
             )
 
@@ -81,34 +83,37 @@ class Quantize(Scaled):
             return _straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
-        return _learned(x, self._spread(step, x).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
+        return _learned(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
     def _rounded(self, w: Array) -> Array:
         if self.format != "ternary":
-            scales = self._scales(w)
-            return self._decoded(self._encoded(w, scales), scales)
+            held = self._held(w)
+            return self._decoded(self._encoded(w, held), held)
         x = widened(w)
-        scale = self._spread(self._ternary_scale(jnp.abs(x)), x)
+        scale = self._blocks(x).spread(self._ternary_scale(jnp.abs(x)))
         return (jnp.clip(jnp.round(divided(x, scale)), -1, 1) * scale).astype(w.dtype)
 
     def _ternary_scale(self, sizes: Array) -> Array:
         """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
-        mean, largest = (self._each_block(reduce, sizes) for reduce in (jnp.mean, largest_of))
-        either = (sizes == 0) | (sizes == self._spread(largest, sizes))
-        return jnp.where(self._each_block(jnp.all, either), largest, mean)
+        blocks = self._blocks(sizes)
+        mean = blocks.each(jnp.sum, sizes, 0) / blocks.each(jnp.sum, jnp.ones_like(sizes), 0)
+        largest = blocks.each(largest_of, sizes, 0)
+        either = (sizes == 0) | (sizes == blocks.spread(largest))
+        return jnp.where(blocks.each(jnp.all, either, 1), largest, mean)
 
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
-        low, high = whole(BITS[self.format])
+        low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
-        largest = self._each_block(largest_of, jnp.abs(x))
+        blocks = self._blocks(x)
+        largest = blocks.each(largest_of, jnp.abs(x), 0)
 
         def try_parts(i: int, step: Array) -> Array:
             parts = i + 1
-            units = divided(x, self._spread(largest / parts, x))
+            units = divided(x, blocks.spread(largest / parts))
             nearest = jnp.round(units)
             fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)
-            return jnp.where(self._each_block(jnp.all, fits), largest / parts, step)
+            return jnp.where(blocks.each(jnp.all, fits, 1), largest / parts, step)
 
         return jax.lax.fori_loop(0, high + 1, try_parts, largest / high)
 
@@ -128,14 +133,14 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _learned(x: Array, step: Array, bits: int, size: int) -> Array:
     """``x`` rounded to integer multiples of ``step``; ``size`` numbers share each step."""
-    low, high = whole(bits)
+    low, high = bounds_of(bits)
     return jnp.clip(jnp.round(divided(x, step)), low, high) * step
 
 
 @_learned.defjvp
 def _learned_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
     (x, step), (dx, dstep) = primals, tangents
-    low, high = whole(bits)
+    low, high = bounds_of(bits)
     units = divided(x, step)
     nearest = jnp.round(units)
     inside = (low <= nearest) & (nearest <= high)

@@ -1,32 +1,47 @@
-"""Arrays in units of their scales: blocks, their scales, and the storage of codes."""
+"""Arrays in units of their scales: which entries share a scale, and what a scale is stored as."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import Axes, check_features, others
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_flag, check_positive_whole, one_of, optional
+from reparax._numerics.arguments import (
+    check_flag,
+    check_known_number,
+    check_positive_number,
+    check_positive_whole,
+    one_of,
+    optional,
+)
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
-from reparax.quantized._formats import FORMATS, Format, whole
+from reparax.quantized._blocks import Blocks
+from reparax.quantized._fits import FITS, divided, hqq, largest_of, power_above, range_of, reached
+from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
 
-LARGEST_CODE = whole(8)[1]
-LEAST_CODE = 8
-"""The smallest scale of a block: its rounding error is below a sixteenth, so the largest number stays the largest."""
-largest_of = functools.partial(jnp.max, initial=0.0)
+
+def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
+    if isinstance(value, tuple | list) and value:
+        return tuple(check_positive_whole(each, who, name) for each in value)
+    return check_positive_whole(value, who, name)
+
+
+def _check_reach(value: Any, who: str, name: str) -> float:
+    return check_positive_number(check_known_number(value, who, name), who, name)
 
 
 class Scaled(Reparametrization):
-    """The base of both stages: decides which entries share a scale."""
+    """The base of both stages: decides which entries share a scale, and how a scale is found and stored."""
 
     format: str = argument(one_of(*FORMATS))
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
-    block: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
+    block: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
+    fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
+    reach: float = argument(_check_reach, default=1.0, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -34,21 +49,41 @@ class Scaled(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.double_quant and self.block is None:
+        if self.format in FORMATS:
+            self._require_fields_fit(type(self).__name__)
+
+    def _require_fields_fit(self, who: str) -> None:
+        row = self._format
+        if self.double_quant and self._block is None:
             raise ValueError(
-                f"{type(self).__name__} got double_quant=True without a block, but it rounds the scales of blocks. "
+                f"{who} got double_quant=True without a block, but it rounds the scales of blocks. "
                 f"Give a block, or leave double_quant out."
             )
-        if self.double_quant and not (self.format in FORMATS and self._format.halves):
+        if self.double_quant and (row.numbers.bits == 8 or row.scales):
+            which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
+            raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
+        if self.fit == "hqq" and row.zero != "zero":
             raise ValueError(
-                f"{type(self).__name__} got double_quant=True with {self.format}, whose numbers have no fewer bits "
-                f"than the rounded scales. Use it with int4 or nf4."
+                f"{who} got fit='hqq' with {self.format}, but it fits zeros, which only uint1 to uint8 have. Use "
+                f"fit='absmax'."
+            )
+        if isinstance(self.block, tuple) and self.axis is not None:
+            raise ValueError(
+                f"{who} got axis={self.axis!r} and block={self.block}, which has a length for each axis already. Leave "
+                f"out axis, or give a single number as block."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.ndim == 0:
             return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
-        if self.block is None:
+        if isinstance(self._block, tuple):
+            if len(self._block) == w.ndim:
+                return None
+            return (
+                f"expected an array of {len(self._block)} dimensions, for block={self._block}, got shape {w.shape}. "
+                f"Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+            )
+        if self._block is None:
             return None
         if self.axis is None and w.ndim > 2:
             return (
@@ -61,17 +96,19 @@ class Scaled(Reparametrization):
                 f"expected one axis that is not among axis={self.axis}, to cut into blocks, got shape {w.shape}. Name "
                 f"all axes but that one."
             )
-        cut = self._cut(w)
-        if w.shape[cut] and w.shape[cut] % self.block == 0:
-            return None
-        return (
-            f"expected a multiple of block={self.block} entries along axis {cut}, got shape {w.shape}. Choose a block "
-            f"that divides it, or leave it out with `where`."
-        )
+        return None
 
     @property
     def _format(self) -> Format:
         return FORMATS[self.format]
+
+    @property
+    def _block(self) -> int | tuple[int, ...] | None:
+        return self._format.block if self.block is None and self.format in FORMATS else self.block
+
+    @property
+    def _scales(self) -> Scales | None:
+        return ROUNDED if self.double_quant else self._format.scales
 
     def _cut(self, w: Array) -> int:
         """The axis along which blocks lie and codes share bytes: the last one without scales of its own.
@@ -82,84 +119,103 @@ class Scaled(Reparametrization):
             return max(w.ndim - 2, 0)
         return max(others(self.axis, w), default=w.ndim - 1)
 
-    def _blocks(self, x: Array) -> tuple[Array, tuple[int, ...]]:
-        """``x`` with the cut axis as two, (blocks, entries of a block), and the axes over which a scale is shared."""
-        if self.block is None:
-            return x, others(self.axis, x)
-        cut = self._cut(x)
-        shape = (*x.shape[:cut], x.shape[cut] // self.block, self.block, *x.shape[cut + 1 :])
-        return x.reshape(shape), (cut + 1,)
+    def _blocks(self, w: Array) -> Blocks:
+        if isinstance(self._block, tuple):
+            sizes = self._block
+        elif self._block is None:
+            shared = others(self.axis, w)
+            sizes = tuple(n if i in shared else 1 for i, n in enumerate(w.shape))
+        else:
+            sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
+        return Blocks(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
-    def _each_block(self, reduce: Callable[..., Array], x: Array) -> Array:
-        """``reduce`` over the entries of each block."""
-        blocks, axes = self._blocks(x)
-        found = reduce(blocks, axis=axes, keepdims=True)
-        return found if self.block is None else jnp.squeeze(found, axes)
+    def _held(self, w: Array) -> dict[str, Array]:
+        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
+        row, x, blocks = self._format, widened(w), self._blocks(w)
+        numbers = row.numbers
+        if not row.zero:
+            extent = reached(x, blocks, self.fit, self.reach)
+            return self._held_scales("scale", "unit", extent, numbers.top, w)
+        low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
+        held = self._held_scales("scale", "unit", high - low, numbers.top - numbers.low, w)
+        if row.zero == "offset":
+            return {**held, **self._held_scales("offset", "offset_unit", numbers.low - low, 1.0, w)}
+        scale = self._read(held, "scale", "unit")
+        zero = divided(-low, scale.astype(x.dtype))
+        if self.fit == "hqq":
+            zero = hqq(x, scale.astype(x.dtype), zero, blocks, numbers)
+        else:
+            zero = jnp.clip(jnp.round(zero), numbers.low, numbers.top)
+        return {**held, "zero": zero.astype(w.dtype)}
 
-    def _spread(self, scale: Array, x: Array) -> Array:
-        """``scale``, which has one entry for each block, expanded to the entries of ``x``."""
-        if self.block is None:
-            return scale
-        blocks, (within,) = self._blocks(x)
-        return jnp.broadcast_to(jnp.expand_dims(scale, within), blocks.shape).reshape(x.shape)
-
-    def _scales(self, w: Array) -> dict[str, Array]:
-        """The raw values that hold the scales of ``w``, in the dtype of ``w``."""
+    def _held_scales(self, name: str, unit: str, extent: Array, parts: float, w: Array) -> dict[str, Array]:
+        """The scales at which ``parts`` of them make ``extent``."""
+        if self._scales is not None and self._scales.dtype == "exponent":
+            shift = 127 - (_exponent(jnp.full((), parts)) - 127)
+            codes = jnp.clip(_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
+            return {name: codes, unit: jnp.ones((1,) * extent.ndim, w.dtype)}
         # XLA compiles a division by a constant to this product; written out, eager results are the same.
-        scale = self._each_block(largest_of, jnp.abs(widened(w))) * (1 / self._format.top)
-        if not self.double_quant:
-            return {"scale": _narrowed(scale, w.dtype)}
-        unit = _narrowed(largest_of(scale, axis=self._cut(w), keepdims=True) * (1 / LARGEST_CODE), w.dtype)
-        codes = jnp.clip(jnp.round(divided(scale, widened(unit).astype(scale.dtype))), LEAST_CODE, LARGEST_CODE)
-        return {"scale": codes.astype(jnp.int8), "unit": unit}
+        scale = extent * (1 / parts)
+        scale = power_above(scale) if self.fit == "power" else scale
+        if self._scales is None:
+            return {name: _narrowed(scale, w.dtype)}
+        over = self._over_units(scale)
+        one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), w.dtype)
+        codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))
+        if jnp.issubdtype(self._scales.dtype, jnp.integer):
+            codes = jnp.round(codes)
+        return {name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype), unit: one}
 
-    def _scale(self, values: dict[str, Array], x: Array) -> Array:
-        """The scale of each entry of ``x``, in a shape that broadcasts."""
-        scale = values["scale"]
-        if self.double_quant:
-            unit = widened(values["unit"])
-            return self._spread(scale.astype(unit.dtype) * unit, x)
-        return self._spread(widened(scale), x)
+    def _over_units(self, scale: Array) -> Blocks:
+        """Which scales share a unit."""
+        shared = self._scales.shared if self._scales else 0
+        cut = self._cut(scale)
+        sizes = [n if shared == 0 else 1 for n in scale.shape]
+        if shared != 0:
+            sizes[cut] = scale.shape[cut] if shared is None else min(shared, scale.shape[cut])
+        return Blocks(scale.shape, tuple(max(size, 1) for size in sizes))
 
-    def _encoded(self, w: Array, scales: dict[str, Array]) -> Array:
-        x = widened(w)
-        return self._format.encode(divided(x, self._scale(scales, x).astype(x.dtype)))
+    def _read(self, values: dict[str, Array], name: str, unit: str) -> Array:
+        """The scales of blocks."""
+        held = values[name]
+        if self._scales is None:
+            return widened(held)
+        one = widened(values[unit])
+        if self._scales.dtype == "exponent":
+            held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
+        return held.astype(one.dtype) * self._over_units(held).spread(one)
 
-    def _decoded(self, codes: Array, scales: dict[str, Array]) -> Array:
-        """The array of ``codes``, in the dtype of the scales."""
-        dtype = (scales["unit"] if self.double_quant else scales["scale"]).dtype
-        scale = self._scale(scales, codes)
-        return (self._format.decode(codes).astype(scale.dtype) * scale).astype(dtype)
+    def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
+        x, blocks = widened(w), self._blocks(w)
+        if "offset" in held:
+            x = x + blocks.spread(self._read(held, "offset", "offset_unit")).astype(x.dtype)
+        units = divided(x, blocks.spread(self._read(held, "scale", "unit")).astype(x.dtype))
+        if "zero" in held:
+            units = units + blocks.spread(widened(held["zero"])).astype(x.dtype)
+        noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
+        return self._format.numbers.encode(units, noise)
 
-    def _packed(self, codes: Array) -> Array:
-        """Codes as they are stored: four-bit codes share a byte, the first in its low bits."""
-        if not self._format.halves:
-            return codes
-        first, second = _pairs(codes, self._cut(codes))
-        return first | (second << 4)
-
-    def _unpacked(self, held: Array) -> Array:
-        if not self._format.halves:
-            return held
-        cut = self._cut(held)
-        pairs = jnp.stack([held & 15, (held >> 4) & 15], axis=cut + 1)
-        return pairs.reshape(*held.shape[:cut], 2 * held.shape[cut], *held.shape[cut + 1 :])
-
-
-def _pairs(x: Array, axis: int) -> tuple[Array, Array]:
-    """The entries with even and with odd index along an axis."""
-    both = x.reshape(*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
-    first, second = jnp.split(both, 2, axis=axis + 1)
-    return jnp.squeeze(first, axis + 1), jnp.squeeze(second, axis + 1)
+    def _decoded(self, codes: Array, held: dict[str, Array]) -> Array:
+        """The array of ``codes``."""
+        dtype = held["unit" if self._scales else "scale"].dtype
+        blocks = self._blocks(codes)
+        scale = blocks.spread(self._read(held, "scale", "unit"))
+        x = self._format.numbers.decode(codes).astype(scale.dtype)
+        if "zero" in held:
+            x = x - blocks.spread(widened(held["zero"])).astype(scale.dtype)
+        x = x * scale
+        if "offset" in held:
+            x = x - blocks.spread(self._read(held, "offset", "offset_unit"))
+        return x.astype(dtype)
 
 
-def divided(x: Array, scale: Array) -> Array:
-    """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
-    return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+def _exponent(x: Array) -> Array:
+    """The exponent of a positive number, plus 127."""
+    return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
 def _narrowed(scale: Array, dtype: Any) -> Array:
-    """``scale`` in the dtype of the weights; the next larger number if the nearest is much too small."""
+    """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
     near = scale.astype(dtype)
-    low = near.astype(scale.dtype) < scale * (1 - 2**-7)
-    return jnp.where(low, jnp.nextafter(near, jnp.asarray(jnp.inf, dtype)), near)
+    low = jnp.abs(near.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
+    return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)

@@ -5,29 +5,41 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._core.value import argument
+from reparax._numerics.arguments import one_of
 from reparax._tree.raw import OTHER_CHAIN
+from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
 
 
 class Stored(Scaled):
-    r"""Frozen weights stored in few bits: :math:`w = s \, q`.
+    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z)`.
 
-    Raw values, all fixed: ``q``, the codes, in int8, float8, or bytes of two four-bit codes (then half as long along
-    the cut axis); ``scale``, one for each block, in the dtype of the weights. With ``double_quant``, ``scale`` is int8
-    in units of ``unit``, which has one number for each index of the other axes. ``init`` rounds to the nearest numbers
-    in float32. The scale maps the largest magnitude of a block to the largest number, up to a sixteenth with
-    ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that array lives only while it is
-    used. The codes have no gradient: pass only what trains to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
+    A format is a row of the table below: the numbers that codes stand for, and what scales are stored as. Raw values,
+    all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of the weights;
+    and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the dtype of the
+    weights, in units of which scales are stored. Codes of fewer than eight bits share bytes along the cut axis: a
+    stream of bits, the first code in the lowest ones. ``init`` rounds to the nearest numbers in float32. The scale maps
+    the largest magnitude of a block to the largest number, up to a sixteenth with ``double_quant``. ``apply`` returns
+    the dtype of the weights; in a jitted step, that array lives only while it is used. The codes have no gradient: pass
+    only what trains to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
-    ====================  ===================  ================================================
-    format                numbers              bytes per weight, with scales of float32
-    ====================  ===================  ================================================
-    ``"int8"``            -127 to 127          1.02 by blocks of 256
-    ``"int4"``            -7 to 7              0.56 by blocks of 64, 0.52 with ``double_quant``
-    ``"nf4"``             16, as in QLoRA      0.56 by blocks of 64, 0.52 with ``double_quant``
-    ``"float8_e4m3fn"``   4 bits of exponent   1.02 by blocks of 256
-    ``"float8_e5m2"``     5 bits of exponent   1.02 by blocks of 256
-    ====================  ===================  ================================================
+    ============================  ==================================  ===========================================
+    format                        numbers                             bits per weight, with scales of float32
+    ============================  ==================================  ===========================================
+    ``"int8"``, ... ``"int2"``    -127 to 127, ... -1 to 1            8.13 by 256, ... 2.5 by 64
+    ``"int1"``                    -1 and 1                            1.25 by 128, with ``fit="rms"``
+    ``"uint8"``, ... ``"uint1"``  0 to 255, ... 0 to 1, less a zero   9 by 64, ... 2 by 64
+    ``"nf4"``                     16, as in QLoRA                     4.5 by 64, 4.16 with ``double_quant``
+    ``"float8_e4m3fn"``           4 bits of exponent                  8.13 by 256
+    ``"float8_e5m2"``             5 bits of exponent                  8.13 by 256
+    ``"float4_e2m1fn"``           0, 0.5, 1, 1.5, 2, 3, 4, 6; signs   4.13 by 256
+    ``"mxfp8"``                   those of float8_e4m3fn              8.25: scales are powers of two, by 32
+    ``"mxfp4"``                   those of float4_e2m1fn              4.25: scales are powers of two, by 32
+    ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
+    ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256; for moments
+    ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; for second moments
+    ============================  ==================================  ===========================================
 
     ``Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in few bits.
     For inference, export ``Stored("int8").init(p.fold(raw))``.
@@ -37,8 +49,17 @@ class Stored(Scaled):
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
         with ``block``, all axes but the cut one.
       block: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the cut
-        axis). Default for a matrix: the first axis, the inputs of a kernel ``(in, out)``. It must divide that axis.
-      double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for int4 and nf4.
+        axis). Default for a matrix: the first axis, the inputs of a kernel ``(in, out)``. Or a length for each axis:
+        ``(128, 128)``. The last block may be shorter. Microscaled formats have the block of the table, if you give
+        none.
+      double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
+      fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
+        the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1;
+        ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with
+        zeros by half-quadratic quantization, for formats with zeros.
+      reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
+      rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
+        ``init`` needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
@@ -54,39 +75,60 @@ class Stored(Scaled):
 
     References:
       Dettmers, Lewis, Belkada and Zettlemoyer, *LLM.int8()*, 2022; Dettmers, Pagnoni, Holtzman and Zettlemoyer,
-      *QLoRA*, 2023; Micikevicius et al., *FP8 Formats for Deep Learning*, 2022.
+      *QLoRA*, 2023; Micikevicius et al., *FP8 Formats for Deep Learning*, 2022; *OCP Microscaling Formats (MX)*,
+      version 1.0, 2023; Dettmers, Lewis, Shleifer and Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*,
+      2022; Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023.
     """
 
+    rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+
     main: ClassVar[tuple[str, ...] | None] = ("q",)
-    fixed: ClassVar[tuple[str, ...]] = ("q", "scale", "unit")
+    fixed: ClassVar[tuple[str, ...]] = ("q", "scale")
     takes_base: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "fixed", ("q", "scale", "unit") if self.double_quant else ("q", "scale"))
+        zero = self._format.zero
+        names = ["q", "scale", *(["unit"] if self._scales else []), *([zero] if zero else [])]
+        names += ["offset_unit"] if self._scales and zero == "offset" else []
+        object.__setattr__(self, "fixed", tuple(names))
+
+    @property
+    def _draws(self) -> bool:
+        return self.rounding == "stochastic"
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return super().refuse_leaf(w) or self._odd(w)
+        return super().refuse_leaf(w) or self._broken(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        scales = self._scales(w)
-        return {"q": self._packed(self._encoded(w, scales)), **scales}
+        return self._stored(w, None)
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        return self._stored(w, key)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        for name, dtype in (("q", self._format.dtype), *((("scale", "int8"),) if self.double_quant else ())):
+        scales, numbers = self._scales, self._format.numbers
+        codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
+        for name, dtype in {"q": numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
                 got = values[name].dtype
                 raise ValueError(f"expected {name} of {dtype} for {self.format}, got {got}: {OTHER_CHAIN}")
-        if not self.double_quant and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
+        if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
-        return self._decoded(self._unpacked(values["q"]), values)
+        q = values["q"]
+        return self._decoded(unpacked(q, numbers.bits, self._cut(q)), values)
 
-    def _odd(self, w: Array) -> str | None:
-        """What is wrong with ``w`` if two codes share a byte, or None."""
-        cut = self._cut(w)
-        if not self._format.halves or w.shape[cut] % 2 == 0:
+    def _stored(self, w: Array, key: Array | None) -> dict[str, Array]:
+        held = self._held(w)
+        return {"q": packed(self._encoded(w, held, key), self._format.numbers.bits, self._cut(w)), **held}
+
+    def _broken(self, w: Array) -> str | None:
+        """What is wrong with ``w`` if several codes share bytes, or None."""
+        cut, (many, size) = self._cut(w), group(self._format.numbers.bits)
+        if w.shape[cut] % many == 0:
             return None
+        share = "a byte" if size == 1 else f"{size} bytes"
         return (
-            f"expected an even number of entries along axis {cut}, because two {self.format} numbers share a byte, got "
-            f"shape {w.shape}. Store it as int8, or leave it out with `where`."
+            f"expected a multiple of {many} entries along axis {cut}, because {many} {self.format} numbers share "
+            f"{share}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
         )

@@ -1,0 +1,52 @@
+"""Blocks of an array: the entries that share a scale."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A grid over an array.
+
+    Attributes:
+      shape: The shape of the array.
+      sizes: For each axis, how many entries lie in a block. The last block may be shorter.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def each(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
+        """``reduce`` over the entries of each block; ``fill`` completes the last one."""
+        missing = [-n % self.sizes[i] if i in self._cut else 0 for i, n in enumerate(self.shape)]
+        if any(missing):
+            x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
+        shape, within, over = list[int](), list[int](), list[int]()
+        for i, (n, size) in enumerate(zip(x.shape, self.sizes, strict=True)):
+            if i in self._cut:
+                within.append(len(shape) + 1)
+                shape += [n // size, size]
+            else:
+                over += [len(shape)] if size == n else []
+                shape.append(n)
+        found = reduce(x.reshape(shape), axis=(*within, *over), keepdims=True)
+        return jnp.squeeze(found, within) if within else found
+
+    def spread(self, each: Array) -> Array:
+        """Numbers for each block, as numbers for each entry, in a shape that broadcasts."""
+        for i in self._cut:
+            apart = jnp.expand_dims(each, i + 1)
+            wide = (*each.shape[: i + 1], self.sizes[i], *each.shape[i + 1 :])
+            joined = (*each.shape[:i], each.shape[i] * self.sizes[i], *each.shape[i + 1 :])
+            each = jnp.broadcast_to(apart, wide).reshape(joined)
+            if each.shape[i] != self.shape[i]:
+                each = jax.lax.slice_in_dim(each, 0, self.shape[i], axis=i)
+        return each
+
+    @property
+    def _cut(self) -> list[int]:
+        return [i for i, (n, size) in enumerate(zip(self.shape, self.sizes, strict=True)) if 1 < size < n]

@@ -1,0 +1,141 @@
+"""Codes and numbers of each format against torchao, bitsandbytes, hqq and qwix."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+from reparax.quantized._packing import unpacked
+
+torch = pytest.importorskip("torch")
+qwix = pytest.importorskip("qwix")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _not_strict():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def weights():
+    """A matrix with the axes of torch."""
+    return np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+
+
+def ours(p, w):
+    """Codes, other raw values, and the array, all with the axes of torch."""
+    raw = p.init({"w": jnp.asarray(w.T)})
+    held = dict(raw["w"]["@stored"]["@fixed"])
+    codes = np.asarray(unpacked(held.pop("q"), p._format.numbers.bits, 0)).T
+    return codes, {name: np.asarray(x).T for name, x in held.items()}, np.asarray(p.apply(raw)["w"]).T
+
+
+def nibbles(packed, *, high_first=False):
+    pair = [packed >> 4, packed & 15] if high_first else [packed & 15, packed >> 4]
+    return np.stack(pair, -1).reshape(64, 256)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_microscaled_codes_are_those_of_torchao(name):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    w = weights()
+    dtype = torch.float8_e4m3fn if name == "mxfp8" else torch.float4_e2m1fn_x2
+    theirs = mx.MXTensor.to_mx(torch.from_numpy(w), dtype, 32)
+    codes, held, got = ours(rpx.Stored(name), w)
+    bytes_ = theirs.qdata.view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes.view(np.uint8), bytes_ if name == "mxfp8" else nibbles(bytes_))
+    np.testing.assert_array_equal(held["scale"], theirs.scale.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(got, theirs.dequantize(torch.float32).numpy())
+
+
+def test_nvfp4_is_that_of_torchao():
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    w = weights()
+    scale = nv.per_tensor_amax_to_scale(torch.from_numpy(w).abs().max())
+    theirs = nv.NVFP4Tensor.to_nvfp4(torch.from_numpy(w), per_tensor_scale=scale)
+    codes, held, got = ours(rpx.Stored("nvfp4"), w)
+    np.testing.assert_array_equal(codes, nibbles(theirs.qdata.view(torch.uint8).numpy()))
+    np.testing.assert_array_equal(held["scale"].view(np.uint8), theirs.scale.view(torch.uint8).numpy())
+    np.testing.assert_allclose(got, theirs.dequantize(torch.float32).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numbers_with_zeros_are_those_of_torchao(bits):
+    affine = pytest.importorskip("torchao.quantization.quant_primitives")
+    x, how = torch.from_numpy(weights()), ((1, 64), torch.uint8, 0, 2**bits - 1)
+    scale, zero = affine.choose_qparams_affine(
+        x, affine.MappingType.ASYMMETRIC, *how, scale_dtype=torch.float32, zero_point_dtype=torch.int32
+    )
+    theirs = affine.quantize_affine(x, how[0], scale, zero, *how[1:])
+    codes, held, got = ours(rpx.Stored(f"uint{bits}", block=64), x.numpy())
+    np.testing.assert_array_equal(held["zero"], zero.numpy())
+    np.testing.assert_array_equal(codes, theirs.numpy())
+    want = affine.dequantize_affine(theirs, how[0], scale, zero, *how[1:])
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_companded_numbers_are_those_of_bitsandbytes(signed):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    x = torch.from_numpy(weights() if signed else np.abs(weights()))
+    table = functional.create_dynamic_map(signed=signed)
+    p = rpx.Stored("dynamic8" if signed else "udynamic8", block=256)
+    np.testing.assert_array_equal(p._format.numbers.decode(jnp.arange(256)), table.numpy())
+    theirs, state = functional.quantize_blockwise(x, code=table, blocksize=256)
+    codes, held, got = ours(p, x.numpy())
+    # Theirs multiplies by the reciprocal of the scale, and looks codes up in two steps.
+    off = codes.astype(int) - theirs.numpy()
+    assert np.mean(off != 0) < 5e-3
+    assert np.max(np.abs(off)) <= 1
+    np.testing.assert_array_equal(held["scale"][:, 0], state.absmax.numpy())
+    errors = [np.mean(np.abs(y - x.numpy())) for y in (got, functional.dequantize_blockwise(theirs, state).numpy())]
+    np.testing.assert_allclose(*errors, rtol=5e-5)
+
+
+def test_nf4_is_that_of_bitsandbytes():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    x = torch.from_numpy(weights())
+    theirs, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+    codes, _, got = ours(rpx.Stored("nf4", block=64), x.numpy())
+    np.testing.assert_array_equal(codes, nibbles(theirs.numpy().ravel(), high_first=True))
+    np.testing.assert_array_equal(got, functional.dequantize_4bit(theirs, state).numpy())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_start_of_hqq_is_that_of_its_authors(bits):
+    quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
+    how = {"nbits": bits, "group_size": 64, "axis": 1, "bitpack": False, "device": "cpu"}
+    theirs, meta = quantizer.quantize(torch.from_numpy(weights()), **how)
+    codes, held, _ = ours(rpx.Stored(f"uint{bits}", block=64, fit="hqq"), weights())
+    assert np.mean(codes != theirs.reshape(64, 256).numpy()) < 1e-4
+    # In one block of 256, a number half way between two goes to the other one.
+    assert np.mean(np.abs(held["zero"].ravel() - meta["zero"].numpy().ravel()) > 1e-4) < 0.01
+    np.testing.assert_allclose(held["scale"].ravel(), meta["scale"].numpy().ravel(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 127.5 / 127), ("int4", 7.5 / 7), ("nf4", 1.0)])
+@pytest.mark.parametrize(("fit", "reach"), [("absmax", 0.8), ("rms", 2.5), ("fixed", 3.0)])
+def test_scales_by_each_rule_are_those_of_qwix(name, bound, fit, reach):
+    sign = f"{-reach * bound}," if fit == "fixed" else ""
+    tiles = {} if fit == "fixed" else {0: 64}
+    how = {"channelwise_axes": [1], "tiled_axes": tiles, "calibration_method": f"{fit},{sign}{reach * bound}"}
+    theirs = qwix.dequantize(qwix.quantize(jnp.asarray(weights().T), name, **how))
+    _, _, got = ours(rpx.Stored(name, block=tiles.get(0), fit=fit, reach=reach), weights())
+    # A number half way between two may go to either.
+    assert np.mean(np.abs(got - np.asarray(theirs).T) > 1e-6) < 1e-4
+
+
+def test_zeros_and_blocks_in_two_dimensions_are_those_of_qwix():
+    w = jnp.asarray(weights().T)
+    for bits in (4, 8):
+        how = {"channelwise_axes": [1], "tiled_axes": {0: 64}, "calibration_method": "minmax"}
+        theirs = qwix.dequantize(qwix.quantize(w, f"int{bits}", **how))
+        np.testing.assert_allclose(ours(rpx.Stored(f"uint{bits}", block=64), weights())[2].T, theirs, atol=1e-6)
+    theirs = qwix.quantize(w, "int8", tiled_axes={0: 64, 1: 32}, calibration_method=f"absmax,{127.5 / 127}")
+    got = ours(rpx.Stored("int8", block=(64, 32)), weights())[2]
+    np.testing.assert_allclose(got.T, qwix.dequantize(theirs), atol=1e-6)

@@ -1,0 +1,207 @@
+"""Each row of the table of formats against numpy, ml_dtypes, the specification of OCP, and numbers of its reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import effective, init
+from ml_dtypes import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def stored(p, w, key=None):
+    """The fixed values of an array, and the array."""
+    raw = init(p, {"w": jnp.asarray(w)}, key)
+    return jax.tree.map(np.asarray, raw["w"]["@stored"]["@fixed"]), np.asarray(effective(p, raw)["w"])
+
+
+def bits_of(held, bits):
+    """The codes along the first axis, by numpy's stream of bits."""
+    stream = np.unpackbits(held.astype(np.uint8), axis=0, bitorder="little")
+    codes = stream.reshape(-1, bits, *held.shape[1:])
+    return np.sum(codes * (1 << np.arange(bits))[:, None], axis=1)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_whole_numbers_of_each_width_are_a_stream_of_bits(bits):
+    w, top = normal(32, 4), 2 ** (bits - 1) - 1
+    held, got = stored(rpx.Stored(f"int{bits}", axis=-1), w)
+    scale = np.max(np.abs(w), axis=0) * np.float32(1 / top)
+    want = np.clip(np.round(w / scale), -top - 1, top)
+    assert (held["q"].dtype, held["q"].shape) == (np.int8, (4 * bits, 4))
+    np.testing.assert_array_equal(bits_of(held["q"], bits), want.astype(int) % 2**bits)
+    np.testing.assert_allclose(got, want * scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_zeros_of_each_width_reach_from_the_least_to_the_largest(bits):
+    w, top = normal(32, 4) + np.float32(0.5), 2**bits - 1
+    held, got = stored(rpx.Stored(f"uint{bits}", axis=-1), w)
+    low, high = np.minimum(w.min(0), 0), np.maximum(w.max(0), 0)
+    scale = (high - low) * np.float32(1 / top)
+    zero = np.clip(np.round(-low / scale), 0, top)
+    codes = np.clip(np.round(w / scale + zero), 0, top)
+    np.testing.assert_array_equal(held["zero"][0], zero)
+    np.testing.assert_array_equal(bits_of(held["q"], bits), codes)
+    np.testing.assert_allclose(got, (codes - zero) * scale, rtol=1e-5, atol=1e-6)
+
+
+def test_one_bit_is_the_sign():
+    w = normal(16, 4)
+    held, got = stored(rpx.Stored("int1", axis=-1, fit="rms"), w)
+    assert held["q"].shape == (2, 4)
+    np.testing.assert_allclose(got, np.sign(w) * np.sqrt(np.mean(w * w, axis=0)), rtol=1e-6)
+
+
+def microscaled(w, block, top, dtype):
+    """Numbers and scales as in version 1.0 of OCP's specification of microscaling formats."""
+    rows = w.T.reshape(-1, block).astype(np.float64)
+    power = np.floor(np.log2(np.max(np.abs(rows), axis=1, keepdims=True))) - np.floor(np.log2(top))
+    units = np.clip(rows / 2.0**power, -top, top).astype(np.float32).astype(dtype).astype(np.float64)
+    return (units * 2.0**power).reshape(w.T.shape).T, (power + 127).reshape(w.shape[1], -1).T
+
+
+@pytest.mark.parametrize(("name", "top", "dtype"), [("mxfp8", 448, float8_e4m3fn), ("mxfp4", 6, float4_e2m1fn)])
+def test_microscaled_numbers_are_those_of_the_specification(name, top, dtype):
+    w = normal(64, 4) * 2.0 ** np.arange(-12, 12, 6, dtype=np.float32)
+    want, powers = microscaled(w, 32, top, dtype)
+    held, got = stored(rpx.Stored(name), w)
+    np.testing.assert_array_equal(held["scale"], powers)
+    np.testing.assert_array_equal(held["scale"].view(float8_e8m0fnu).astype(np.float32), 2.0 ** (powers - 127))
+    np.testing.assert_array_equal(got, want)
+    zero = stored(rpx.Stored(name), np.zeros((32, 2), np.float32))
+    assert not zero[1].any()
+
+
+def test_half_way_between_two_numbers_of_four_bits_the_even_code_is_taken():
+    w = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0.1])
+    held, got = stored(rpx.Stored("float4_e2m1fn"), w.astype(np.float32)[:, None])
+    want = w.astype(np.float32).astype(float4_e2m1fn)
+    np.testing.assert_array_equal(got[:, 0], want.astype(np.float32))
+    np.testing.assert_array_equal(bits_of(held["q"], 4)[:, 0], want.view(np.uint8))
+
+
+def test_nvfp4_has_scales_of_eight_bits_in_units_of_one_number():
+    w = normal(32, 4)
+    rows = w.T.reshape(4, 2, 16)
+    scale = np.max(np.abs(rows), axis=2) / 6
+    unit = scale.max() / 448
+    codes = np.clip(scale / unit, 2**-6, 448).astype(float8_e4m3fn)
+    both = (codes.astype(np.float32) * unit)[..., None]
+    want = (np.clip(rows / both, -6, 6).astype(float4_e2m1fn).astype(np.float32) * both).reshape(4, 32).T
+    held, got = stored(rpx.Stored("nvfp4"), w)
+    np.testing.assert_array_equal(held["scale"].view(np.uint8), codes.T.view(np.uint8))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_companded_numbers_are_those_of_bitsandbytes():
+    # create_dynamic_map() and create_dynamic_map(signed=False) of bitsandbytes 0.50.2
+    signed = [-0.99296875, -0.978906273841858, -0.96484375]
+    numbers = np.asarray(rpx.quantized._formats.FORMATS["dynamic8"].numbers.decode(jnp.arange(256)))
+    np.testing.assert_array_equal(numbers[:3], np.asarray(signed, np.float32))
+    np.testing.assert_array_equal(numbers[:127], -numbers[128:255][::-1])
+    assert (numbers[127], numbers[255]) == (0, 1)
+    unsigned = np.asarray(rpx.quantized._formats.FORMATS["udynamic8"].numbers.decode(jnp.arange(256)))
+    np.testing.assert_allclose(unsigned[:5], [0.0, 3.25e-7, 7.75e-7, 2.125e-6, 4.375e-6], rtol=3e-7)
+    assert np.all(np.diff(numbers) > 0)
+    assert np.all(np.diff(unsigned) > 0)
+
+
+@pytest.mark.parametrize("name", ["dynamic8", "udynamic8"])
+def test_companded_numbers_are_the_nearest(name):
+    numbers = np.asarray(rpx.quantized._formats.FORMATS[name].numbers.decode(jnp.arange(256)))
+    w = np.exp(2 * normal(64, 4)) * (np.sign(normal(64, 4, seed=1)) if name == "dynamic8" else 1)
+    w = w.astype(np.float32)
+    scale = np.max(np.abs(w), axis=0)
+    codes = np.argmin(np.abs((w / scale)[..., None] - numbers.astype(np.float64)), axis=-1)
+    held, got = stored(rpx.Stored(name, axis=-1), w)
+    assert np.mean(held["q"] != codes) < 0.01  # half way between two, in the last bit of a quotient
+    np.testing.assert_allclose(got, numbers[held["q"]] * scale, rtol=1e-6)
+
+
+def test_scales_by_other_rules():
+    w = normal(16, 4)
+    largest, square = np.max(np.abs(w)), np.sqrt(np.mean(w * w))
+    for how, extent in (
+        ({"reach": 0.5}, 0.5 * largest),
+        ({"fit": "rms", "reach": 2.0}, 2 * square),
+        ({"fit": "fixed", "reach": 3.0}, 3.0),
+        ({"fit": "power"}, 127 * 2.0 ** np.ceil(np.log2(largest / 127))),
+    ):
+        held, got = stored(rpx.Stored("int8", **how), w)
+        np.testing.assert_allclose(held["scale"], extent / 127, rtol=1e-6)
+        np.testing.assert_allclose(got, np.clip(np.round(w * 127 / extent), -128, 127) * extent / 127, rtol=1e-5)
+
+
+def test_the_start_of_hqq_is_that_of_its_authors():
+    # Quantizer.quantize(w.T, nbits=2, group_size=8, axis=1) of hqq 0.2.8.post1
+    w = np.sin(np.arange(32, dtype=np.float32) ** 2).reshape(16, 2)
+    held, _ = stored(rpx.Stored("uint2", block=8, fit="hqq"), w)
+    np.testing.assert_allclose(held["scale"].T, HQQ["scale"], rtol=1e-5)
+    np.testing.assert_allclose(held["zero"].T, HQQ["zero"], rtol=1e-5)
+    np.testing.assert_array_equal(bits_of(held["q"], 2).T, HQQ["codes"])
+
+
+HQQ = {
+    "scale": [[0.6437696814537048, 0.6656704545021057], [0.6508558988571167, 0.5826802253723145]],
+    "zero": [[1.6034314632415771, 1.522073745727539], [1.441332459449768, 1.489956021308899]],
+    "codes": [[2, 0, 1, 0, 3, 1, 1, 3, 0, 1, 0, 2, 0, 1, 0, 3], [3, 2, 1, 0, 0, 3, 1, 0, 1, 2, 3, 3, 2, 2, 0, 1]],
+}
+
+
+@pytest.mark.parametrize("block", [(8, 2), (5, 3), (16, 4)])
+def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
+    w = normal(16, 4)
+    p = rpx.Stored("int8", block=block)
+    held, got = stored(p, w)
+    want = np.empty_like(w)
+    for i in range(0, 16, block[0]):
+        for j in range(0, 4, block[1]):
+            part = w[i : i + block[0], j : j + block[1]]
+            scale = np.max(np.abs(part)) * np.float32(1 / 127)
+            want[i : i + block[0], j : j + block[1]] = np.round(part / scale) * scale
+    assert held["scale"].shape == (-(-16 // block[0]), -(-4 // block[1]))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "nf4", "mxfp4", "float8_e4m3fn", "dynamic8"])
+def test_rounding_with_a_key_has_no_bias(name):
+    w = np.tile(normal(16, 1), (1, 4000))
+    p = rpx.Stored(name, axis=-1, rounding="stochastic")
+    _, got = stored(p, w, jax.random.key(0))
+    _, near = stored(rpx.Stored(name, axis=-1), w[:, :1])
+    values = [np.unique(row) for row in got]
+    assert max(map(len, values)) == 2  # the numbers around, and no other
+    assert all(x in row for x, row in zip(near[:, 0], values, strict=True))
+    error = np.std(got, axis=1) / np.sqrt(4000)
+    inside = (w[:, 0] <= np.max(got)) & (w[:, 0] >= np.min(got))  # what is beyond the last number is cut off
+    assert np.all(np.abs(np.mean(got, axis=1) - w[:, 0])[inside] <= 5 * error[inside] + 1e-6)
+
+
+SIZES = [
+    (rpx.Stored("int3", block=64), 3.5),
+    (rpx.Stored("uint2", block=64), 3.0),
+    (rpx.Stored("mxfp8"), 8.25),
+    (rpx.Stored("mxfp4"), 4.25),
+    (rpx.Stored("nvfp4"), 4.5),
+    (rpx.Stored("dynamic8", block=256), 8.125),
+    (rpx.Stored("int8", block=(128, 128)), 8.01),
+]
+
+
+@pytest.mark.parametrize(("p", "bits"), SIZES)
+def test_bits_for_each_weight(p, bits):
+    raw = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct((1024, 512), np.float32)})
+    assert sum(8 * x.size * x.dtype.itemsize for x in jax.tree.leaves(raw)) / (1024 * 512) <= bits + 1e-3
+
+
+def test_the_settings_are_kept_in_json():
+    p = rpx.Stored("uint4", block=(8, 2), fit="rms", reach=2.5, rounding="stochastic")
+    assert rpx.from_json(p.to_json()) == p
+    old = '{"reparax": 1, "stages": [{"class": "reparax.Stored", "format": "nf4", "block": 64, "double_quant": true}]}'
+    assert rpx.from_json(old) == rpx.Stored("nf4", block=64, double_quant=True)
