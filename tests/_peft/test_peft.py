@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reparax as rpx
+from reparax._peft.patterns import pattern_of
 
 PREFIX = "base_model.model."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
@@ -718,3 +721,56 @@ def test_rotations_are_written_after_a_rebase_too():
     before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, p.rebase(raw))[0]
     (name,) = before
     np.testing.assert_allclose(after[name], before[name], atol=1e-5)
+
+
+KERNELS = [
+    f"layers/{i}/{part}/{name}/kernel"
+    for i in range(12)
+    for part, name in (("mlp", "up"), ("attn", "q"), ("attn", "v"))
+]
+MODEL = ["embed/embedding", "norm/scale", *KERNELS, *(f"layers/{i}/norm/scale" for i in range(12))]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "pattern"),
+    [
+        (KERNELS, "layers/.*/kernel"),
+        ([path for path in KERNELS if "/q/" in path], "layers/.*/attn/q/kernel"),
+        ([path for path in KERNELS if "attn" in path], "layers/.*/attn/.*/kernel"),
+        ([path for path in KERNELS if "/v/" not in path], "layers/.*/(q|up)/kernel"),
+        (["layers/3/attn/q/kernel"], "layers/3/attn/q/kernel"),
+        (["layers/0/attn/q/kernel", "layers/1/mlp/up/kernel"], "layers/0/attn/q/kernel|layers/1/mlp/up/kernel"),
+        (["norm/scale", "layers/7/norm/scale"], "layers/7/norm/scale|norm/scale"),
+    ],
+)
+def test_many_paths_are_one_short_expression(chosen, pattern):
+    assert pattern_of(chosen, MODEL) == pattern
+    assert {path for path in MODEL if re.fullmatch(pattern, path)} == set(chosen)
+
+
+@given(st.data())
+def test_an_expression_selects_its_paths_and_no_others(data):
+    names = st.lists(st.sampled_from(["a", "b.c", "1", "2", "(d"]), min_size=1, max_size=3).map("/".join)
+    known = data.draw(st.lists(names, min_size=1, max_size=12, unique=True))
+    chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, unique=True))
+    pattern = pattern_of(chosen, known)
+    assert {path for path in known if re.fullmatch(pattern, path)} == set(chosen)
+
+
+def test_a_model_of_many_layers_is_read_as_a_short_chain():
+    like = {
+        "layers": [
+            {"attn": {name: {"kernel": jnp.zeros((4, 3))} for name in "qv"}, "up": {"kernel": jnp.zeros((4, 3))}}
+            for _ in range(3)
+        ]
+    }
+    tensors = {
+        f"base_model.model.layers.{i}.attn.{name}.lora_{factor}.weight": np.ones(shape, np.float32)
+        for i in range(3)
+        for name in "qv"
+        for factor, shape in (("A", (2, 4)), ("B", (3, 2)))
+    }
+    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2}, like)
+    assert repr(p) == "Freeze() >> LoRA(2, alpha=2.0, where='layers/.*/attn/.*/kernel')"
+    np.testing.assert_array_equal(p.fold(raw)["layers"][1]["attn"]["v"]["kernel"], np.full((4, 3), 2.0))
+    np.testing.assert_array_equal(p.fold(raw)["layers"][1]["up"]["kernel"], np.zeros((4, 3)))

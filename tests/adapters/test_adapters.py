@@ -184,6 +184,27 @@ def lora_of(path):
     return {f"{path}/@lora/a", f"{path}/@lora/b"}
 
 
+def language_model():
+    """A table, two layers with a norm and a kernel each, and a norm."""
+    layers = [{"norm": {"scale": jnp.ones(8)}, "up": {"kernel": normal(8, 4, seed=i)}} for i in range(2)]
+    return {"embed": {"embedding": normal(10, 8, seed=2)}, "layers": layers, "norm": {"scale": jnp.ones(8)}}
+
+
+@pytest.mark.parametrize("p", [rpx.LoRA(2), rpx.VeRA(2), rpx.Stored("nf4", block=4) >> rpx.LoRA(2)], ids=repr)
+def test_of_a_language_model_the_kernels_are_adapted_and_rounded_and_nothing_else_trains(p):
+    params, p = language_model(), rpx.Freeze() >> p
+    raw = p.init(params, jax.random.key(0))
+    free, fixed = rpx.partition(raw)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(free)]
+    assert {path.partition("/@")[0] for path in paths} == {"layers/0/up/kernel", "layers/1/up/kernel"}
+    np.testing.assert_array_equal(fixed["embed"]["embedding"]["@freeze"]["@fixed"]["w"], params["embed"]["embedding"])
+
+
+def test_a_table_is_adapted_where_that_is_asked():
+    raw = rpx.LoRA(2, where="embed/embedding").init(language_model(), jax.random.key(0))
+    assert raw["embed"]["embedding"]["@lora"]["a"].shape == (10, 2)
+
+
 def test_freeze_leaves_the_adapters_alone():
     p = rpx.Freeze() >> rpx.LoRA(2)
     assert trains(p, p.init(model(), jax.random.key(0))) == lora_of("dense/kernel") | lora_of("out/kernel")

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from reparax._core.algebra import Chain, Parametrization, with_any_key
 from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method, require
 from reparax._peft.methods import METHODS
+from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import check_settings
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
@@ -99,8 +100,8 @@ def from_peft(
             f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
-    frozen = Freeze(where=all_but(*map(re.escape, sorted(whole)))) if whole else Freeze()
-    p = Chain((frozen, *ties, *_joined(layers), *gains))
+    frozen = Freeze(where=all_but(pattern_of(whole, counts))) if whole else Freeze()
+    p = Chain((frozen, *ties, *_joined(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
     return p, _placed(with_any_key(p.init)(like), values | whole)
 
@@ -212,17 +213,19 @@ def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, modu
     return None if name is None else config.get(name)
 
 
-def _joined(layers: Mapping[str, Layer]) -> list[Parametrization]:
+def _joined(layers: Mapping[str, Layer], known: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
-        groups.setdefault(layer.stages, []).append(re.escape(path))
-    return [_acting(stage, "|".join(sorted(paths))) for stages, paths in groups.items() for stage in stages]
+        groups.setdefault(layer.stages, []).append(path)
+    return [_acting(stage, paths, known) for stages, paths in groups.items() for stage in stages]
 
 
-def _acting(stage: Any, paths: str) -> Parametrization:
-    """A stage that acts on these arrays, or on a value below them."""
-    return replace(stage, where=paths if stage.where is None else f"({paths}){stage.where}")
+def _acting(stage: Any, paths: list[str], known: Collection[str]) -> Parametrization:
+    """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
+    if stage.where is None:
+        return replace(stage, where=pattern_of(paths, known))
+    return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
 
 
 def _gains_of_biases(
@@ -236,9 +239,10 @@ def _gains_of_biases(
         bias = targets.get(f"{target.module}.bias")
         if bias is not None and target.path in layers and not is_named(target.module, inputs):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
-            stacks.setdefault(len(bias.index), set()).add(re.escape(bias.path))
+            stacks.setdefault(len(bias.index), set()).add(bias.path)
+    known = {target.path for target in targets.values()}
     gains = [
-        Gain(axis=-1, stacked=tuple(range(n)), where="|".join(sorted(paths))) for n, paths in sorted(stacks.items())
+        Gain(axis=-1, stacked=tuple(range(n)), where=pattern_of(paths, known)) for n, paths in sorted(stacks.items())
     ]
     return ([Tie(ties)], [*gains]) if ties else ([], [])
 

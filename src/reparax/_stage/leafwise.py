@@ -24,6 +24,7 @@ from reparax._stage.where import (
     choose,
     is_bias_or_scale,
     is_state,
+    is_table,
     require_known,
 )
 from reparax._tree.flat import Flat, nest
@@ -41,6 +42,8 @@ class Leafwise(AtSites):
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
     excludes biases and scales by name, whatever their dimensions."""
+    tables: ClassVar[bool] = True
+    """Whether the default includes tables of embeddings, by name."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
     takes_base: ClassVar[bool] = False
@@ -128,7 +131,7 @@ class Leafwise(AtSites):
 
     def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
         """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
-        if self.min_ndim >= 2 and is_bias_or_scale(slot):
+        if (self.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.tables and is_table(slot)):
             return False
         if w is None:
             return True

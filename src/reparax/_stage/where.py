@@ -16,6 +16,8 @@ from reparax._tree.raw import Slot, empty_nodes, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
+TABLES = frozenset({"embedding", "embeddings"})
+"""The usual names of tables, of which a step reads some rows."""
 
 
 @register_static
@@ -206,6 +208,11 @@ def is_bias_or_scale(slot: Slot) -> bool:
     """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
     names = {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}
     return any(name in BIASES_AND_SCALES or "bias" in name.split("_") for name in names)
+
+
+def is_table(slot: Slot) -> bool:
+    """Whether an array has the name of a table of embeddings."""
+    return slot.parameter.rpartition("/")[2] in TABLES
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ class LoRA(RowsAndColumns):
     rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
-    QLoRA                             ``Stored("nf4", block=64) >> LoRA(8)``
-    QDoRA                             ``Stored("nf4", block=64) >> LoRA(8) >> WeightNorm(detach=True)``
+    QLoRA                             ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``
+    QDoRA                             the same, then ``>> WeightNorm(detach=True)``
     ================================  =========================================================
 
-    ``Freeze`` also freezes the rest of the model, such as biases and norms. ``rpx.partition(raw)[0]`` is what trains.
+    ``Freeze`` also freezes the rest of the model, such as biases, norms and tables of embeddings. If one array holds
+    all layers, as under a scan, give each stage but ``Freeze`` ``stacked=0``. ``rpx.partition(raw)[0]`` is what trains.
 
     Args:
       rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
@@ -45,8 +46,8 @@ class LoRA(RowsAndColumns):
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
         ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
         :math:`c A B`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales, and tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
       rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
         first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
@@ -79,6 +80,7 @@ class LoRA(RowsAndColumns):
     base_values: ClassVar[tuple[str, ...]] = ("w",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"a": ("rows", "rank"), "b": ("rank", "columns")}
     alike: ClassVar[tuple[str, ...]] = ("w",)
+    tables: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

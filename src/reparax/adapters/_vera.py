@@ -32,8 +32,7 @@ class VeRA(RowsAndColumns):
       rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
       start: The initial value of ``d``.
       seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: As for :class:`LoRA`, with the same default.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 
@@ -57,6 +56,7 @@ class VeRA(RowsAndColumns):
     base_values: ClassVar[tuple[str, ...]] = ("w",)
     value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"b": ("columns",)}
     alike: ClassVar[tuple[str, ...]] = ("w",)
+    tables: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"d": jnp.full(self.rank, self.start, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}

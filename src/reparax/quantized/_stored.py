@@ -41,8 +41,8 @@ class Stored(Scaled):
     ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; for second moments
     ============================  ==================================  ===========================================
 
-    ``Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in few bits.
-    For inference, export ``Stored("int8").init(p.fold(raw))``.
+    ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
+    few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
 
     Args:
       format: One of the formats above.
@@ -60,7 +60,8 @@ class Stored(Scaled):
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
         ``init`` needs a key.
-      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
+        tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Example:
@@ -85,6 +86,7 @@ class Stored(Scaled):
     main: ClassVar[tuple[str, ...] | None] = ("q",)
     fixed: ClassVar[tuple[str, ...]] = ("q", "scale")
     takes_base: ClassVar[bool] = True
+    tables: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
