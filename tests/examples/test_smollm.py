@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from examples.smollm import by_hand, model, tuning
+from examples.smollm import by_hand, many, model, tuning
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -123,3 +123,17 @@ def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
     assert len(state) == 9 * TINY.layers + 2
     back = rpx.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
     jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):
+    adapters = []
+    for i, p in enumerate([tuning.lora(1), rpx.Freeze() >> rpx.LoRA(3, 6.0, stacked=0)]):
+        free, fixed = rpx.partition(p.init(params, jax.random.key(i)))
+        adapters.append((p, rpx.combine(jax.tree.map(lambda x, i=i: x + 0.05 * (i + 1), free), fixed)))
+    p, bank = many.bank_of(adapters)
+    fixed = rpx.partition(p.init(params, jax.random.key(0)))[1]
+    ids, tokens = [1, 0, 1], jnp.asarray(ROWS[:3])
+    got = jax.jit(many.mixed(p, TINY))(bank, fixed, jnp.array(ids), tokens)
+    for i, row, each in zip(ids, tokens, got, strict=True):
+        own, raw = adapters[i]
+        np.testing.assert_allclose(each, model.logits(own.apply(raw), row[None], TINY)[0], atol=1e-5)

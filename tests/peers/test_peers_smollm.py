@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reparax as rpx
-from examples.smollm import model, tuning
+from examples.smollm import many, model, tuning
 
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
@@ -97,6 +97,29 @@ def test_peft_loads_the_adapter_of_the_scanned_model(p, tmp_path):
     written(tmp_path, *rpx.to_peft(p, raw, names=tuning.NAMES))
     adapted = peft.PeftModel.from_pretrained(llama(base, config), tmp_path).eval()
     np.testing.assert_allclose(ours(p.fold(raw), TOKENS, config), theirs(adapted, TOKENS), atol=1e-4)
+
+
+def test_a_batch_of_several_adapters_is_that_of_peft(tmp_path):
+    params, adapters, network = drawn(TINY), [], None
+    for i, p in enumerate([tuning.lora(2), rpx.Freeze() >> rpx.LoRA(5, 10.0, stacked=0)]):
+        free, fixed = rpx.partition(p.init(params, jax.random.key(i)))
+        raw = rpx.combine(jax.tree.map(lambda x, i=i: x + 0.02 * (i + 1), free), fixed)
+        adapters.append((p, raw))
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        written(folder, *rpx.to_peft(p, raw, names=tuning.NAMES))
+        if network is None:
+            network = peft.PeftModel.from_pretrained(llama(params, TINY), folder, adapter_name="0")
+        else:
+            network.load_adapter(folder, adapter_name="1")
+    tokens = np.random.default_rng(3).integers(0, TINY.words, (4, 9))
+    with torch.no_grad():
+        wanted = network.eval()(torch.from_numpy(tokens), adapter_names=["1", "0", "0", "1"]).logits.numpy()
+    p, bank = many.bank_of(adapters)
+    fixed = rpx.partition(p.init(params, jax.random.key(0)))[1]
+    got = jax.jit(many.mixed(p, TINY))(bank, fixed, jnp.array([1, 0, 0, 1]), jnp.asarray(tokens))
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert abs(got[0] - got[1]).max() > 0.1
 
 
 def written(folder, tensors, settings):

@@ -7,6 +7,7 @@ import pytest
 import reparax as rpx
 
 KEY = jax.random.key(0)
+AXES = (0, None, 0)
 
 
 def compiled(f, *args):
@@ -82,6 +83,37 @@ def test_a_population_with_noise_of_low_rank_has_no_weight_for_each_member():
     )
     assert formed >= members * n * n * 4
     assert factored <= members * n * n * 4 / 20
+
+
+@pytest.mark.parametrize(
+    "order", [lambda f: jax.vmap(rpx.factored(f), AXES), lambda f: rpx.factored(jax.vmap(f, AXES))]
+)
+def test_examples_with_adapters_of_their_own_multiply_by_the_base_at_once(order):
+    layers, n, batch, time, rank = 3, 128, 5, 8, 4
+    p, drawn = rpx.Freeze() >> rpx.LoRA(rank, stacked=0), iter(jax.random.split(KEY, 9))
+    train, rest = rpx.partition(p.init({"w": jnp.zeros((layers, n, n))}, KEY))
+    rest = jax.tree.map(lambda x: jax.random.normal(next(drawn), x.shape) / n**0.5, rest)
+    bank = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(drawn), (4, *x.shape)), train)
+    x, ids = jax.random.normal(next(drawn), (batch, time, n)), jnp.array([3, 0, 0, 2, 3])
+
+    def plain(w, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    def network(train, rest, x):
+        return plain(p.apply(rpx.combine(train, rest))["w"], x)
+
+    def mixed(bank, rest, x):
+        return order(network)(jax.tree.map(lambda each: each[ids], bank), rest, x)
+
+    def counted(f, *args):
+        return compiled(f, *args).cost_analysis()["flops"]
+
+    base = counted(plain, jnp.zeros((layers, n, n)), x)
+    layers_counted = round(base / (2 * batch * time * n * n))  # XLA of today counts the body of a scan once
+    products, sums = 2 * batch * time * rank * 2 * n, batch * time * n
+    assert counted(mixed, bank, rest, x) - base == pytest.approx(layers_counted * (products + sums), rel=0.01)
+    apart = [network(jax.tree.map(lambda each, i=i: each[i], bank), rest, row) for i, row in zip(ids, x, strict=True)]
+    assert jnp.allclose(jax.jit(mixed)(bank, rest, x), jnp.stack(apart), atol=1e-5)
 
 
 def test_a_large_rank_is_formed_and_a_small_one_is_not():
