@@ -94,7 +94,7 @@ class FlippedSigns(rpx.Perturbation):
 class JointNorm(rpx.Joint):
     """Weight norm of the weights of each output together with its bias."""
 
-    main = ("v",)
+    raw_values = {"v": rpx.main(), "g": rpx.aux()}
 
     def init_leaves(self, arrays):
         return {"w": {"g": lengths(arrays["w"], arrays["b"]), "v": arrays["w"]}, "b": {"v": arrays["b"]}}

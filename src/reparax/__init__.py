@@ -4,6 +4,7 @@ from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
+from reparax._core.value import argument as argument
 from reparax._numerics.terms import Term as Term
 from reparax._peft.read import from_peft as from_peft
 from reparax._peft.write import to_peft as to_peft
@@ -16,6 +17,9 @@ from reparax._stage.where import all_but as all_but
 from reparax._stage.where import selected as selected
 from reparax._torch.state_dict import from_torch as from_torch
 from reparax._torch.state_dict import to_torch as to_torch
+from reparax._tree.values import aux as aux
+from reparax._tree.values import fixed as fixed
+from reparax._tree.values import main as main
 from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import Hadamard as Hadamard

@@ -342,7 +342,7 @@ def test_a_start_that_needs_numbers_is_not_asked_for_when_it_is_applied():
 
 
 class Copied(rpx.Joint):
-    main = ("v",)
+    raw_values = {"v": rpx.main()}
 
     def init_leaves(self, arrays):
         return {name: {"v": w} for name, w in arrays.items()}

@@ -57,8 +57,7 @@ class Swap(rpx.Parametrization):
 class Counter(rpx.Reparametrization):
     """Fixed values that change only in ``update``: how often it ran, and the value it saw then."""
 
-    main = ("w",)
-    fixed = ("n", "seen")
+    raw_values = {"w": rpx.main(), "n": rpx.fixed(), "seen": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"w": w, "n": jnp.zeros((), jnp.int32), "seen": w}
@@ -355,7 +354,7 @@ def test_noise_is_drawn_before_a_stage_on_the_whole_tree_sees_it():
 
 
 class Counted(rpx.Reparametrization):
-    fixed = ("n",)
+    raw_values = {"n": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"x": w, "n": jnp.zeros((), w.dtype)}

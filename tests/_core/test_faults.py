@@ -1258,11 +1258,11 @@ class ReadsAnother(Keeps):
 
 
 class ForgetsAFixedValue(Keeps):
-    fixed = ("mask",)
+    raw_values = {"mask": rpx.fixed()}
 
 
 class MisnamesItsMain(Keeps):
-    main = ("weight",)
+    raw_values = {"weight": rpx.main()}
 
 
 class HasNoInit(rpx.Reparametrization):
@@ -1369,15 +1369,15 @@ THIRD_PARTIES = {
         ForgetsAFixedValue().init,
         _one,
         ValueError,
-        "ForgetsAFixedValue().init at 'k': init_leaf must return at least one value, each fixed one ('mask',) "
-        "and names without '@', '.' and '/', but returns ('w',). Rename or add values in init_leaf.",
+        "ForgetsAFixedValue().init at 'k': init_leaf must return each value that the class declares, ('mask',), "
+        "but returns ('w',). Rename or add values in init_leaf.",
     ),
     "missing_main_value": Fault(
         MisnamesItsMain().init,
         _one,
         ValueError,
-        "MisnamesItsMain().init at 'k': init_leaf must return each main value ('weight',), but returns ('w',). "
-        "Rename or add values in init_leaf.",
+        "MisnamesItsMain().init at 'k': init_leaf must return each value that the class declares, ('weight',), "
+        "but returns ('w',). Rename or add values in init_leaf.",
     ),
     "no_init": Fault(
         HasNoInit().init,
@@ -1408,8 +1408,7 @@ THIRD_PARTIES = {
             Named(name).init,
             _one,
             ValueError,
-            f"Named({name!r}).init at 'k': init_leaf must return at least one value, each fixed one () and names "
-            f"without "
+            f"Named({name!r}).init at 'k': init_leaf must return at least one value, and names without "
             f"'@', '.' and '/', but returns ({name!r},). Rename or add values in init_leaf.",
         )
         for name in ["a/b", "a.b", "@a", "@fixed", ""]
@@ -1418,8 +1417,8 @@ THIRD_PARTIES = {
         InitGivesNothing().init,
         _one,
         ValueError,
-        "InitGivesNothing().init at 'k': init_leaf must return at least one value, each fixed one () and names "
-        "without '@', '.' and '/', but returns (). Rename or add values in init_leaf.",
+        "InitGivesNothing().init at 'k': init_leaf must return at least one value, and names without "
+        "'@', '.' and '/', but returns (). Rename or add values in init_leaf.",
     ),
     **{
         f"kind_{kind}": Fault(

@@ -17,7 +17,7 @@ class AffineInAnother(rpx.Joint):
 
     rank: int = 1
 
-    main = ("a", "c")
+    raw_values = {"a": rpx.main(), "c": rpx.main(), "m": rpx.aux()}
 
     def init_leaves(self, arrays):
         a, b = arrays["a"], arrays["b"]
@@ -32,7 +32,7 @@ class AffineInAnother(rpx.Joint):
 class Together(rpx.Joint):
     """Both arrays as the sum and the difference, of which the second is fixed; the raw values stand at the first."""
 
-    fixed = ("difference",)
+    raw_values = {"difference": rpx.fixed()}
 
     def init_leaves(self, arrays):
         x, y = arrays["x"], arrays["y"]
@@ -203,9 +203,8 @@ TWO = {"a": ONE, "b": ONE}
         (
             lambda: Wrong({"w": "w"}, values=1).init(ONE),
             ValueError,
-            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, each "
-            "fixed one () and names without '@', '.' and '/', but returns (). Rename or add values in "
-            "init_leaves.",
+            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, and "
+            "names without '@', '.' and '/', but returns (). Rename or add values in init_leaves.",
         ),
         (
             lambda: Wrong({"w": "w"}).apply(ONE),

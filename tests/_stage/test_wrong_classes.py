@@ -10,8 +10,77 @@ import reparax as rpx
 
 @pytest.mark.parametrize("name", ["main", "fixed", "base_values"])
 def test_one_name_is_no_tuple_of_names(name):
-    with raises(TypeError, f"OneName got {name}='base', but takes a tuple of names: ('base',)."):
+    with raises(
+        TypeError,
+        f"OneName got {name}='base', but takes a tuple of names: ('base',). Or declare each raw value: raw_values = "
+        f"{{'base': rpx.main()}}.",
+    ):
         type("OneName", (rpx.Reparametrization,), {name: "base"})
+
+
+@pytest.mark.parametrize("given", [None, {"v": "main"}, {1: rpx.main()}, ("v",)])
+def test_raw_values_are_names_with_what_each_is(given):
+    with raises(
+        TypeError,
+        f"Said got raw_values={given!r}, but takes a dict of names with `rpx.main()`, `rpx.aux()` or `rpx.fixed()` for "
+        f"each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}.",
+    ):
+        type("Said", (rpx.Reparametrization,), {"raw_values": given})
+
+
+OLD_WORDS = [
+    ({"main": ("v",)}, {"v": rpx.main()}),
+    ({"main": ("v",), "aligned": True, "decays": False}, {"v": rpx.main(aligned=True, decays=False)}),
+    ({"fixed": ("mask",)}, {"mask": rpx.fixed()}),
+    ({"main": ("q",), "fixed": ("q", "scale")}, {"q": rpx.main(fixed=True), "scale": rpx.fixed()}),
+    (
+        {"main": ("a",), "fixed": ("w",), "base_values": ("w",)},
+        {"a": rpx.main(), "w": rpx.fixed(base=True)},
+    ),
+    ({"main": ()}, {"*": rpx.aux()}),
+    ({"parts": True}, {"*": rpx.main(part=True)}),
+    ({"fixed": ("base",), "decays": False}, {"*": rpx.main(decays=False), "base": rpx.fixed()}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_WORDS)
+def test_the_old_words_for_raw_values_still_work_and_warn_with_the_new_line(old, new):
+    with pytest.warns(FutureWarning) as caught:
+        cls = type("OldWords", (rpx.Reparametrization,), {"kind": "old_words", **old})
+    assert cls.raw_values == new
+    assert str(caught[0].message) == (
+        f"OldWords sets {', '.join(old)}, which one declaration replaces: raw_values = {cls.raw_values!r}. The old "
+        f"words work in this version only."
+    )
+    assert eval(repr(cls.raw_values), {"main": rpx.main, "aux": rpx.aux, "fixed": rpx.fixed}) == new
+
+
+def test_a_subclass_says_with_old_words_what_differs_from_its_parent():
+    with pytest.warns(FutureWarning):
+        cls = type("FreeBase", (rpx.LoRA,), {"fixed": (), "kind": "free_base"})
+    assert cls.raw_values["a"] == rpx.LoRA.raw_values["a"]
+    assert not any(value.fixed for value in cls.raw_values.values())
+
+
+def test_values_without_an_entry_are_auxiliary_beside_a_main_one_and_main_otherwise():
+    class Three(rpx.Reparametrization):
+        kind = "three"
+
+        def init_leaf(self, w):
+            return {"a": w, "b": 0 * w, "c": 0 * w}
+
+        def apply_leaf(self, values):
+            return values["a"] + values["b"] + values["c"]
+
+    def selected(**raw_values):
+        cls = type("Some", (Three,), {"kind": "some_of_three", "raw_values": raw_values})
+        raw = cls().init({"w": jnp.ones(2)})
+        return jax.tree.leaves(rpx.labels(raw, main="main", aux="aux", fixed="fixed"))
+
+    assert selected() == ["main", "main", "main"]
+    assert selected(a=rpx.main()) == ["main", "aux", "aux"]
+    assert selected(a=rpx.fixed()) == ["fixed", "main", "main"]
+    assert selected(**{"*": rpx.aux(), "c": rpx.main()}) == ["aux", "aux", "main"]
 
 
 def test_a_start_with_a_key_is_draw_leaf():
@@ -28,7 +97,7 @@ def test_a_start_with_a_key_is_draw_leaf():
 
 def test_the_error_names_the_method_that_gave_the_values():
     class Misnamed(rpx.Reparametrization):
-        main = ("base",)
+        raw_values = {"base": rpx.main()}
 
         def draw_leaf(self, w, key):
             return {"bse": w}
@@ -38,8 +107,8 @@ def test_the_error_names_the_method_that_gave_the_values():
 
     with raises(
         ValueError,
-        "Misnamed().init at 'w': draw_leaf must return each main value ('base',), but returns ('bse',). Rename or add "
-        "values in draw_leaf.",
+        "Misnamed().init at 'w': draw_leaf must return each value that the class declares, ('base',), but returns "
+        "('bse',). Rename or add values in draw_leaf.",
     ):
         Misnamed().init({"w": jnp.ones(2)}, jax.random.key(0))
 

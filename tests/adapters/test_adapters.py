@@ -394,7 +394,7 @@ def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapter
             return values["x"]
 
     class Hidden(rpx.Reparametrization):
-        main = ()
+        raw_values = {"x": rpx.aux()}
 
         def init_leaf(self, w):
             return {"x": w}

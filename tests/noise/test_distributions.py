@@ -221,7 +221,7 @@ def test_update_closes_gates_that_the_paper_closes():
 class Laplace(rpx.Reparametrization):
     """A distribution of a user, in a few lines."""
 
-    main, stochastic = ("mean",), True
+    raw_values, stochastic = {"mean": rpx.main()}, True
 
     def init_leaf(self, w):
         return {"mean": w, "log_scale": jnp.full_like(w, -3)}

@@ -152,7 +152,7 @@ def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():
 class Told(rpx.Reparametrization):
     """A stage that says terms and nothing else."""
 
-    fixed = ("w",)
+    raw_values = {"w": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"w": w, "a": jnp.ones((w.shape[0], 1)), "b": jnp.zeros((1, w.shape[1]))}

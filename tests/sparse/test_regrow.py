@@ -171,8 +171,7 @@ def test_stacked_arrays_move_by_themselves():
 
 
 class Remembers(rpx.Reparametrization):
-    main = ("x",)
-    fixed = ("seen", "drawn")
+    raw_values = {"x": rpx.main(), "seen": rpx.fixed(), "drawn": rpx.fixed()}
     update_reads = ("grad", "key")
 
     def init_leaf(self, w):

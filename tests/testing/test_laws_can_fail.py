@@ -203,7 +203,7 @@ class HalfStoppedSingle(Start):
 class LengthOfZero(rpx.Reparametrization):
     """Not a number at its start, where the step is zero."""
 
-    fixed: ClassVar[tuple[str, ...]] = ("base",)
+    raw_values = {"base": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"step": jnp.zeros_like(w), "base": w}
@@ -264,8 +264,7 @@ class DriftAlone(Drift):
 class Counted(rpx.Reparametrization):
     """Keeps every law; the broken updates differ from it in one line."""
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    fixed: ClassVar[tuple[str, ...]] = ("count",)
+    raw_values = {"x": rpx.main(), "count": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"x": w, "count": jnp.zeros((2,), jnp.float32)}

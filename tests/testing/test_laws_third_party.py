@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 
 class LoRA(rpx.Reparametrization):
     rank: int
-    main, fixed, min_ndim = ("w",), ("w",), 2
+    raw_values, min_ndim = {"w": rpx.main(fixed=True), "a": rpx.aux(), "b": rpx.aux()}, 2
 
     def draw_leaf(self, w, key):
         a = jax.random.normal(key, (w.shape[0], self.rank), w.dtype)
@@ -28,13 +28,13 @@ class LoRA(rpx.Reparametrization):
 class TrainedLoRA(LoRA):
     """Whether ``w`` trains is for ``Freeze`` to say."""
 
-    fixed = ()
+    raw_values = {"w": rpx.main(), "a": rpx.aux(), "b": rpx.aux()}
 
 
 class Int8(rpx.Reparametrization):
     """Numbers of eight bits, as storage: only the scale trains."""
 
-    main, fixed, min_ndim = ("q",), ("q",), 2
+    raw_values, min_ndim = {"q": rpx.main(fixed=True)}, 2
 
     def init_leaf(self, w):
         scale = jnp.maximum(jnp.max(jnp.abs(w)), 1e-9) / 127
@@ -47,7 +47,7 @@ class Int8(rpx.Reparametrization):
 class FreeInt8(Int8):
     """Integers that nobody says are fixed: no gradient moves them."""
 
-    fixed = ()
+    raw_values = {"q": rpx.main()}
 
 
 class SingleInt8(Int8):
@@ -86,7 +86,7 @@ class StochasticRounding(rpx.Perturbation):
 
 
 class Delta(rpx.Reparametrization):
-    fixed = ("base",)
+    raw_values = {"base": rpx.fixed()}
 
     def init_leaf(self, w):
         return {"x": jnp.zeros_like(w), "base": w}
@@ -101,7 +101,7 @@ class Delta(rpx.Reparametrization):
 class RunningScale(rpx.Reparametrization):
     """A fixed value that follows the free one, a step later."""
 
-    main, fixed = ("x",), ("scale",)
+    raw_values = {"x": rpx.main(), "scale": rpx.fixed()}
 
     def init_leaf(self, w):
         scale = jnp.sqrt(jnp.mean(w * w) + 1e-9)

@@ -21,6 +21,7 @@ from reparax._tree.flat import Flat, Swap
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, path_text
 from reparax._tree.raw import FIXED
+from reparax._tree.values import Values, value_of
 
 Held = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that its formulas use, the raw values by their names."""
@@ -47,11 +48,12 @@ class Spot:
         """The places of the raw tree that the array replaces; a marker without values has one of its own."""
         return list(self.values.values()) or [(*self.place, str(self.mark))]
 
-    def opened(self, values: Mapping[str, Any], fixed: Sequence[str]) -> dict[Names, Any]:
+    def opened(self, values: Mapping[str, Any], said: Values) -> dict[Names, Any]:
         """The raw values, each at its place."""
         node = (*self.place, str(self.mark))
-        free = {(*node, name): x for name, x in values.items() if name not in fixed}
-        held = {(*node, FIXED, name): values[name] for name in fixed if name in values}
+        free = {(*node, name): x for name, x in values.items() if not value_of(said, name).fixed}
+        fixed = [name for name in {**said, **values} if name in values and value_of(said, name).fixed]
+        held = {(*node, FIXED, name): values[name] for name in fixed}
         return free | held or {node: {}}
 
 
@@ -162,7 +164,7 @@ class Layer:
             arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
             with locate_errors(self.at(site)):
                 values = site.open(arrays, own.get(i))
-            swaps += [([s.place], s.opened(values[name], site.stage.fixed)) for name, s in site.spots.items()]
+            swaps += [([s.place], s.opened(values[name], site.stage.raw_values)) for name, s in site.spots.items()]
         return tree.swapped(swaps)
 
     def close(self, tree: Flat, keys: Keys) -> Flat:

@@ -12,8 +12,9 @@ import jax
 from reparax._core.config import class_name, declared, find_functions, name_functions, register_class
 from reparax._core.kinds import kind_of_class
 from reparax._core.known import holds_array, plain
-from reparax._core.renamed import renamed
+from reparax._core.renamed import renamed, take_old_declaration
 from reparax._tree.raw import register_kind
+from reparax._tree.values import Values, check_values
 
 Check = Callable[[Any, str, str], Any]
 """``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
@@ -31,19 +32,9 @@ class Static:
     kind: ClassVar[str]
     """The name in the markers of the raw tree, such as ``weight_norm``; by default it comes from the class name. Set it
     if another class has that name, or to rename the class later and still read old raw trees."""
-    main: ClassVar[tuple[str, ...] | None] = None
-    """The raw values that earlier stages see under the parameter's own path; None for all free values."""
-    fixed: ClassVar[tuple[str, ...]] = ()
-    """The raw values that do not train."""
-    base_values: ClassVar[tuple[str, ...]] = ()
-    """The fixed values that hold the model's own array. A stage that takes bases, such as ``Freeze``, acts on them."""
-    parts: ClassVar[bool] = False
-    """Whether the main values are parts of the array; other stages then see each part under a path of its own."""
-    aligned: ClassVar[bool] = False
-    """Whether the main values have the same axes as the array, so that axis names apply to them too."""
-    decays: ClassVar[bool] = True
-    """Whether smaller main values make a smaller array. Those of an orthogonal matrix or of a logarithm do not, so
-    :func:`decay_mask` excludes them."""
+    raw_values: ClassVar[Values] = {}
+    """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
+    names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
     _checks: ClassVar[Mapping[str, Check]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -52,6 +43,8 @@ class Static:
             return
         if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
             _refuse_init(cls)
+            take_old_declaration(cls)
+            check_values(cls.__name__, cls.raw_values)
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.

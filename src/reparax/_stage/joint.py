@@ -4,7 +4,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from jax import Array
@@ -27,7 +27,7 @@ class Joint(AtSites):
     Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
     for the names in ``arrays``. The raw values of each array are stored in its own place, under the marker ``@kind``,
     so other stages, labels and weight decay find them under its path. An array without raw values leaves an empty node.
-    Declare ``main`` and ``fixed`` as for :class:`Reparametrization`.
+    Declare ``raw_values`` as for :class:`Reparametrization`.
 
     Args:
       arrays: For each name of the formula a regular expression that the array's whole path must match. Arrays whose
@@ -37,7 +37,7 @@ class Joint(AtSites):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> class OutputNorm(rpx.Joint):  # weight norm of the weights of an output together with its bias
-      ...     main = ("v",)
+      ...     raw_values = {"v": rpx.main(), "g": rpx.aux()}
       ...     def init_leaves(self, arrays):
       ...         w, b = arrays["w"], arrays["b"]
       ...         return {"w": {"g": jnp.sqrt((w**2).sum(0) + b**2), "v": w}, "b": {"v": b}}
@@ -52,8 +52,6 @@ class Joint(AtSites):
     """
 
     arrays: Any
-
-    main: ClassVar[tuple[str, ...] | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
@@ -97,7 +95,7 @@ class Joint(AtSites):
             values = self.init_leaves(arrays)
             _require_names("init_leaves", "the values of", values, arrays)
             flat = {value: w for named in values.values() for value, w in named.items()}
-            require_named_arrays("init_leaves", flat, self.main, self.fixed)
+            require_named_arrays("init_leaves", flat, self.raw_values)
             effective = jax.eval_shape(self.apply_leaves, values)
         except KeyError as error:
             raise ValueError(

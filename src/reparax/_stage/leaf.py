@@ -38,6 +38,7 @@ from reparax._tree.markers import (
 )
 from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED, Slot, marker, next_number
+from reparax._tree.values import value_of
 
 
 class Perturbation(Leafwise):
@@ -138,10 +139,9 @@ class Reparametrization(Leafwise):
     ``apply_leaf(init_leaf(w)) == w``. Instead of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of
     :class:`Term` whose sum is the array. It may also set:
 
-    - ``main``: the values on which earlier stages act, under the parameter's own path (default: every free value);
-    - ``fixed``: the values that do not train;
-    - ``parts = True``: each main value is a part of the array and has its own path;
-    - ``aligned = True``: the axes of the main values are those of the array;
+    - ``raw_values``: what each raw value is, ``{"v": rpx.main(aligned=True), "g": rpx.aux(), "mask": rpx.fixed()}``.
+      Earlier stages act on main values, under the parameter's own path; auxiliary values train too, fixed ones do not.
+      Default: all values are main;
     - ``axis_fields``: as for :class:`Perturbation`.
 
     With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
@@ -177,15 +177,6 @@ class Reparametrization(Leafwise):
         read: Any = cls.update_reads
         if not isinstance(read, tuple) or not set(read) <= {"grad", "key"}:
             raise TypeError(f"{cls.__name__} got update_reads={read!r}, but takes a tuple of 'grad' and 'key'.")
-        cls._require_well_formed()
-
-    @classmethod
-    def _require_well_formed(cls) -> None:
-        """Raises an error for likely mistakes in a class's attributes or formulas."""
-        for name in ("main", "fixed", "base_values"):
-            if isinstance(getattr(cls, name), str):
-                given = getattr(cls, name)
-                raise TypeError(f"{cls.__name__} got {name}={given!r}, but takes a tuple of names: ({given!r},).")
         formula: Any = cls.__dict__.get("init_leaf")
         if inspect.isfunction(formula) and len(_required(formula)) > 2:
             raise TypeError(
@@ -289,7 +280,7 @@ class Reparametrization(Leafwise):
             stage = self._taking(f"{who} at {slot.path!r}", slot.path, w, names)
             spot = Spot(place, {}, marker(self.kind, number), w)
             if self.bare:
-                spot = Spot(place, dict.fromkeys(self.main or (), place), None, w)
+                spot = Spot(place, dict.fromkeys(self.raw_values, place), None, w)
             site = Bare if self.bare else Values
             sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.draw, number))
         return Layer(self, who, sites)
@@ -403,7 +394,7 @@ class Reparametrization(Leafwise):
         """The raw values of an array, after a check that the formulas fit each other."""
         values = together(Reparametrization._values, self, w, key)
         start = "draw_leaf" if self._draws else "init_leaf"
-        require_named_arrays(start, values, self.main, self.fixed)
+        require_named_arrays(start, values, self.raw_values)
         try:
             effective = self._like(types_under(values))
         except KeyError as error:
@@ -420,8 +411,8 @@ class Reparametrization(Leafwise):
     def _effective(self, types: Types) -> Any:
         """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
         values = abstract(types)
-        known = next((values[name] for name in self.main or () if self.aligned and name in values), None)
-        return self._closed_type(types) if known is None else known
+        known = [x for name, x in values.items() if (said := value_of(self.raw_values, name)).main and said.aligned]
+        return known[0] if known else self._closed_type(types)
 
     def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
         """The shapes that ``init`` gives for the effective array of values of these types.

@@ -73,10 +73,11 @@ class Values(OneArray):
         stage = self.stage
         reads = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
         new = stage._over(stage.update_leaf)(values["w"], *(reads[name] for name in stage.update_reads))
-        if moved := [name for name in new if name not in stage.fixed and not stage.moves_weights]:
+        fixed = [name for name, said in stage.raw_values.items() if said.fixed]
+        if moved := [name for name in new if name not in fixed and not stage.moves_weights]:
             raise ValueError(
-                f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {list(stage.fixed)}. Leave it "
-                f"to the optimizer, or set `moves_weights = True`."
+                f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {fixed}. Leave it to the "
+                f"optimizer, or set `moves_weights = True`."
             )
         return {"w": new}
 

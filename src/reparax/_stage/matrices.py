@@ -19,6 +19,7 @@ from reparax._core.value import argument
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
+from reparax._tree.values import value_of
 
 Places = tuple[int, ...]
 Sizes = tuple[int, ...]
@@ -27,8 +28,8 @@ Sizes = tuple[int, ...]
 class RowsAndColumns(Reparametrization):
     """A stage on matrices.
 
-    A subclass writes its formulas for arrays of two axes. ``value_axes`` gives the axes of each raw value that has rows
-    or columns: ``{"u": ("rows", "rank"), "v": ("rank", "columns")}``; ``alike`` names the raw values with the axes of
+    A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has
+    rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``; a base has the axes of
     the array itself. Several row or column axes need raw values with rows and with columns, which tell their sizes.
     """
 
@@ -37,8 +38,6 @@ class RowsAndColumns(Reparametrization):
 
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    alike: ClassVar[tuple[str, ...]] = ()
     square: ClassVar[bool] = False
     """Whether rows and columns have the same sizes, so that values with rows tell both."""
 
@@ -68,8 +67,9 @@ class RowsAndColumns(Reparametrization):
         rows, columns = self._groups(w.ndim)
         if len(rows) == len(columns) == 1:
             return None
-        kinds = {axis for axes in self.value_axes.values() for axis in axes}
-        if self.alike or ("rows" in kinds and ("columns" in kinds or self.square)):
+        said = self.raw_values.values()
+        kinds = {axis for value in said for axis in value.axes}
+        if any(value.base for value in said) or ("rows" in kinds and ("columns" in kinds or self.square)):
             return None
         return (
             f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
@@ -115,39 +115,45 @@ class RowsAndColumns(Reparametrization):
 
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """The numbers of row and column axes of the array, from its raw values."""
-        for whole in (values[name] for name in self.alike if name in values):
-            rows, columns = self._groups(whole.ndim)
+        if (base := self._base(values)) is not None:
+            rows, columns = self._groups(base.ndim)
             return {"rows": len(rows), "columns": len(columns)}
         given = {"rows": self.rows, "columns": self.columns}
         known = {group: len(list_axes(axes)) for group, axes in given.items() if axes is not None}
-        for name, axes in self.value_axes.items():
-            missing = [axis for axis in axes if axis in given and axis not in known]
+        for name, said in self.raw_values.items():
+            missing = [axis for axis in said.axes if axis in given and axis not in known]
             if known and name in values and len(missing) == 1:
-                known[missing[0]] = values[name].ndim - sum(known.get(axis, 1) for axis in axes if axis not in missing)
+                rest = sum(known.get(axis, 1) for axis in said.axes if axis not in missing)
+                known[missing[0]] = values[name].ndim - rest
         other = next(iter(known.values()), 1)  # a square matrix has equally many of both
         return {group: known.get(group, other) for group in given}
 
     def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
         """Refuses raw values with a wrong number of axes."""
-        for name, axes in self.value_axes.items():
-            wanted = sum(counts.get(axis, 1) for axis in axes)
-            if name in values and values[name].ndim != wanted:
+        for name, said in self.raw_values.items():
+            wanted = sum(counts.get(axis, 1) for axis in said.axes)
+            if said.axes and name in values and values[name].ndim != wanted:
                 got = values[name].shape
                 raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {OTHER_CHAIN}")
 
     def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
         """Refuses raw values whose rows or columns differ from those of the base."""
-        for base in (values[name] for name in self.alike if name in values):
-            rows, columns = _sizes(base, self._groups(base.ndim))
-            known = {"rows": rows, "columns": columns}
-            for name in values:
-                for axis, size in self._parts(name, values[name], counts).items():
-                    if axis in known and size != known[axis]:
-                        raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+        if (base := self._base(values)) is None:
+            return
+        rows, columns = _sizes(base, self._groups(base.ndim))
+        known = {"rows": rows, "columns": columns}
+        for name in values:
+            for axis, size in self._parts(name, values[name], counts).items():
+                if axis in known and size != known[axis]:
+                    raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+
+    def _base(self, values: Mapping[str, Array]) -> Array | None:
+        """The value that has the axes of the array itself, if there is one."""
+        return next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
 
     def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
         """The sizes of each axis of a raw value; rows and columns may have several."""
-        axes = self.value_axes.get(name, ())
+        axes = value_of(self.raw_values, name).axes
         ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
         return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
 
@@ -155,14 +161,14 @@ class RowsAndColumns(Reparametrization):
         """The sizes of row and column axes, from raw values; None if there is one of each."""
         if set(counts.values()) == {1}:
             return None
-        for whole in (values[name] for name in self.alike if name in values):
-            return _sizes(whole, self._groups(whole.ndim))
+        if (base := self._base(values)) is not None:
+            return _sizes(base, self._groups(base.ndim))
         found = {axis: size for name, x in values.items() for axis, size in self._parts(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
     def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
         """A raw value with merged axes, for the formula."""
-        if name in self.alike:
+        if value_of(self.raw_values, name).base:
             return _merged(value, *groups)
         parts = self._parts(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
@@ -171,9 +177,9 @@ class RowsAndColumns(Reparametrization):
         self, name: str, value: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None
     ) -> Array:
         """A raw value with split axes, for the raw tree."""
-        if name in self.alike:
+        if value_of(self.raw_values, name).base:
             return _parted(value, groups, sizes)
-        axes = self.value_axes.get(name, ())
+        axes = value_of(self.raw_values, name).axes
         if sizes is None or not axes:
             return value
         parts = {"rows": sizes[0], "columns": sizes[1]}

@@ -50,7 +50,7 @@ class Mean(Parametrization):
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
             )
-        for said in ("kind", "main", "fixed", "changes_type", "straight_through", "moves_weights", "sees_tree"):
+        for said in ("kind", "raw_values", "changes_type", "straight_through", "moves_weights", "sees_tree"):
             object.__setattr__(self, said, getattr(got, said))
 
     def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:

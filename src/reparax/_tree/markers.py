@@ -10,6 +10,7 @@ from jax import Array, export
 
 from reparax._tree.paths import PyTree, describe, is_array, is_empty
 from reparax._tree.raw import FIXED, OTHER_CHAIN, kind_of, marker, outer_markers
+from reparax._tree.values import OTHERS, Values
 
 Types = tuple[tuple[str, tuple[int, ...], Any], ...]
 
@@ -104,7 +105,7 @@ def locate_errors(who: str) -> Generator[None]:
         raise
 
 
-def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None, fixed: tuple[str, ...]) -> None:
+def require_named_arrays(method: str, values: Any, said: Values) -> None:
     """Checks the dict that ``init_leaf``, or another ``method``, returns."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
@@ -113,17 +114,16 @@ def require_named_arrays(method: str, values: Any, main: tuple[str, ...] | None,
             raise ValueError(
                 f"{method} must return a dict of named arrays, but returns {type(value).__name__} for {name!r}."
             )
-    lacking = [name for name in fixed if name not in values]
-    odd = [name for name in values if not name or set(name) & set("@./")]
-    if not values or lacking or odd:
+    if not values or any(not name or name == OTHERS or set(name) & set("@./") for name in values):
         raise ValueError(
-            f"{method} must return at least one value, each fixed one {fixed} and names without '@', '.' and "
-            f"'/', but returns {tuple(values)}. Rename or add values in {method}."
+            f"{method} must return at least one value, and names without '@', '.' and '/', but returns "
+            f"{tuple(values)}. Rename or add values in {method}."
         )
-    if any(name not in values for name in main or ()):
+    declared = tuple(name for name, each in said.items() if name != OTHERS and not each.optional)
+    if any(name not in values for name in declared):
         raise ValueError(
-            f"{method} must return each main value {main}, but returns {tuple(values)}. Rename or add values in "
-            f"{method}."
+            f"{method} must return each value that the class declares, {declared}, but returns {tuple(values)}. "
+            f"Rename or add values in {method}."
         )
 
 

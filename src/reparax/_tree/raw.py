@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from reparax._tree.paths import Names, PyTree, is_empty, items, named, path_text
+from reparax._tree.values import Values, value_of
 
 FIXED = "@fixed"
 OTHER_CHAIN = (
@@ -19,14 +20,9 @@ OTHER_CHAIN = (
 
 
 class Kind(Protocol):
-    """The facts about a stage that raw trees need: which values are main, which are fixed, and under which paths."""
+    """The fact about a stage that raw trees need: what its values are."""
 
-    main: tuple[str, ...] | None
-    fixed: tuple[str, ...]
-    base_values: tuple[str, ...]
-    parts: bool
-    aligned: bool
-    decays: bool
+    raw_values: Values
 
 
 _kinds: dict[str, Kind] = {}
@@ -123,6 +119,7 @@ class _Value(NamedTuple):
       fixed: Whether it does not train.
       seen: Whether its name is part of the path under which stages see it.
       added: Whether it is added to a base that represents the array.
+      aligned: Whether its axes are those of the array.
       decays: Whether a smaller value makes a smaller array.
     """
 
@@ -132,6 +129,7 @@ class _Value(NamedTuple):
     fixed: bool
     seen: bool
     added: bool
+    aligned: bool
     decays: bool
 
 
@@ -139,25 +137,21 @@ def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
     """The value under each marker along ``path``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(path):
         if is_mark(name):
-            stage = _stage(path, i)
-            fixed = FIXED in path[i + 1 : i + 2]
-            if len(path) <= i + 1 + fixed:
+            is_fixed = FIXED in path[i + 1 : i + 2]
+            if len(path) <= i + 1 + is_fixed:
                 raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
-            value = path[i + 2] if fixed else path[i + 1]
-            of_base = bases and bool(stage.base_values)
-            mains = stage.base_values if of_base else stage.main
-            main = value not in stage.fixed if mains is None else value in mains
-            yield _Value(path[: i + 1], value, main, fixed, stage.parts or not main, of_base and not main, stage.decays)
+            values, value = _stage(path, i).raw_values, path[i + 2] if is_fixed else path[i + 1]
+            said = value_of(values, value)
+            of_base = bases and any(each.base for each in values.values())
+            main = said.base if of_base else said.main
+            seen, added = said.part or not main, of_base and not main
+            axes = said.base or (said.main and said.aligned)
+            yield _Value(path[: i + 1], value, main, is_fixed, seen, added, axes, said.decays)
 
 
 def aligned(path: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-
-    def has_axes(value: _Value) -> bool:
-        stage = _stage(value.node, -1)
-        return value.name in stage.base_values or (value.main and stage.aligned)
-
-    return all(map(has_axes, _values(path)))
+    return all(value.aligned for value in _values(path))
 
 
 def describe_places(paths: Sequence[Names], *, bases: bool = False) -> list[Slot]:

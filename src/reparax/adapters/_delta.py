@@ -10,6 +10,7 @@ from reparax._numerics.arguments import check_weight
 from reparax._numerics.arithmetic import scalar
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, fixed, main
 
 
 class Delta(Reparametrization):
@@ -43,11 +44,8 @@ class Delta(Reparametrization):
 
     strength: Any = argument(per_array(check_weight), default=0.0, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base_values: ClassVar[tuple[str, ...]] = ("w",)
+    raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": jnp.zeros_like(w), "w": w}

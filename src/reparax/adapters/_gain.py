@@ -9,6 +9,7 @@ from reparax._axes.numbers import Axes, check_features, count_from_front, others
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, aux, main
 
 
 class Gain(Reparametrization):
@@ -41,10 +42,9 @@ class Gain(Reparametrization):
 
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         kept = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))

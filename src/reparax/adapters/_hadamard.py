@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, main
 
 
 class Hadamard(Reparametrization):
@@ -31,9 +32,8 @@ class Hadamard(Reparametrization):
       2022.
     """
 
-    main: ClassVar[tuple[str, ...] | None] = ("x", "y")
+    raw_values: ClassVar[Values] = {"x": main(aligned=True), "y": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": w, "y": jnp.ones_like(w)}

@@ -1,6 +1,5 @@
 """Low-rank adapters."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +12,7 @@ from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import no_rank, product
 from reparax._stage.matrices import RowsAndColumns
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, fixed, main
 
 
 class LoRA(RowsAndColumns):
@@ -75,11 +75,11 @@ class LoRA(RowsAndColumns):
     divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("a", "b")
-    fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base_values: ClassVar[tuple[str, ...]] = ("w",)
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"a": ("rows", "rank"), "b": ("rank", "columns")}
-    alike: ClassVar[tuple[str, ...]] = ("w",)
+    raw_values: ClassVar[Values] = {
+        "a": main(axes=("rows", "rank")),
+        "b": main(axes=("rank", "columns")),
+        "w": fixed(base=True),
+    }
     tables: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

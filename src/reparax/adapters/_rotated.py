@@ -1,6 +1,5 @@
 """Rotated weights."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import product, undivided
 from reparax._stage.matrices import RowsAndColumns
+from reparax._tree.values import Values, fixed, main
 
 
 class Rotated(RowsAndColumns):
@@ -42,12 +42,7 @@ class Rotated(RowsAndColumns):
 
     blocks: int = argument(check_positive_whole)
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("r",)
-    fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base_values: ClassVar[tuple[str, ...]] = ("w",)
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    alike: ClassVar[tuple[str, ...]] = ("w",)
+    raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
     def refuse_leaf(self, w: Array) -> str | None:
         return undivided((self.blocks, 1), w)

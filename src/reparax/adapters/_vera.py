@@ -1,7 +1,6 @@
 """Adapters in which only vectors train."""
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -15,6 +14,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import product
 from reparax._numerics.threefry import bits
 from reparax._stage.matrices import RowsAndColumns
+from reparax._tree.values import Values, fixed, main
 
 
 class VeRA(RowsAndColumns):
@@ -51,11 +51,7 @@ class VeRA(RowsAndColumns):
     seed: int = argument(check_whole, default=0, kw_only=True)
 
     kind: ClassVar[str] = "vera"
-    main: ClassVar[tuple[str, ...] | None] = ("d", "b")
-    fixed: ClassVar[tuple[str, ...]] = ("w",)
-    base_values: ClassVar[tuple[str, ...]] = ("w",)
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"b": ("columns",)}
-    alike: ClassVar[tuple[str, ...]] = ("w",)
+    raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}
     tables: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -1,7 +1,6 @@
 """Positive definite and positive semidefinite matrices."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -15,6 +14,7 @@ from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
 from reparax._stage.constraint import near
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import Values, main
 from reparax.matrices._patterns import Symmetric, Triangular
 
 
@@ -96,8 +96,7 @@ class PositiveDefinite(Matrices):
 
     map: str = argument(one_of("cholesky", "expm"), default="cholesky")
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    raw_values: ClassVar[Values] = {"x": main(decays=False)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -172,8 +171,7 @@ class PositiveSemidefinite(Matrices):
 
     rank: int | None = argument(optional(check_whole), default=None)
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "rank")}
+    raw_values: ClassVar[Values] = {"x": main(axes=("rows", "rank"))}
     square: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:

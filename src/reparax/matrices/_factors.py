@@ -1,6 +1,5 @@
 """Matrices as products of factors."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +12,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import is_zero, unit
 from reparax._numerics.linalg import divided, no_rank, product, undivided
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import Values, main
 
 
 class LowRank(Matrices):
@@ -52,7 +52,7 @@ class LowRank(Matrices):
 
     rank: int = argument(check_positive_whole)
 
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"u": ("rows", "rank"), "v": ("rank", "columns")}
+    raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
 
     def refuse_leaf(self, w: Array) -> str | None:
         return no_rank(self.rank, w) if 0 in w.shape else None

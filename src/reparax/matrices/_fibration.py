@@ -8,6 +8,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_function
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, main
 
 
 class Fibration(Reparametrization):
@@ -41,8 +42,7 @@ class Fibration(Reparametrization):
     project: Callable[[Array], Array] = argument(check_function)
     embed: Callable[[Array], Array] = argument(check_function)
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    raw_values: ClassVar[Values] = {"x": main(decays=False)}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": self.embed(w)}

@@ -12,6 +12,7 @@ from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import identity, no_square, product, resolution
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import OTHERS, Values, main
 from reparax.matrices._definite import cholesky, definite, factor, unfactored
 from reparax.matrices._patterns import Skew
 
@@ -75,7 +76,7 @@ class Hurwitz(Matrices):
 
     margin: float = argument(_check_margin, default=0.0)
 
-    decays: ClassVar[bool] = False
+    raw_values: ClassVar[Values] = {OTHERS: main(decays=False)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:

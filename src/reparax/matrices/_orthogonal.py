@@ -1,6 +1,5 @@
 """Matrices with orthonormal columns or rows."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import adjoint, no_square, oriented, polar, product
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley, exponential, householder
 
 _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
@@ -21,10 +21,10 @@ class _Orthonormal(Matrices):
 
     map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    fixed: ClassVar[tuple[str, ...]] = ("base",)
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"x": ("rows", "columns"), "base": ("rows", "columns")}
+    raw_values: ClassVar[Values] = {
+        "x": main(decays=False, axes=("rows", "columns")),
+        "base": fixed(axes=("rows", "columns")),
+    }
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self.map == "householder" and jnp.iscomplexobj(w):

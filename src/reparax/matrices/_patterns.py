@@ -13,12 +13,13 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import divided, identity, no_square, undivided
 from reparax._numerics.terms import Term
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import Values, main
 
 
 class _Pattern(Matrices):
     """Square matrices in which each entry is 0 or one of the numbers in ``x``."""
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
         return no_square(w)
@@ -311,7 +312,7 @@ class BlockDiagonal(Matrices):
 
     blocks: int = argument(check_positive_whole)
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
         return undivided((self.blocks, self.blocks), w)

@@ -2,7 +2,6 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -23,20 +22,19 @@ from reparax._numerics.linalg import (
 )
 from reparax._stage.constraint import near
 from reparax._stage.matrices import Matrices
+from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley
 
 
 class _SingularValues(Matrices):
     r""":math:`W = U \operatorname{diag}(f(s)) V^H`, with U and V given by the Cayley map from fixed bases."""
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("u", "s", "v")
-    fixed: ClassVar[tuple[str, ...]] = ("base_u", "base_v")
-    value_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "u": ("rows", "rank"),
-        "v": ("columns", "rank"),
-        "base_u": ("rows", "rank"),
-        "base_v": ("columns", "rank"),
+    raw_values: ClassVar[Values] = {
+        "u": main(decays=False, axes=("rows", "rank")),
+        "s": main(decays=False),
+        "v": main(decays=False, axes=("columns", "rank")),
+        "base_u": fixed(axes=("rows", "rank")),
+        "base_v": fixed(axes=("columns", "rank")),
     }
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

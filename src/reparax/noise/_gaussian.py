@@ -12,6 +12,7 @@ from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, aux, main
 from reparax.noise import _random
 
 
@@ -57,9 +58,8 @@ class Gaussian(Reparametrization):
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True
-    main: ClassVar[tuple[str, ...] | None] = ("mean",)
+    raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         alike = others(self.axis, w)

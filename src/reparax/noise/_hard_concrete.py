@@ -14,6 +14,7 @@ from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, aux, fixed, main
 from reparax.noise import _random
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
@@ -72,10 +73,8 @@ class HardConcrete(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "log_alpha": aux(), "mask": fixed()}
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

@@ -11,6 +11,7 @@ from reparax._numerics.arguments import check_known_number, check_positive_numbe
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, aux, fixed, main
 from reparax.noise import _random
 
 TINY = 1e-8
@@ -55,9 +56,7 @@ class VariationalDropout(Reparametrization):
     stochastic: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
-    main: ClassVar[tuple[str, ...] | None] = ("theta",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
-    aligned: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {"theta": main(aligned=True), "log_var": aux(), "mask": fixed()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         dtype = widened(w).dtype

@@ -11,6 +11,7 @@ from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import centred, is_zero, norm, stretched, stretched_detached
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, aux, main
 
 
 class WeightNorm(Reparametrization):
@@ -65,10 +66,9 @@ class WeightNorm(Reparametrization):
     axis: Axes | None = argument(check_features, default=-1, kw_only=True)
     detach: bool = argument(check_flag, default=False, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

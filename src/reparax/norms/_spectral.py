@@ -14,6 +14,7 @@ from reparax._numerics.arguments import check_positive_whole, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
 from reparax._stage.constraint import Constraint
+from reparax._tree.values import Values, fixed, main
 from reparax.norms._convolution import Convolution, Padding, Sizes, check_padding, check_sizes, check_window
 
 _OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1}
@@ -78,11 +79,9 @@ class SpectralNorm(Constraint):
     dilation: Sizes = argument(check_sizes, default=1, kw_only=True)
     groups: int = argument(check_positive_whole, default=1, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("u", "v")
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import is_zero, norm, unit
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, main
 
 
 class Sphere(Constraint):
@@ -45,11 +46,9 @@ class Sphere(Constraint):
     radius: Any = argument(per_array(check_positive_number), default=1.0)
     along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("along",)
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}
@@ -93,10 +92,9 @@ class MaxNorm(Constraint):
     max: Any = argument(per_array(check_positive_number))
     axis: Axes | None = argument(check_features, default=-1, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
@@ -149,10 +147,9 @@ class PoincareBall(Constraint):
     curvature: Any = argument(per_array(check_positive_number), default=1.0)
     along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("along",)
-    aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
 from reparax._stage.constraint import Constraint
+from reparax._tree.values import Values, main
 
 
 class WeightStandardization(Constraint):
@@ -47,10 +48,9 @@ class WeightStandardization(Constraint):
 
     axis: Axes | None = argument(check_features, default=-1, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("v",)
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:

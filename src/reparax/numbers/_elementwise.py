@@ -15,6 +15,7 @@ from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._stage.constraint import Constraint, is_known
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, main
 
 Function = Callable[[Array], Array]
 
@@ -22,9 +23,7 @@ Function = Callable[[Array], Array]
 class _Map(Constraint):
     """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    aligned: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
 
     @abstractmethod
     def _forward(self, x: Array) -> Array: ...
@@ -275,8 +274,7 @@ class Scale(Reparametrization):
 
     factor: Any = argument(per_array(_check_factor))
 
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
-    aligned: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {"x": main(aligned=True)}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

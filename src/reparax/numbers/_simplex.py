@@ -10,6 +10,7 @@ from reparax._axes.numbers import Axis, check_axis, position
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import Constraint
+from reparax._tree.values import Values, main
 
 
 class Simplex(Constraint):
@@ -46,11 +47,9 @@ class Simplex(Constraint):
 
     along: Axis = argument(check_axis, default=-1, kw_only=True)
 
-    decays: ClassVar[bool] = False
-    main: ClassVar[tuple[str, ...] | None] = ("x",)
+    raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 1
     axis_fields: ClassVar[tuple[str, ...]] = ("along",)
-    aligned: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
+from reparax._tree.values import Values, main
 from reparax.quantized._fits import divided, largest_of
 from reparax.quantized._formats import FORMATS
 from reparax.quantized._numbers import bounds_of
@@ -58,7 +59,7 @@ class Quantize(Scaled):
     format: str = argument(one_of(*FORMATS, "ternary"))
     step: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
+    raw_values: ClassVar[Values] = {"w": main()}
     straight_through: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

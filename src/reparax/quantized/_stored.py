@@ -8,6 +8,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._tree.raw import OTHER_CHAIN
+from reparax._tree.values import OTHERS, Values, fixed, main
 from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
 
@@ -83,17 +84,9 @@ class Stored(Scaled):
 
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("q",)
-    fixed: ClassVar[tuple[str, ...]] = ("q", "scale")
+    raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     takes_base: ClassVar[bool] = True
     tables: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        zero = self._format.zero
-        names = ["q", "scale", *(["unit"] if self._scales else []), *([zero] if zero else [])]
-        names += ["offset_unit"] if self._scales and zero == "offset" else []
-        object.__setattr__(self, "fixed", tuple(names))
 
     @property
     def _draws(self) -> bool:

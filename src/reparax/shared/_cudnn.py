@@ -8,6 +8,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import OTHERS, Values, main
 from reparax.shared._block import Concat, Sizes, cut, join, names
 
 
@@ -49,7 +50,7 @@ class CudnnLSTM(Reparametrization):
     bidirectional: bool = False
     biases: int = argument(check_whole, default=2)
 
-    parts: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from reparax._tree.flat import Flat, nest
 from reparax._tree.markers import locate_errors, no_own_node
 from reparax._tree.paths import Names, describe, is_array
 from reparax._tree.raw import OTHER_CHAIN, Slot, marker, next_number
+from reparax._tree.values import OTHERS, Values, main
 from reparax.shared._block import Block, names, require_unique, texts
 from reparax.shared._cells import blocks, optional, read, write
 
@@ -35,7 +36,7 @@ class _Rearranged(AtSites):
     at: str = ""
     sizes: Any = field(default=(), kw_only=True)
 
-    parts: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _pairs(self.layout))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, main
 
 
 class Freeze(Reparametrization):
@@ -37,8 +38,7 @@ class Freeze(Reparametrization):
       {'bias': Array([0.], dtype=float32), 'table': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}}
     """
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("w",)
+    raw_values: ClassVar[Values] = {"w": main(fixed=True)}
     takes_base: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -16,6 +16,7 @@ from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.flat import Flat
+from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
 
@@ -48,10 +49,8 @@ class GlobalPrune(Reparametrization):
     sparsity: Any = argument(optional(_amount.check_shares), default=None)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, fixed, main
 
 
 def masking(w: Array, kept: Array) -> dict[str, Array]:
@@ -49,10 +50,8 @@ class Mask(Reparametrization):
       Germain, Gregor, Murray and Larochelle, *MADE: Masked Autoencoder for Distribution Estimation*, 2015.
     """
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return masking(w, w != 0)
@@ -93,10 +92,8 @@ class NofM(Constraint):
     m: int = argument(check_whole)
     along: Axis = argument(check_axis, default=-1, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
     axis_fields: ClassVar[tuple[str, ...]] = ("along",)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from reparax._numerics.lengths import scale
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
 
@@ -26,11 +27,9 @@ class _Prune(Constraint):
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
     axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-    aligned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

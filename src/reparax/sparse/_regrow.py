@@ -12,6 +12,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import per_array
+from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
 
@@ -30,10 +31,8 @@ class _Regrow(Constraint):
     drop: Any = argument(per_array(_check_drop), default=0.3)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("mask",)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    aligned: ClassVar[bool] = True
     moves_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
