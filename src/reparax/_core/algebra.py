@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
 
 import jax
-import jax.numpy as jnp
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.origin import Origins, compose_origins, keep_origins, probe
@@ -15,7 +15,7 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
-from reparax._core.plan import layer_of, open_all, run, walk
+from reparax._core.plan import ON_TREES, TreeLayer, open_all, run, walk
 from reparax._core.pullback import pull_back
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
@@ -96,9 +96,8 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        keys = Keys(_checked_key(self, "init", jax.random.key(0) if key is None else key))
-        raw = nest(open_all(_stages(self), flatten(params), keys))
-        return spread_boxes(self._follow, params, raw)
+        checked = _checked_key(self, "init", jax.random.key(0) if key is None else key)
+        return spread_boxes(self._follow, params, opened(self, params, checked))
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """The effective tree of ``raw``.
@@ -107,7 +106,7 @@ class Parametrization(Static, ABC):
           raw: The result of ``init``, or that after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
         """
-        effective = recompute(self._run, gather_boxes(raw), self._needed(key))
+        effective = recompute(functools.partial(closed, self), gather_boxes(raw), _needed_key(self, key))
         if marks := outer_markers(effective):
             path, mark = next(iter(marks.items()))
             if kind_of(mark) in [stage.kind for stage in _stages(self)]:
@@ -134,9 +133,9 @@ class Parametrization(Static, ABC):
         slopes = None if grads is None else gather_boxes(grads)
         for i, stage in enumerate(_stages(self)):
             if stage.advances:
-                seen = self._before(i, tree)
-                read = self._grads_at(i, seen, slopes) if stage.reads_grads and slopes is not None else None
-                after = layer_of(stage, "update", seen.types).update(seen, keys, read)
+                seen = _before(self, i, tree)
+                read = _grads_at(self, i, seen, slopes) if stage._reads_grads and slopes is not None else None
+                after = stage._closing("update", seen.types).update(seen, keys, read)
                 tree = graft("update", tree, seen, after, free=stage.moves_weights)
         return spread_like(raw, nest(tree))
 
@@ -149,9 +148,9 @@ class Parametrization(Static, ABC):
         """
         tree = flatten(gather_boxes(raw))
         for i, stage in enumerate(_stages(self)):
-            if stage.has_base:
-                seen = self._before(i, tree)
-                after = layer_of(stage, "rebase", seen.types).rebase(seen)
+            if stage._has("rebase"):
+                seen = _before(self, i, tree)
+                after = stage._closing("rebase", seen.types).rebase(seen)
                 tree = graft("rebase", tree, seen, after, free=True)
         return spread_like(raw, nest(tree))
 
@@ -197,114 +196,61 @@ class Parametrization(Static, ABC):
             return any(each == place or each.startswith(f"{place}/") for each in places)
 
         for layer, seen, _ in walk("log_det", _stages(self.deterministic), tree):
-            known = layer.stage.has_determinant
-            found.append(layer.log_det(seen, is_free) if known else layer.stage.log_det_tree(nest(seen), is_free))
+            if not layer.stage._has("log_det"):
+                raise ValueError(
+                    f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+                    f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+                    f"Triangular."
+                )
+            found.append(layer.log_det(seen, is_free))
         return add_up(found)
 
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
-        return overrides(self, "update", "update_tree")
+        return self._has("update")
 
     @property
     def random_start(self) -> bool:
         """Whether another key gives ``init`` another model to train, so that it needs one."""
         return False
 
-    @property
-    def has_base(self) -> bool:
-        """Whether ``rebase`` does anything."""
-        return overrides(self, "rebase", "rebase_tree")
-
-    @property
-    def reads_grads(self) -> bool:
-        """Whether ``update_tree`` takes the gradient with respect to the stage's output."""
-        return False
-
-    # A stage on the whole tree writes these methods. Their trees hold markers of other stages, which they pass on. If
-    # it writes a public method instead, calls on that stage alone skip the checks of that method.
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """This stage's part of ``init``, on a tree from later stages; ``keys.of_stage(self.kind)`` is its key."""
-        return self._public("init")(tree, keys.of_stage(self.kind))
-
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """This stage's part of ``apply``, on a tree from earlier stages; later stages see the result."""
-        return self._public("apply")(tree, keys.of_stage(self.kind))
-
-    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
-        """The tree with this stage's fixed values advanced."""
-        del grads
-        return self._public("update")(tree, keys.of_stage(self.kind))
-
-    def rebase_tree(self, tree: PyTree) -> PyTree:
-        """The tree with this stage's base moved to the current point."""
-        return self._public("rebase")(tree)
-
-    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        """The mean of ``apply_tree`` over this stage's random numbers; :class:`Mean` calls it."""
-        del tree, keys
-        raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
-
-    def penalty_tree(self, tree: PyTree) -> jax.Array:
-        """This stage's penalty, for a tree from earlier stages."""
-        del tree
-        return jnp.zeros((), jnp.float32)
-
-    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> jax.Array:
-        """This stage's log-determinant, for a tree from earlier stages, over the values that train."""
-        del tree, is_free
-        raise ValueError(
-            f"{self!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
-            f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
-            f"Triangular."
-        )
-
-    def _public(self, method: str) -> Callable[..., PyTree]:
-        """A public method that the stage's class defines."""
-        if not overrides(self, method):
-            raise TypeError(f"{type(self).__name__} defines neither {method}_tree nor {method}. Define one.")
-        return getattr(self, method)
-
-    sees_tree: ClassVar[bool] = True
+    # What follows is for the plan of a chain. A stage on the whole tree needs none of it.
+    _sees_tree: ClassVar[Any] = True
     """Whether the stage takes whole trees, not arrays at sites of their own."""
 
     @property
-    def has_determinant(self) -> bool:
-        """Whether the stage is a bijection whose determinant is known."""
-        return False
-
-    @property
-    def asks_functions(self) -> bool:
+    def _asks_functions(self) -> bool:
         """Whether the sites depend on functions, whose answers may change."""
         return False
 
-    def _run(self, tree: PyTree, key: jax.Array | None) -> PyTree:
-        return nest(run(_stages(self), flatten(tree), Keys(key)))
+    def _has(self, verb: str) -> bool:
+        """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
+        return overrides(self, verb, f"{verb}_tree")
 
-    def _needed(self, key: jax.Array | None) -> jax.Array | None:
-        """The key of ``apply``; None if nothing is random."""
-        if not self.stochastic:
-            return None
-        if key is None:
-            raise ValueError(
-                f"{call(self, 'apply')} draws random numbers, so it needs a key, but got key=None. "
-                f"Pass a key, or evaluate with `p.deterministic`."
-            )
-        return _checked_key(self, "apply", key)
+    @property
+    def _reads_grads(self) -> bool:
+        """Whether ``update`` takes the gradient with respect to the stage's output."""
+        update = getattr(self, "update_tree", None)
+        return update is not None and "grads" in inspect.signature(update).parameters
 
-    def _before(self, i: int, tree: Flat) -> Flat:
-        """The tree that stage number ``i`` sees, without noise."""
-        return run(_stages(Chain(_stages(self)[:i]).deterministic), tree, Keys(None))
+    def _opening(self, tree: Flat) -> Layer:
+        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
+        del tree
+        return self._on_tree
 
-    def _grads_at(self, i: int, seen: Flat, grads: PyTree) -> Flat:
-        """The gradient with respect to the output of stage number ``i``, from that of the effective tree."""
-        own, later = (_stages(part.deterministic) for part in (_stages(self)[i], Chain(_stages(self)[i + 1 :])))
-        tree = run(own, seen, Keys(None))
-        return pull_back(call(self, "update"), lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
+    def _closing(self, method: str, tree: Flat) -> Layer:
+        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
+        del method, tree
+        return self._on_tree
+
+    @property
+    def _on_tree(self) -> TreeLayer:
+        return TreeLayer(self, public=[verb for verb in ("init", "apply", "update", "rebase") if overrides(self, verb)])
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        init = functools.partial(self.init_tree, keys=Keys(None))
+        init = functools.partial(opened, self)
         return abstract(init, tree), probe(init, tree)
 
     @property
@@ -326,7 +272,7 @@ class Parametrization(Static, ABC):
         owners = {slot.path: slot.path for slot in tree.slots().values()}
         for stage in reversed(_stages(self)):
             owners = resolve_owners(owners, stage._sources(tree))
-            tree = flatten(abstract(functools.partial(stage.init_tree, keys=Keys(None)), nest(tree)))
+            tree = flatten(abstract(functools.partial(opened, stage), nest(tree)))
         return owners
 
     def _sources(self, tree: Flat) -> dict[str, str]:
@@ -387,62 +333,23 @@ class Parametrization(Static, ABC):
 
 
 class AtSites(Parametrization):
-    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree.
+    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree."""
 
-    A class that overrides one of the methods on the whole tree, as to act on the result of ``super().apply_tree``, is
-    called through these.
-    """
-
-    sees_tree: ClassVar[bool] = False
+    _sees_tree: ClassVar[Any] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.sees_tree = any(getattr(cls, verb) is not getattr(AtSites, verb) for verb in _ON_TREES)
+        if on_tree := [name for name in ON_TREES if hasattr(cls, name)]:
+            raise TypeError(
+                f"{cls.__name__} defines {on_tree[0]}, but acts on arrays at places of their own. Write its formulas, "
+                f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
+            )
 
     @abstractmethod
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
+    def _opening(self, tree: Flat) -> Layer: ...
 
     @abstractmethod
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
-
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        seen = flatten(tree)
-        return nest(self.sites_of_arrays("init", seen).open(seen, keys))
-
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        layer, seen = self._seeing("apply", tree)
-        return nest(layer.close(seen, keys))
-
-    def mean_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        layer, seen = self._seeing("fold", tree)
-        return nest(layer.at_mean.close(seen, keys))
-
-    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
-        layer, seen = self._seeing("update", tree)
-        return nest(layer.update(seen, keys, None if grads is None else flatten(grads)))
-
-    def rebase_tree(self, tree: PyTree) -> PyTree:
-        layer, seen = self._seeing("rebase", tree)
-        return nest(layer.rebase(seen))
-
-    def penalty_tree(self, tree: PyTree) -> jax.Array:
-        layer, seen = self._seeing("penalty", tree)
-        return layer.penalty(seen)
-
-    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> jax.Array:
-        if not self.has_determinant:
-            return super().log_det_tree(tree, is_free)
-        layer, seen = self._seeing("log_det", tree)
-        return layer.log_det(seen, is_free)
-
-    def _seeing(self, method: str, tree: PyTree) -> tuple[Layer, Flat]:
-        seen = flatten(tree)
-        return self.sites_of_values(method, seen.types), seen
-
-
-_ON_TREES = ("init_tree", "apply_tree", "mean_tree", "update_tree", "rebase_tree", "penalty_tree", "log_det_tree")
+    def _closing(self, method: str, tree: Flat) -> Layer: ...
 
 
 class Chain(Parametrization):
@@ -464,14 +371,16 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
+    stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
+    changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
+    straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
+    random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
+
     def __post_init__(self) -> None:
         got: Any = self.stages
         if not isinstance(got, tuple):
             raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in _stages(part)))
-        object.__setattr__(self, "stochastic", any(stage.stochastic for stage in self.stages))
-        object.__setattr__(self, "changes_type", any(stage.changes_type for stage in self.stages))
-        object.__setattr__(self, "straight_through", any(stage.straight_through for stage in self.stages))
 
     def __repr__(self) -> str:
         if len(self.stages) > 1:
@@ -494,31 +403,12 @@ class Chain(Parametrization):
     def __getitem__(self, i: int | slice) -> Parametrization:
         return Chain(self.stages[i]) if isinstance(i, slice) else self.stages[i]
 
-    @property
-    def advances(self) -> bool:
-        return any(stage.advances for stage in self.stages)
-
-    @property
-    def reads_grads(self) -> bool:
-        return any(stage.reads_grads for stage in self.stages)
-
-    @property
-    def random_start(self) -> bool:
-        return any(stage.random_start for stage in self.stages)
-
-    @property
-    def has_base(self) -> bool:
-        return any(stage.has_base for stage in self.stages)
+    def _has(self, verb: str) -> bool:
+        return any(stage._has(verb) for stage in self.stages)
 
     @property
     def deterministic(self) -> Parametrization:
         return compose(tuple(stage.deterministic for stage in self.stages))
-
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return nest(open_all(self.stages, flatten(tree), keys))
-
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return nest(run(self.stages, flatten(tree), keys))
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         origins = keep_origins(tree)
@@ -541,11 +431,30 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 
 
 def overrides(stage: Parametrization, *methods: str) -> bool:
-    """Whether the class of a stage overrides one of these methods."""
-    return any(
-        getattr(type(stage), method) not in (getattr(Parametrization, method), getattr(AtSites, method))
-        for method in methods
-    )
+    """Whether the class of a stage defines one of these methods itself."""
+    return any(getattr(type(stage), method, None) is not getattr(Parametrization, method, None) for method in methods)
+
+
+def opened(p: Parametrization, params: PyTree, key: jax.Array | None = None) -> PyTree:
+    """``init`` without its checks, and without the boxes of new arrays."""
+    return nest(open_all(_stages(p), flatten(params), Keys(key)))
+
+
+def closed(p: Parametrization, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+    """``apply`` without its checks; the backward pass keeps what lies between."""
+    return nest(run(_stages(p), flatten(raw), Keys(key)))
+
+
+def _before(p: Parametrization, i: int, tree: Flat) -> Flat:
+    """The tree that stage number ``i`` sees, without noise."""
+    return run(_stages(Chain(_stages(p)[:i]).deterministic), tree, Keys(None))
+
+
+def _grads_at(p: Parametrization, i: int, seen: Flat, grads: PyTree) -> Flat:
+    """The gradient with respect to the output of stage number ``i``, from that of the effective tree."""
+    own, later = (_stages(part.deterministic) for part in (_stages(p)[i], Chain(_stages(p)[i + 1 :])))
+    tree = run(own, seen, Keys(None))
+    return pull_back(call(p, "update"), lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
@@ -571,3 +480,15 @@ def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.
     tree = "params" if method == "init" else "raw"
     in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
     return None if key is None else check_key(key, call(p, method), in_batches)
+
+
+def _needed_key(p: Parametrization, key: jax.Array | None) -> jax.Array | None:
+    """The key of ``apply``; None if nothing is random."""
+    if not p.stochastic:
+        return None
+    if key is None:
+        raise ValueError(
+            f"{call(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+            f"Pass a key, or evaluate with `p.deterministic`."
+        )
+    return _checked_key(p, "apply", key)

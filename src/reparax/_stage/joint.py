@@ -64,17 +64,17 @@ class Joint(AtSites):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+    def _opening(self, tree: Flat) -> Layer:
         slots = tree.slots()
         seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
         sites: list[_Group] = []
-        for group in self._groups(method, {place: slots[place].path for place in seen}):
+        for group in self._groups("init", {place: slots[place].path for place in seen}):
             marks = {name: marker(self.kind, next_number(place, self.kind)) for name, place in group.items()}
             spots = {name: Spot(place, {}, marks[name], tree.arrays[place]) for name, place in group.items()}
             sites.append(_Group(self, _at(slots, group), spots))
-        return Layer(self, call(self, method), sites)
+        return Layer(self, call(self, "init"), sites)
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+    def _closing(self, method: str, tree: Flat) -> Layer:
         who, nodes, sites = call(self, method), find_nodes(tree, self.kind), list[_Group]()
         if not nodes:
             raise no_own_node(who, self.kind, nest(tree))

@@ -13,8 +13,7 @@ from jax import Array
 
 from reparax._axes.names import AxisNames
 from reparax._axes.origin import Origins, Places, keep_origins, probe
-from reparax._core.algebra import Chain, Parametrization, call
-from reparax._core.keys import Keys
+from reparax._core.algebra import Chain, Parametrization, call, opened
 from reparax._core.layers import Layer, Spot
 from reparax._numerics.terms import Term, summed, told
 from reparax._stage.leaf_sites import Bare, InPlace, Values
@@ -100,10 +99,10 @@ class Perturbation(Leafwise):
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return tree, keep_origins(tree)
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        return self.sites_of_values(method, tree)
+    def _opening(self, tree: Flat) -> Layer:
+        return self._closing("init", tree)
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+    def _closing(self, method: str, tree: Flat) -> Layer:
         return Layer(
             self, call(self, method), [self._site(method, tree, *found) for found in self._present(method, tree)]
         )
@@ -248,13 +247,8 @@ class Reparametrization(Leafwise):
         """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
 
-    @property
-    def advances(self) -> bool:
-        return type(self).update_leaf is not Reparametrization.update_leaf
-
-    @property
-    def has_base(self) -> bool:
-        return type(self).rebase_leaf is not Reparametrization.rebase_leaf
+    def _has(self, verb: str) -> bool:
+        return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
 
     @property
     def _draws(self) -> bool:
@@ -266,14 +260,14 @@ class Reparametrization(Leafwise):
         return self._draws
 
     @property
-    def reads_grads(self) -> bool:
+    def _reads_grads(self) -> bool:
         return "grad" in self.update_reads
 
-    @property
-    def has_determinant(self) -> bool:
-        return type(self).log_det_leaf is not Reparametrization.log_det_leaf
+    def _opening(self, tree: Flat) -> Layer:
+        return self._at_arrays("init", tree)
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+    def _at_arrays(self, method: str, tree: Flat) -> Layer:
+        """Where the stage finds arrays as the model has them."""
         who, sites = call(self, method), list[Values]()
         for place, slot, names in self._present(method, tree):
             w, number = tree.arrays[place], next_number(place, self.kind)
@@ -285,14 +279,14 @@ class Reparametrization(Leafwise):
             sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.draw, number))
         return Layer(self, who, sites)
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+    def _closing(self, method: str, tree: Flat) -> Layer:
         """Where the stage made the values.
 
         Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
         looks at shapes or dtypes, this stage takes only those that it could have made.
         """
         if self.bare:
-            return self.sites_of_arrays(method, tree)
+            return self._at_arrays(method, tree)
         who, nodes = call(self, method), find_nodes(tree, self.kind)
         if not nodes:
             raise no_own_node(who, self.kind, nest(tree))
@@ -341,7 +335,7 @@ class Reparametrization(Leafwise):
         return Layer(self, who, list(map(site, chosen)))
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        made, flat = abstract_of(partial(self.init_tree, keys=Keys(None)), tree), flatten(tree)
+        made, flat = abstract_of(partial(opened, self), tree), flatten(tree)
         names = self._axis_names(flat)
 
         def of(path: Names) -> tuple[Names, Places]:

@@ -78,7 +78,7 @@ class Leafwise(AtSites):
         return next(filter(None, reasons), None)
 
     @property
-    def asks_functions(self) -> bool:
+    def _asks_functions(self) -> bool:
         asks = callable(self.where) and not isinstance(self.where, Selected | AllBut)
         return asks or any(isinstance(number, ByArray) for number in self._varied.values())
 

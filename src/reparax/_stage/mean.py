@@ -1,16 +1,17 @@
 """The mean of a random stage."""
 
-from collections.abc import Callable
-from typing import Any
-
-from jax import Array
+from typing import Any, ClassVar
 
 from reparax._axes.origin import Origins
-from reparax._core.algebra import AtSites, Parametrization, overrides
-from reparax._core.keys import Keys
+from reparax._core.algebra import AtSites, Parametrization
 from reparax._core.layers import Layer
 from reparax._tree.flat import Flat
 from reparax._tree.paths import PyTree
+
+
+def _of_stage(name: str) -> Any:
+    """What the stage says."""
+    return property(lambda self: getattr(self.stage, name))
 
 
 class Mean(Parametrization):
@@ -39,69 +40,34 @@ class Mean(Parametrization):
 
     stage: Parametrization
 
+    changes_type: ClassVar[Any] = _of_stage("changes_type")
+    straight_through: ClassVar[Any] = _of_stage("straight_through")
+    moves_weights: ClassVar[Any] = _of_stage("moves_weights")
+    random_start: ClassVar[Any] = _of_stage("random_start")
+    _sees_tree: ClassVar[Any] = _of_stage("_sees_tree")
+    _asks_functions: ClassVar[Any] = _of_stage("_asks_functions")
+    _reads_grads: ClassVar[Any] = _of_stage("_reads_grads")
+
     def __post_init__(self) -> None:
         got: Any = self.stage
         known = (
             isinstance(got, Parametrization)
             and got.stochastic
-            and (isinstance(got, AtSites) or overrides(got, "mean_tree"))
+            and (isinstance(got, AtSites) or hasattr(got, "mean_tree"))
         )
         if not known:
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
             )
-        for said in ("kind", "raw_values", "changes_type", "straight_through", "moves_weights", "sees_tree"):
-            object.__setattr__(self, said, getattr(got, said))
 
-    def init_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage.init_tree(tree, keys)
+    def _has(self, verb: str) -> bool:
+        return self.stage._has(verb)
 
-    def apply_tree(self, tree: PyTree, keys: Keys) -> PyTree:
-        return self.stage.mean_tree(tree, keys)
+    def _opening(self, tree: Flat) -> Layer:
+        return self.stage._opening(tree)
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        stage: Any = self.stage
-        return stage.sites_of_arrays(method, tree)
-
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        stage: Any = self.stage
-        return stage.sites_of_values("fold" if method == "apply" else method, tree).at_mean
+    def _closing(self, method: str, tree: Flat) -> Layer:
+        return self.stage._closing("fold" if method == "apply" else method, tree).at_mean
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         return self.stage._follow(tree)
-
-    @property
-    def asks_functions(self) -> bool:
-        return self.stage.asks_functions
-
-    @property
-    def advances(self) -> bool:
-        return self.stage.advances
-
-    @property
-    def random_start(self) -> bool:
-        return self.stage.random_start
-
-    @property
-    def has_base(self) -> bool:
-        return self.stage.has_base
-
-    @property
-    def reads_grads(self) -> bool:
-        return self.stage.reads_grads
-
-    @property
-    def has_determinant(self) -> bool:
-        return self.stage.has_determinant
-
-    def rebase_tree(self, tree: PyTree) -> PyTree:
-        return self.stage.rebase_tree(tree)
-
-    def update_tree(self, tree: PyTree, keys: Keys, grads: PyTree = None) -> PyTree:
-        return self.stage.update_tree(tree, keys, *((grads,) if self.reads_grads else ()))
-
-    def log_det_tree(self, tree: PyTree, is_free: Callable[[str], bool]) -> Array:
-        return self.stage.log_det_tree(tree, is_free)
-
-    def penalty_tree(self, tree: PyTree) -> Array:
-        return self.stage.penalty_tree(tree)

@@ -71,14 +71,14 @@ class _Rearranged(AtSites):
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
+    def _opening(self, tree: Flat) -> Layer:
         slots = tree.slots()
-        cells = self._cells(method, _found(slots, lambda place: is_array(tree.arrays[place])))
+        cells = self._cells("init", _found(slots, lambda place: is_array(tree.arrays[place])))
         return Layer(
-            self, call(self, method), [self._cell(cell, places, tree.arrays) for cell, places in cells.items()]
+            self, call(self, "init"), [self._cell(cell, places, tree.arrays) for cell, places in cells.items()]
         )
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+    def _closing(self, method: str, tree: Flat) -> Layer:
         who, nodes = call(self, method), find_nodes(tree, self.kind)
         if not nodes:
             raise no_own_node(who, self.kind, nest(tree))

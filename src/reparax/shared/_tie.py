@@ -76,9 +76,9 @@ class Tie(AtSites):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        who, (slots, tied) = call(self, method), _seen(tree, self.kind)
-        places = self._places(method, slots)
+    def _opening(self, tree: Flat) -> Layer:
+        who, (slots, tied) = call(self, "init"), _seen(tree, self.kind)
+        places = self._places("init", slots)
         for target, (source, transform) in places.items():
             if again := [place for place in (target, source) if place in tied]:
                 raise ValueError(
@@ -102,7 +102,7 @@ class Tie(AtSites):
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
+    def _closing(self, method: str, tree: Flat) -> Layer:
         who, (slots, tied) = call(self, method), _seen(tree, self.kind)
         for target, _, _ in self.ties:
             if not matches(target, [slot.path for slot in slots.values()]):

@@ -61,9 +61,8 @@ class GlobalPrune(Reparametrization):
                 f"`stacked` out, or prune each array alone with MagnitudePrune."
             )
 
-    @property
-    def advances(self) -> bool:
-        return True
+    def _has(self, verb: str) -> bool:
+        return verb == "update" or super()._has(verb)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return refuse_infinite(w)
@@ -74,11 +73,11 @@ class GlobalPrune(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def sites_of_arrays(self, method: str, tree: Flat) -> Layer:
-        return _ranked_together(super().sites_of_arrays(method, tree))
+    def _opening(self, tree: Flat) -> Layer:
+        return _ranked_together(super()._opening(tree))
 
-    def sites_of_values(self, method: str, tree: Flat) -> Layer:
-        layer = super().sites_of_values(method, tree)
+    def _closing(self, method: str, tree: Flat) -> Layer:
+        layer = super()._closing(method, tree)
         for site in layer.sites:
             if lacking := {"w", "mask"} - set(site.spots["w"].values):
                 raise ValueError(

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization
-from reparax._core.keys import Keys
+from reparax._core.algebra import Chain, Parametrization, closed
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
@@ -43,7 +42,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    return p.update(raw, key, p.fold(raw)) if p.reads_grads else p.update(raw, key)
+    return p.update(raw, key, p.fold(raw))
 
 
 compiled_update = jax.jit(updated, static_argnums=0)
@@ -96,14 +95,13 @@ class Alone(Parametrization):
         return self.chain.init(params, key)
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
-        keys = Keys(key)
-        return self.stage.apply_tree(self._seen(raw), keys)
+        return closed(self.stage, self._seen(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return self.stage.deterministic.apply_tree(self._seen(raw), Keys(None))
+        return closed(self.stage.deterministic, self._seen(raw))
 
     def _seen(self, raw: PyTree) -> PyTree:
-        return Chain(stages(self.chain)[: self.number]).deterministic.apply_tree(raw, Keys(None))
+        return closed(Chain(stages(self.chain)[: self.number]).deterministic, raw)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from reparax._core.algebra import Parametrization, call, with_any_key
-from reparax._core.keys import Keys
+from reparax._core.algebra import Parametrization, call, opened, with_any_key
 from reparax._tree.paths import PyTree
 
 
@@ -43,7 +42,7 @@ def projected(p: Parametrization) -> Projection:
     """
 
     def init(params: PyTree) -> PyTree:
-        p.deterministic.init_tree(params, Keys(None))  # so that wrong parameters fail before the first step
+        opened(p.deterministic, params)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
-from reparax._core.algebra import Chain, Parametrization, require_chains
+from reparax._core.algebra import Chain, Parametrization, opened, require_chains
 from reparax._core.keys import Keys
-from reparax._core.plan import layer_of, walk
+from reparax._core.plan import open_all, walk
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
@@ -78,14 +78,14 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
     read, keys, kept = _Read(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
     for stage in reversed(tuple(Chain((new,)))):
-        before, tree = tree, layer_of(stage, "init", tree).open(tree, keys)
+        before, tree = tree, open_all([stage], tree, keys)
         known = find_nodes(before, stage.kind)
         for place, node in find_nodes(tree, stage.kind).items():
             if place not in known and (values := read.values(stage, node)) is not None:
                 kept.add(plain(place))
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
-    boxed = spread_boxes(functools.partial(new.init_tree, keys=Keys(None)), nest(read.effective), nest(tree))
+    boxed = spread_boxes(functools.partial(opened, new), nest(read.effective), nest(tree))
     return _Carried(boxed, frozenset(kept))
 
 
