@@ -14,6 +14,7 @@ from pathlib import Path
 PARTS = ("lint", "test", "docs", "test-thorough", "test-peers", "test-versions", "dist")
 # How pytest, pyright and the script of the versions close.
 CLOSING = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error).* in \d.*?|\d+ errors?, .*|Ran .*)(?: =+)?$")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def run(part):
@@ -22,7 +23,7 @@ def run(part):
     made = subprocess.Popen(["make", part], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in made.stdout:
         print(line, end="", flush=True)
-        said += CLOSING.findall(line)
+        said += CLOSING.findall(COLOURS.sub("", line))
     _, status, used = os.wait4(made.pid, 0)
     costs = minutes(time.monotonic() - began), minutes(used.ru_utime + used.ru_stime), f"{used.ru_maxrss // 1024}"
     return status == 0, (part, *costs, "; ".join(said) or ("done" if status == 0 else "failed"))

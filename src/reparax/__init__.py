@@ -5,6 +5,7 @@ from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
 from reparax._core.value import argument as argument
+from reparax._core.value import axes as axes
 from reparax._numerics.terms import Term as Term
 from reparax._peft.read import from_peft as from_peft
 from reparax._peft.write import to_peft as to_peft

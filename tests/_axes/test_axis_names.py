@@ -147,10 +147,9 @@ def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
 
 def test_a_stage_of_ones_own_takes_names(key: Array) -> None:
     class Reversed(rpx.Perturbation):
-        axis: Any = -1
+        axis: Any = rpx.axes(default=-1)
 
         stochastic = False
-        axis_fields = ("axis",)
         min_ndim = 2
 
         def apply_leaf(self, w: Array, key: Array | None) -> Array:
@@ -159,6 +158,10 @@ def test_a_stage_of_ones_own_takes_names(key: Array) -> None:
     effective = Reversed("mlp").apply(boxed())
     np.testing.assert_array_equal(effective["up"]["kernel"].value, UP[:, ::-1])
     np.testing.assert_array_equal(effective["down"]["kernel"].value, DOWN[::-1])
+    with pytest.raises(ValueError, match=r"axis=2 is out of bounds for an array of shape \(2, 3\)\. Leave it out"):
+        Reversed(2).apply({"w": jnp.ones((2, 3))})
+    with pytest.raises(TypeError, match=r"^Reversed takes an axis or a tuple of axes as axis, but got 1\.5\.$"):
+        Reversed(1.5)
 
 
 def test_a_mapped_first_axis_leaves_names_right() -> None:

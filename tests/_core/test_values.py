@@ -828,7 +828,6 @@ def test_what_others_note_in_fields_is_theirs():
         axis: Any = ()
 
         stochastic = False
-        axis_fields = ("axis",)
 
         def apply_leaf(self, w, key):
             return w + self.size

@@ -18,8 +18,8 @@ class Quantized(rpx.Perturbation):
     """A stage that changes types, with a field that is called like an attribute of arrays."""
 
     dtype: str
-    axis: str | int = 0
-    changes_type, axis_fields, straight_through = True, ("axis",), True
+    axis: str | int = rpx.axes(default=0)
+    changes_type, straight_through = True, True
 
     def apply_leaf(self, w, key):
         return (w + jax.random.normal(key, w.shape, w.dtype)).astype(self.dtype)

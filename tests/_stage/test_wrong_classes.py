@@ -55,6 +55,45 @@ def test_the_old_words_for_raw_values_still_work_and_warn_with_the_new_line(old,
     assert eval(repr(cls.raw_values), {"main": rpx.main, "aux": rpx.aux, "fixed": rpx.fixed}) == new
 
 
+def test_the_old_words_for_axes_and_for_what_an_update_reads_still_work_and_warn():
+    def flip(self, w, key):
+        return jnp.flip(w, self.axis)
+
+    with pytest.warns(FutureWarning) as caught:
+        cls = type(
+            "Flipped",
+            (rpx.Perturbation,),
+            {
+                "__annotations__": {"axis": int},
+                "axis": 0,
+                "axis_fields": ("axis",),
+                "stochastic": False,
+                "apply_leaf": flip,
+            },
+        )
+    assert str(caught[0].message) == (
+        "Flipped sets axis_fields=('axis',). Declare each so: `axis: int = rpx.axes(default=-1)`. The old words work "
+        "in this version only."
+    )
+    nn = pytest.importorskip("flax.linen")
+    boxed = {"w": nn.Partitioned(jnp.arange(2.0), ("units",))}
+    assert cls("units").apply(boxed)["w"].value.tolist() == [1.0, 0.0]
+
+    with pytest.warns(FutureWarning) as caught:
+        cls = type(
+            "Descended",
+            (rpx.Mask,),
+            {"kind": "descended", "update_reads": ("grad",), "update_leaf": lambda self, values, g: {"mask": g}},
+        )
+    assert str(caught[0].message) == (
+        "Descended sets update_reads=('grad',). Name the arguments of `update_leaf` so, and leave it out. The old "
+        "words work in this version only."
+    )
+    params = {"w": jnp.ones((2, 2))}
+    after = cls().update(cls().init(params), grads={"w": jnp.full((2, 2), 3.0)})
+    assert after["w"]["@descended"]["@fixed"]["mask"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
 def test_a_subclass_says_with_old_words_what_differs_from_its_parent():
     with pytest.warns(FutureWarning):
         cls = type("FreeBase", (rpx.LoRA,), {"fixed": (), "kind": "free_base"})

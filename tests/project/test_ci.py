@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAKEFILE = """
+MAKEFILE = r"""
 lint:
 	@echo "0 errors, 0 warnings, 0 informations"
 test:
@@ -16,7 +16,7 @@ test:
 docs:
 	@echo pages
 bad:
-	@echo "=== 1 failed, 4 passed in 2.1s ==="; exit 3
+	@printf '\033[31m=== 1 failed, \033[32m4 passed in 2.1s ===\033[0m\n'; exit 3
 """
 
 

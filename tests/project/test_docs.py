@@ -105,7 +105,7 @@ def test_the_new_stage_of_five_minutes_keeps_the_laws(key):
     exec(compile(block, CONTRIBUTING.name, "exec"), globs)
     params = {"w": jax.random.normal(key, (4, 3))}
     check_laws(globs["Grid"](), params)
-    loose = type("Loose", (globs["Grid"],), {"fixed": (), "__module__": "five_minutes"})
+    loose = type("Loose", (globs["Grid"],), {"raw_values": {"s": rpx.aux()}, "__module__": "five_minutes"})
     with pytest.raises(AssertionError, match="breaks the law of right inverse"):
         check_laws(loose(), params)
 

@@ -172,7 +172,6 @@ def test_stacked_arrays_move_by_themselves():
 
 class Remembers(rpx.Reparametrization):
     raw_values = {"x": rpx.main(), "seen": rpx.fixed(), "drawn": rpx.fixed()}
-    update_reads = ("grad", "key")
 
     def init_leaf(self, w):
         return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}
@@ -255,8 +254,11 @@ def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
 
 
 def test_what_a_stage_says_of_its_update_is_checked():
-    with raises(TypeError, "Wrong got update_reads=('grads',), but takes a tuple of 'grad' and 'key'."):
-        type("Wrong", (rpx.Reparametrization,), {"update_reads": ("grads",), "__module__": __name__})
+    with raises(
+        TypeError,
+        "Wrong.update_leaf takes grads after the values, but can have `grad` and `key`. Rename the arguments.",
+    ):
+        type("Wrong", (rpx.Reparametrization,), {"update_leaf": lambda self, values, grads: {}})
 
     class Moves(rpx.Reparametrization):
         def init_leaf(self, w):

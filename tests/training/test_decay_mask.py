@@ -54,7 +54,7 @@ def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
     main, rest = rpx.partition(raw)
     at_zero = stage.fold(rpx.combine(jax.tree.map(jnp.zeros_like, main), rest))["w"]
     assert float(jnp.max(jnp.abs(at_zero))) > 0.05
-    assert not stage.decays
+    assert not any(value.decays for value in stage.raw_values.values() if value.main)
 
 
 @pytest.mark.parametrize("name", ["bias_n", "bias_ih_l0", "in_proj_bias", "relative_position_bias_table"])

@@ -60,6 +60,10 @@ def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     return found
 
 
+AXIS_CHECKS = (check_axes, check_optional_axes, check_features, check_slices, check_axis)
+"""The checks of fields that hold axes of the array, which users may give by name."""
+
+
 def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     """The numbers of ``axes`` in an array with these axis names; names that it does not have are left out.
 

@@ -52,9 +52,24 @@ def take_old_declaration(cls: Any) -> None:
     if said.get("main") == () or (of_mains and not any(value.main for value in values.values())):
         values[OTHERS] = Value(main="main" not in said)
     cls.raw_values = {name: replace(value, **of_mains) if value.main else value for name, value in values.items()}
-    warnings.warn(
-        f"{cls.__name__} sets {', '.join(said)}, which one declaration replaces: raw_values = {cls.raw_values!r}. The "
-        f"old words work in this version only.",
-        FutureWarning,
-        stacklevel=2,
-    )
+    _warn(f"{cls.__name__} sets {', '.join(said)}, which one declaration replaces: raw_values = {cls.raw_values!r}.")
+
+
+def old_axis_fields(cls: Any) -> tuple[str, ...]:
+    """The fields that a class names in ``axis_fields``, with a warning."""
+    named: tuple[str, ...] = getattr(cls, "axis_fields", ())
+    if "axis_fields" in vars(cls):
+        _warn(f"{cls.__name__} sets axis_fields={named!r}. Declare each so: `axis: int = rpx.axes(default=-1)`.")
+    return named
+
+
+def old_update_reads(cls: Any) -> tuple[str, ...]:
+    """What a class names in ``update_reads``, with a warning."""
+    named: tuple[str, ...] = getattr(cls, "update_reads", ())
+    if "update_reads" in vars(cls):
+        _warn(f"{cls.__name__} sets update_reads={named!r}. Name the arguments of `update_leaf` so, and leave it out.")
+    return named
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"{text} The old words work in this version only.", FutureWarning, stacklevel=4)

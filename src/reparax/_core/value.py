@@ -9,6 +9,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 import jax
 
+from reparax._axes.numbers import check_optional_axes
 from reparax._core.config import class_name, declared, find_functions, name_functions, register_class
 from reparax._core.kinds import kind_of_class
 from reparax._core.known import holds_array, plain
@@ -21,11 +22,53 @@ Check = Callable[[Any, str, str], Any]
 
 
 def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field whose value is checked when the stage is built."""
+    """A field of a stage whose value is checked when the stage is built.
+
+    Args:
+      check: Takes the value, the name of the class and that of the field. It returns the value to keep, or raises an
+        error.
+      default: The default, which is checked too.
+      kw_only: Whether the field is given by name only.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def positive(value, who, name):
+      ...     if value <= 0:
+      ...         raise ValueError(f"{who} takes a positive {name}, but got {value}.")
+      ...     return value
+      >>> class Tempered(rpx.Perturbation):
+      ...     stochastic = False
+      ...     heat: float = rpx.argument(positive, default=1.0)
+      ...     def apply_leaf(self, w, key):
+      ...         return w / self.heat
+      >>> Tempered(-2.0)
+      Traceback (most recent call last):
+        ...
+      ValueError: Tempered takes a positive heat, but got -2.0.
+    """
     return field(default=default, kw_only=kw_only, metadata={argument: check})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field, argument))
+def axes(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
+
+    In a formula they are numbers. An axis that the array does not have is an error that says so.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Centred(rpx.Perturbation):
+      ...     stochastic = False
+      ...     axis: int | str = rpx.axes(default=0)
+      ...     def apply_leaf(self, w, key):
+      ...         return w - w.mean(self.axis, keepdims=True)
+      >>> Centred().apply({"w": jnp.array([[1.0], [3.0]])})["w"]
+      Array([[-1.],
+             [ 1.]], dtype=float32)
+    """
+    return argument(check_optional_axes, default=default, kw_only=kw_only)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, argument, axes))
 class Static:
     """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
 

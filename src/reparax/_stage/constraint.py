@@ -165,8 +165,8 @@ class Constraint(Reparametrization):
         """
         return self.project(jax.random.normal(key, shape, dtype))
 
-    def refuse(self, w: Array) -> str | None:
-        why = super().refuse(w) or refuse_infinite(w)
+    def _refuse(self, w: Array) -> str | None:
+        why = super()._refuse(w) or refuse_infinite(w)
         if why is not None or self.outside == "project" or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():

@@ -15,6 +15,7 @@ from reparax._axes.names import AxisNames
 from reparax._axes.origin import Origins, Places, keep_origins, probe
 from reparax._core.algebra import Chain, Parametrization, call, opened
 from reparax._core.layers import Layer, Spot
+from reparax._core.renamed import old_update_reads
 from reparax._numerics.terms import Term, summed, told
 from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.leafwise import Leafwise
@@ -45,7 +46,7 @@ class Perturbation(Leafwise):
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
     itself. It may set ``stochastic = False`` if it needs no key, ``min_ndim = 2`` to exclude vectors, biases and scales
-    by default, ``axis_fields = ("axis",)`` so that users may give the field ``axis`` by name, and
+    by default, and
     ``straight_through = True`` if its gradient is not that of its formula. A chain with perturbations and the same
     chain without them have the same raw structure, so they can share optimizer states and checkpoints.
 
@@ -141,7 +142,6 @@ class Reparametrization(Leafwise):
     - ``raw_values``: what each raw value is, ``{"v": rpx.main(aligned=True), "g": rpx.aux(), "mask": rpx.fixed()}``.
       Earlier stages act on main values, under the parameter's own path; auxiliary values train too, fixed ones do not.
       Default: all values are main;
-    - ``axis_fields``: as for :class:`Perturbation`.
 
     With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead; ``init`` inverts the
@@ -166,16 +166,19 @@ class Reparametrization(Leafwise):
       {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
-    update_reads: ClassVar[tuple[str, ...]] = ()
-    """Further arguments of ``update_leaf``, after the values: ``"grad"``, ``"key"``, or both."""
+    _update_reads: ClassVar[tuple[str, ...]] = ()
+    """The arguments of ``update_leaf`` after the values: ``"grad"``, ``"key"``, or both."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _sum_of_terms
-        read: Any = cls.update_reads
-        if not isinstance(read, tuple) or not set(read) <= {"grad", "key"}:
-            raise TypeError(f"{cls.__name__} got update_reads={read!r}, but takes a tuple of 'grad' and 'key'.")
+        cls._update_reads = old_update_reads(cls) or tuple(_required(cls.update_leaf)[2:])
+        if not set(cls._update_reads) <= {"grad", "key"}:
+            raise TypeError(
+                f"{cls.__name__}.update_leaf takes {', '.join(cls._update_reads)} after the values, but can have "
+                f"`grad` and `key`. Rename the arguments."
+            )
         formula: Any = cls.__dict__.get("init_leaf")
         if inspect.isfunction(formula) and len(_required(formula)) > 2:
             raise TypeError(
@@ -227,9 +230,9 @@ class Reparametrization(Leafwise):
 
         It must not return free values, unless the class sets ``moves_weights = True``.
 
-        The formula is ``update_leaf(values)``. With ``update_reads = ("grad", "key")`` it is ``update_leaf(values,
-        grad, key)``, with the gradient of the loss with respect to the effective array, and a key. It is only called if
-        the caller passes these to ``update``.
+        The formula is ``update_leaf(values)``. It may take ``grad`` too, the gradient of the loss with respect
+        to the effective array, and ``key``, or both: ``update_leaf(values, grad, key)``. Then it is only called if the
+        caller passes these to ``update``.
         """
         del args, kwargs
         return {}
@@ -243,7 +246,7 @@ class Reparametrization(Leafwise):
         return Mean(self) if self.stochastic else self
 
     @property
-    def bare(self) -> bool:
+    def _bare(self) -> bool:
         """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
 
@@ -261,7 +264,7 @@ class Reparametrization(Leafwise):
 
     @property
     def _reads_grads(self) -> bool:
-        return "grad" in self.update_reads
+        return "grad" in self._update_reads
 
     def _opening(self, tree: Flat) -> Layer:
         return self._at_arrays("init", tree)
@@ -273,9 +276,9 @@ class Reparametrization(Leafwise):
             w, number = tree.arrays[place], next_number(place, self.kind)
             stage = self._taking(f"{who} at {slot.path!r}", slot.path, w, names)
             spot = Spot(place, {}, marker(self.kind, number), w)
-            if self.bare:
+            if self._bare:
                 spot = Spot(place, dict.fromkeys(self.raw_values, place), None, w)
-            site = Bare if self.bare else Values
+            site = Bare if self._bare else Values
             sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.draw, number))
         return Layer(self, who, sites)
 
@@ -285,13 +288,13 @@ class Reparametrization(Leafwise):
         Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
         looks at shapes or dtypes, this stage takes only those that it could have made.
         """
-        if self.bare:
+        if self._bare:
             return self._at_arrays(method, tree)
         who, nodes = call(self, method), find_nodes(tree, self.kind)
         if not nodes:
             raise no_own_node(who, self.kind, nest(tree))
         closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
-        slots, names = closed.slots(bases=self.takes_base), self._axis_names(closed)
+        slots, names = closed.slots(bases=self._takes_base), self._axis_names(closed)
         known: dict[Any, tuple[Any, Any]] = {}
 
         def type_at(place: Names) -> Any:

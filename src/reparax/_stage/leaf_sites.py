@@ -72,7 +72,7 @@ class Values(OneArray):
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage = self.stage
         reads = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
-        new = stage._over(stage.update_leaf)(values["w"], *(reads[name] for name in stage.update_reads))
+        new = stage._over(stage.update_leaf)(values["w"], *(reads[name] for name in stage._update_reads))
         fixed = [name for name, said in stage.raw_values.items() if said.fixed]
         if moved := [name for name in new if name not in fixed and not stage.moves_weights]:
             raise ValueError(

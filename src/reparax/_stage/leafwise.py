@@ -9,10 +9,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
-from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names, number_axes, out_of_bounds, require_axes
+from reparax._axes.numbers import (
+    AXIS_CHECKS,
+    Axes,
+    check_front_axes,
+    find_axes,
+    has_names,
+    number_axes,
+    out_of_bounds,
+    require_axes,
+)
 from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
 from reparax._core.algebra import AtSites, call
 from reparax._core.keys import split_key
+from reparax._core.renamed import old_axis_fields
 from reparax._core.value import argument
 from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
 from reparax._stage.where import (
@@ -46,10 +56,16 @@ class Leafwise(AtSites):
     """Whether the default includes tables of embeddings, by name."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
-    takes_base: ClassVar[bool] = False
+    _takes_base: ClassVar[bool] = False
     """Whether the stage acts on the base of an adapter instead of on the adapter."""
-    axis_fields: ClassVar[tuple[str, ...]] = ()
+
+    _axis_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that hold axes. Users may give these by name; in a formula they are numbers."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked = tuple(name for name, check in cls._checks.items() if check in AXIS_CHECKS)
+        cls._axis_fields = (*checked, *old_axis_fields(cls))
 
     def default(self, w: Array) -> bool:
         """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
@@ -60,7 +76,7 @@ class Leafwise(AtSites):
         del w
         return None
 
-    def refuse(self, w: Array) -> str | None:
+    def _refuse(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, or None if it can."""
         return self._wrong_dtype(w) or self._out_of_bounds(w) or self.refuse_leaf(w)
 
@@ -73,8 +89,7 @@ class Leafwise(AtSites):
 
     def _out_of_bounds(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        checked = [name for name in self.axis_fields if name in self._checks]
-        reasons = (out_of_bounds(getattr(self, name), w, name) for name in checked)
+        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields if name in self._checks)
         return next(filter(None, reasons), None)
 
     @property
@@ -84,7 +99,7 @@ class Leafwise(AtSites):
 
     def _present(self, method: str, tree: Flat) -> list[tuple[Names, Slot, AxisNames | None]]:
         """The place, the description and the axis names of each array of ``tree`` that the stage acts on."""
-        slots, names = tree.slots(bases=self.takes_base), self._axis_names(tree)
+        slots, names = tree.slots(bases=self._takes_base), self._axis_names(tree)
         present = {place: is_array(x) for place, x in tree.arrays.items()}
         chosen = self._selected(method, tree, slots, names, present, lambda place: tree.arrays[place])
         return [(place, slots[place], names[place]) for place in chosen]
@@ -168,7 +183,7 @@ class Leafwise(AtSites):
             places = stage._places(names)
             reason = stage._wrong_dtype(w) or lacks_axes(w, places)
             for one in each_stacked(w, places) if reason is None else ():
-                reason = reason or stage._unstacked.refuse(one)
+                reason = reason or stage._unstacked._refuse(one)
         if reason is not None:
             raise ValueError(f"{who}: {reason}")
         return stage
@@ -176,7 +191,7 @@ class Leafwise(AtSites):
     @property
     def _named_axes(self) -> dict[str, Any]:
         """The fields that give axes by name."""
-        axes = {name: getattr(self, name) for name in self.axis_fields}
+        axes = {name: getattr(self, name) for name in self._axis_fields}
         return {name: given for name, given in axes.items() if has_names(given)}
 
     def _numbered(self, names: AxisNames | None) -> Self:

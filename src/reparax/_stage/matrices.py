@@ -37,7 +37,6 @@ class RowsAndColumns(Reparametrization):
     columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
     square: ClassVar[bool] = False
     """Whether rows and columns have the same sizes, so that values with rows tell both."""
 
@@ -47,8 +46,8 @@ class RowsAndColumns(Reparametrization):
         named = self.rows is not None or self.columns is not None
         return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
 
-    def refuse(self, w: Array) -> str | None:
-        return self._no_matrix(w) or super(RowsAndColumns, self._alone).refuse(_merged(w, *self._groups(w.ndim)))
+    def _refuse(self, w: Array) -> str | None:
+        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(_merged(w, *self._groups(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
         """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""

@@ -44,7 +44,6 @@ class Gain(Reparametrization):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         kept = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))

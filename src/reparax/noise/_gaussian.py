@@ -59,7 +59,6 @@ class Gaussian(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         alike = others(self.axis, w)

@@ -74,7 +74,6 @@ class HardConcrete(Reparametrization):
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "log_alpha": aux(), "mask": fixed()}
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

@@ -87,7 +87,7 @@ class VarNoise(Drawn):
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
     rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
+    straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,6 @@ class VarNoise(Drawn):
                 f"VarNoise got axis={self.axis!r} without relative, but `axis` applies only to relative noise. "
                 f"Give relative='max', 'std' or 'norm', or leave axis out."
             )
-        object.__setattr__(self, "straight_through", self.relative is not None)
 
     @property
     def shared(self) -> Any:
@@ -178,7 +177,6 @@ class WeightDropout(Drawn):
     broadcast: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("broadcast",)
 
     @property
     def shared(self) -> Any:

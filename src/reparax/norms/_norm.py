@@ -1,6 +1,6 @@
 """Weight norm: length and direction of weights."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -68,11 +68,7 @@ class WeightNorm(Reparametrization):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "straight_through", self.detach)
+    straight_through: ClassVar[Any] = property(lambda self: self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = others(self.axis, w)

@@ -81,7 +81,6 @@ class SpectralNorm(Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

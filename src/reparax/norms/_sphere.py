@@ -48,7 +48,6 @@ class Sphere(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}
@@ -94,7 +93,6 @@ class MaxNorm(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
@@ -149,7 +147,6 @@ class PoincareBall(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -50,7 +50,6 @@ class WeightStandardization(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:

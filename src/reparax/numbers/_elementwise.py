@@ -223,8 +223,8 @@ class Elementwise(_Map):
     forward: Function = argument(check_function)
     inverse: Function = argument(check_function)
 
-    def refuse(self, w: Array) -> str | None:
-        why = super().refuse(w)
+    def _refuse(self, w: Array) -> str | None:
+        why = super()._refuse(w)
         if why is not None or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():

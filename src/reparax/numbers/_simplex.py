@@ -49,7 +49,6 @@ class Simplex(Constraint):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 1
-    axis_fields: ClassVar[tuple[str, ...]] = ("along",)
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -72,7 +72,7 @@ class Quantize(Scaled):
             )
 
     @property
-    def bare(self) -> bool:
+    def _bare(self) -> bool:
         return self.step != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -80,7 +80,7 @@ class Quantize(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
-        if self.bare:
+        if self._bare:
             return _straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)

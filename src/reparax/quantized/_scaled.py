@@ -45,7 +45,6 @@ class Scaled(Reparametrization):
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

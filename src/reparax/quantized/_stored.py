@@ -85,7 +85,7 @@ class Stored(Scaled):
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
-    takes_base: ClassVar[bool] = True
+    _takes_base: ClassVar[bool] = True
     tables: ClassVar[bool] = False
 
     @property

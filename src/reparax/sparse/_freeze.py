@@ -39,7 +39,7 @@ class Freeze(Reparametrization):
     """
 
     raw_values: ClassVar[Values] = {"w": main(fixed=True)}
-    takes_base: ClassVar[bool] = True
+    _takes_base: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}

@@ -29,7 +29,6 @@ class _Prune(Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    axis_fields: ClassVar[tuple[str, ...]] = ("axis",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

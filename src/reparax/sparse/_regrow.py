@@ -112,7 +112,6 @@ class RigL(_Regrow):
     """
 
     kind: ClassVar[str] = "rigl"
-    update_reads: ClassVar[tuple[str, ...]] = ("grad",)
 
     def update_leaf(self, values: dict[str, Array], grad: Array) -> dict[str, Array]:
         return self._regrown(values, jnp.abs(widened(grad)))
@@ -145,8 +144,6 @@ class SET(_Regrow):
       Mocanu, Mocanu, Stone, Nguyen, Gibescu and Liotta, *Scalable training of artificial neural networks with adaptive
       sparse connectivity inspired by network science*, 2018.
     """
-
-    update_reads: ClassVar[tuple[str, ...]] = ("key",)
 
     def update_leaf(self, values: dict[str, Array], key: Array) -> dict[str, Array]:
         return self._regrown(values, jax.random.uniform(key, values["w"].shape))
