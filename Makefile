@@ -2,6 +2,9 @@
 # python3, and for another Python, as in `make test PYTHON=python3.13` or a path, .venv-3.13 beside it. uv is used where it
 # is found, pip otherwise.
 
+# Python keeps what it compiles of modules, also where this is turned off: all workers and all notebooks import the same.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d%s" % (*sys.version_info[:2], sys.abiflags))' 2>/dev/null)
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))

@@ -14,6 +14,8 @@ import jax
 import jax.monitoring
 import jaxlib
 import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -22,8 +24,9 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
-SIZE_OF_A_PROGRAM = 1_500_000
-MEMORY_OF_PROGRAMS = 900_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+SIZE_OF_A_PROGRAM = 300_000
+MEMORY_OF_PROGRAMS = 600_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+MOST_TEXTS = 100  # of a megabyte each
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
     "--xla_cpu_parallel_codegen_split_count=1",  # as the other cores have workers of their own
@@ -65,7 +68,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 600. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 2000. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 
@@ -92,18 +95,30 @@ def pytest_collection_finish() -> None:
 
 
 class Compiled:
-    """Counts the programs that stand in memory."""
+    """Counts the programs that stand in memory, and the texts that they were compiled from."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.number = most, 0
+        self.most, self.number, self.texts = most, 0, 0
 
     def __call__(self, event: str, _: float, **kwargs: str | int) -> None:
-        self.number += event.endswith("/backend_compile_duration")
+        compiled = event.endswith("/backend_compile_duration")
+        self.number += compiled
+        self.texts += compiled
 
     def clear_when_many(self) -> None:
         if self.number > self.most:
             jax.clear_caches()
-            self.number = 0
+            self.number = self.texts = 0
+        elif self.texts > MOST_TEXTS:
+            forget_texts()
+            self.texts = 0
+
+
+def forget_texts() -> None:
+    """Drops the text of each program, as MLIR. JAX keeps it, though only the compiled program runs."""
+    for module, cache in ((pjit, "_pjit_lower"), (pxla, "_cached_lowering_to_hlo")):
+        if hasattr(module, cache):
+            getattr(module, cache).cache_clear()
 
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -1,11 +1,13 @@
 """What the tests rely on to be quick on any machine: kept programs are bounded, and XLA is asked before it is told."""
 
+import gc
 from types import SimpleNamespace
 
 import conftest
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.interpreters import pxla
 
 
 class Kept(dict):
@@ -44,7 +46,26 @@ def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many():
     assert len(traces) == 3
 
 
-@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 600), (3, 2, 500), (60, 20, 600)])
+def test_texts_of_programs_are_forgotten_and_the_programs_stay(monkeypatch):
+    monkeypatch.setattr(conftest, "MOST_TEXTS", 0)
+    compiled = conftest.Compiled(1000)
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    f, x = jax.jit(lambda x: x + 1), jnp.ones(7)
+    f(x)
+    assert texts() > 0
+    compiled.clear_when_many()
+    assert (texts(), compiled.texts) == (0, 0)
+    number = compiled.number
+    f(x)
+    assert compiled.number == number > 0
+
+
+def texts():
+    """How many stand in memory."""
+    return sum(isinstance(each, pxla.MeshComputation) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 2000), (2, 2, 1666), (60, 100, 1000)])
 def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(gigabytes, workers, most):
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
