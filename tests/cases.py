@@ -220,6 +220,7 @@ CASES = {
         >> rpx.Stored("dynamic8", where="conv/kernel"),
         model,
     ),
+    "halved": (rpx.Halved(), flat),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.VariationalDropout(0.1, where="out/kernel")

@@ -72,6 +72,7 @@ from reparax.numbers import Simplex as Simplex
 from reparax.products import Explained as Explained
 from reparax.products import explain as explain
 from reparax.products import factored as factored
+from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
 from reparax.shared import Concat as Concat
@@ -90,6 +91,7 @@ from reparax.sparse import NofM as NofM
 from reparax.sparse import RandomPrune as RandomPrune
 from reparax.sparse import RigL as RigL
 from reparax.training import Summary as Summary
+from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels

@@ -32,7 +32,8 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
 
     An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
+    moments, averages and accumulated gradients. So do the codes and scales of a moment in few bits, if their axes can
+    be cut in the same way. All other arrays, such as counters, are replicated on every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
@@ -65,12 +66,25 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
 
     def of(path: Names, x: Any) -> NamedSharding | None:
+        if not is_array(x):
+            return None
         ends = (path[i:] for i in range(len(path) + 1))
-        own = next((end for end in ends if end in shapes), None)
-        return None if not is_array(x) else known[own] if own is not None and shapes[own] == x.shape else whole
+        if (own := next((end for end in ends if end in shapes), None)) is not None:
+            return known[own] if shapes[own] == x.shape else whole
+        within = (path[i:j] for i in range(len(path)) for j in range(len(path), i, -1))
+        own = next((part for part in within if part in shapes), None)
+        return whole if own is None else _like(known[own], shapes[own], x)
 
     paths, leaves, treedef = named(state)
     return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _like(sharding: NamedSharding, shape: tuple[int, ...], x: Any) -> NamedSharding:
+    """The sharding of an array, for its codes or scales, which are those of the matrix of its last axis."""
+    cuts = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    cuts = (cuts[0], cuts[-1]) if len(shape) > 2 else cuts
+    fits = _fitting(cuts, x.shape, sharding.mesh) if len(cuts) == x.ndim else PartitionSpec()
+    return NamedSharding(sharding.mesh, fits)
 
 
 def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,5 +4,6 @@ A format is a row of a table: the numbers that codes stand for, and where scales
 the same formula.
 """
 
+from reparax.quantized._halved import Halved as Halved
 from reparax.quantized._quantize import Quantize as Quantize
 from reparax.quantized._stored import Stored as Stored

@@ -10,3 +10,4 @@ from reparax.training._projected import projected as projected
 from reparax.training._summary import Summary as Summary
 from reparax.training._summary import summary as summary
 from reparax.training._transfer import transfer as transfer
+from reparax.training._updates import apply_updates as apply_updates

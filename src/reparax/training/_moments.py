@@ -8,6 +8,7 @@ from jax import Array
 
 from reparax._tree.paths import Names, PyTree, is_array, items, named
 from reparax._tree.raw import FIXED, aligned
+from reparax.training._held import open_state
 
 
 def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
@@ -44,6 +45,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """
     hidden = _hidden(_grown(before, after), after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
+    state, stored = open_state(state)
     paths, leaves, treedef = named(state)
     # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
@@ -52,7 +54,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
         starts = [i for i in range(len(path) + 1) if path[i:] in free]
         return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
 
-    return treedef.unflatten([_zeroed(x, flags(path)) for x, path in zip(leaves, paths, strict=True)])
+    return stored(treedef.unflatten([_zeroed(x, flags(path)) for x, path in zip(leaves, paths, strict=True)]))
 
 
 def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:

@@ -6,11 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax._core.algebra import Parametrization
+from reparax._numerics.arithmetic import widened
 from reparax._tree.paths import PyTree, is_array, is_traceable
+from reparax.training._held import open_state, store
 from reparax.training._partition import combine, partition
 
 
-def optimizer(tx: Any) -> Any:
+def optimizer(tx: Any, *, state: Any = None) -> Any:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
@@ -28,15 +31,28 @@ def optimizer(tx: Any) -> Any:
     Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
     or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
+    **In few bits.** ``state`` holds arrays of the state as raw values of a parametrization between two steps:
+    ``state=rpx.Stored("dynamic8", block=256)`` keeps the moments of Adam in two bytes a weight in place of eight. Each
+    update decodes and encodes them. Then weights and gradients in half precision go to ``tx`` as float32, and so do
+    the updates come back: add them by :func:`apply_updates`. A state in few bits is a pytree of arrays like any other,
+    and :func:`transfer` and :func:`reset_moments` take it. bitsandbytes uses another table for second moments::
+
+        state = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*") >> rpx.Stored(
+            "udynamic8", block=256, where=r".*/nu/.*"
+        )
+
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
+      state: A parametrization for the arrays of the state, by their paths there, such as ``0/mu/dense/kernel``; markers
+        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis, and an array
+        that would not be smaller stays as it is.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
 
     Raises:
-      TypeError: If ``tx`` is not a transformation.
+      TypeError: If ``tx`` is not a transformation, or ``state`` no parametrization.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -56,16 +72,33 @@ def optimizer(tx: Any) -> Any:
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
 
-    def init(params: PyTree) -> PyTree:
-        return inner.init(partition(params)[0])
+    if state is not None and not isinstance(state, Parametrization):
+        raise TypeError(
+            f"optimizer takes a parametrization as state, but got a value of type {type(state).__name__!r}. "
+            f"Pass one, as in `rpx.optimizer(tx, state=rpx.Stored('dynamic8', block=256))`."
+        )
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def init(params: PyTree) -> PyTree:
+        free = partition(params)[0]
+        return inner.init(free) if state is None else store(state, inner.init(_wide(free)))
+
+    def update(updates: PyTree, held: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         whole = updates if params is None else params
         given = {name: _of_free(value, *partition(whole)) for name, value in extra.items()}
-        moved, state = inner.update(partition(updates)[0], state, partition(params)[0], **given)
-        return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), state
+        free = partition(updates)[0], partition(params)[0]
+        if state is None:
+            moved, held = inner.update(free[0], held, free[1], **given)
+        else:
+            moved, plain = inner.update(_wide(free[0]), open_state(held)[0], _wide(free[1]), **given)
+            held = store(state, plain)
+        return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
     return type(inner)(init, update)
+
+
+def _wide(free: PyTree) -> PyTree:
+    """The values that train, in float32 if they are in half precision."""
+    return jax.tree.map(lambda x: widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, free)
 
 
 def _of_free(value: Any, free: PyTree, fixed: PyTree) -> Any:

@@ -19,6 +19,7 @@ from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
 from reparax._tree.raw import FIXED, kind_of, outer_markers
+from reparax.training._held import open_state
 from reparax.training._partition import are_free
 
 
@@ -58,7 +59,8 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
         return _carried(raw, old, new).tree
-    return _of_state(raw, old, new, like)
+    state, stored = open_state(raw)
+    return stored(_of_state(state, old, new, like))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""Arrays of an optimizer's state between two steps, as raw values of a parametrization: codes and scales."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax._core.algebra import Parametrization
+from reparax._numerics.arithmetic import is_inexact
+from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.raw import holds_markers
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Held:
+    """An array of a state, as raw values of a parametrization.
+
+    Attributes:
+      raw: The raw values, under their markers.
+      p: The parametrization.
+      path: The path of the array in the state.
+      shape: Its shape. An array of more than two axes is held as the matrix of its last axis.
+    """
+
+    def __init__(self, raw: PyTree, p: Parametrization, path: str, shape: tuple[int, ...]) -> None:
+        self.raw, self.p, self.path, self.shape = raw, p, path, shape
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The raw values, by name."""
+        return [(jax.tree_util.GetAttrKey("raw"), self.raw)], (self.p, self.path, self.shape)
+
+    @classmethod
+    def tree_unflatten(cls, facts: tuple[Parametrization, str, tuple[int, ...]], children: Any) -> "Held":
+        """The node of new values."""
+        return cls(children[0], *facts)
+
+    def __repr__(self) -> str:
+        return f"Held({self.raw!r}, {self.p!r})"
+
+
+def store(p: Parametrization, state: PyTree) -> PyTree:
+    """The state with raw values of ``p`` for the arrays that it selects, unless these are no smaller."""
+    paths, leaves, treedef = named(state)
+    numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
+    raw = p.init({_text(path): _matrix(x) for path, x in numbers}) if numbers else {}
+
+    def held(path: Names, x: Any) -> Any:
+        values = raw.get(_text(path))
+        smaller = holds_markers(values) and sum(y.nbytes for y in jax.tree.leaves(values)) < x.nbytes
+        return Held(values, p, _text(path), tuple(x.shape)) if smaller else x
+
+    return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """The state with plain arrays, and what stores such a state again."""
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_held)
+    nodes = [x for x in leaves if _is_held(x)]
+    if not nodes:
+        return state, lambda state: state
+    p = nodes[0].p
+    arrays = p.apply({node.path: node.raw for node in nodes})
+    plain = [arrays[x.path].reshape(x.shape) if _is_held(x) else x for x in leaves]
+    return treedef.unflatten(plain), lambda state: store(p, state)
+
+
+def _text(path: Names) -> str:
+    """The path of an array of a state, in which markers are plain names: they belong to the raw tree of the model."""
+    return path_text(tuple(name.removeprefix("@") for name in path))
+
+
+def _matrix(x: Any) -> Any:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim > 2 else x
+
+
+def _is_held(x: object) -> bool:
+    return isinstance(x, Held)

@@ -1,0 +1,86 @@
+"""Updates of weights in half precision, none of which is lost."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.keys import Keys
+from reparax._numerics.arithmetic import widened
+from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
+
+
+def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
+    r"""Adds updates, also where the weights have too few bits to hold the sum.
+
+    Weights in bfloat16 have three digits, and updates of a thousandth are lost. With a key, the float32 sum is rounded
+    up or down by chance, with itself as the mean: :math:`E[\mathrm{round}(w + u)] = w + u`. Weights of :class:`Halved`
+    take their updates without a key: the correction keeps what bfloat16 does not. All other arrays are added as
+    by ``optax.apply_updates``.
+
+    Args:
+      params: A raw tree, its free part, or any tree of arrays. Weights of :class:`Halved` need the whole raw tree.
+      updates: The updates, in the same structure; None leaves a value alone. They may be in float32.
+      key: A key to round bfloat16 with. Without one, sums are rounded to the nearest number.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> params, updates = {"w": jnp.ones(10_000, jnp.bfloat16)}, {"w": jnp.full(10_000, 1e-3)}
+      >>> float(jnp.mean(rpx.apply_updates(params, updates)["w"].astype(jnp.float32)))
+      1.0
+      >>> round(float(jnp.mean(rpx.apply_updates(params, updates, jax.random.key(0))["w"].astype(jnp.float32))), 4)
+      1.001
+
+    References:
+      Zamirai, Zhang, Aberger and De Sa, *Revisiting BFloat16 Training*, 2020.
+    """
+    paths, leaves, treedef = named(params, _is_none)
+    known, given = dict(zip(paths, leaves, strict=True)), dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
+    moved = {path: u for path, u in given.items() if u is not None and known[path] is not None}
+    new: dict[Names, Any] = {}
+    for path in (path for path in moved if _adds(path)):
+        rest = (*path[:-1], FIXED, "rest")
+        if known.get(rest) is None:
+            raise ValueError(
+                f"apply_updates found no correction beside {path_text(path)!r}. Pass the whole raw tree, with its "
+                f"fixed values."
+            )
+        new[path], new[rest] = registered_kind(kind_of(path[-2])).add_leaf(known[path], known[rest], moved[path])
+    others = {path: known[path] for path in moved if path not in new}
+    drawn = [path for path, x in others.items() if x.dtype == jnp.bfloat16]
+    batch = Keys(key).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
+    keys = {} if batch is None else {path: batch[i] for i, path in enumerate(drawn)}
+    for path, x in others.items():
+        total = _sum(x, moved[path])
+        new[path] = rounded(total, keys[path]) if path in keys else total.astype(x.dtype)
+    return treedef.unflatten([new.get(path, x) for path, x in known.items()])
+
+
+def _sum(x: Any, update: Any) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        wide = widened(x)
+        return wide + jnp.asarray(update).astype(wide.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(x + update)
+
+
+def rounded(x: Array, key: Array) -> Array:
+    """``x`` in bfloat16, up or down by chance, with ``x`` as the mean."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    cut = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    kept = jax.lax.bitcast_convert_type((cut >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), kept, x.astype(jnp.bfloat16))
+
+
+def _adds(path: Names) -> bool:
+    """Whether a stage holds the sum of this value and a correction."""
+    if len(path) < 2 or not is_mark(path[-2]):
+        return False
+    stage = registered_kind(kind_of(path[-2]))
+    return hasattr(stage, "add_leaf") and path[-1] in stage.main
+
+
+def _is_none(x: object) -> bool:
+    return x is None

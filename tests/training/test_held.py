@@ -1,0 +1,244 @@
+"""Optimizers whose states are held in few bits between steps, and updates of weights that have few bits."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from errors import raises
+from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
+
+import reparax as rpx
+
+DYNAMIC = rpx.Stored("dynamic8", block=256)
+TWO = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*/kernel.*") >> rpx.Stored(
+    "udynamic8", block=256, where=r".*/nu/.*/kernel.*"
+)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Adam raises a float to an integer power."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def by_name(state, name):
+    """The numbers of the moments called ``name``, by path."""
+    from reparax.training._held import open_state
+
+    return getattr(open_state(state)[0][0], name)
+
+
+def test_a_step_decodes_steps_and_encodes():
+    w, grads = {"w": normal(512, 2)}, [{"w": normal(512, 2, seed=i)} for i in (1, 2, 3)]
+    tx, plain = rpx.optimizer(optax.adam(0.1), state=DYNAMIC), optax.adam(0.1)
+    state, numbers = tx.init(w), plain.init(w)
+    for grad in grads:
+        updates, state = jax.jit(tx.update)(grad, state, w)
+        want, numbers = plain.update(grad, numbers, w)
+        np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-5, atol=1e-6)
+        # What stands between two steps is the stage's own rounding of what the step made.
+        held = [DYNAMIC.apply(DYNAMIC.init({"w": m["w"]})) for m in (numbers[0].mu, numbers[0].nu)]
+        numbers = (numbers[0]._replace(mu=held[0], nu=held[1]), *numbers[1:])
+        np.testing.assert_allclose(by_name(state, "mu")["w"], held[0]["w"], rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize(("p", "most"), [(DYNAMIC, 2.04), (TWO, 2.04), (rpx.Stored("int4", block=128), 1.07)])
+def test_bytes_for_each_weight(p, most):
+    params = {"dense": {"kernel": jax.ShapeDtypeStruct((1024, 512), np.float32)}}
+    params["conv"] = {"kernel": jax.ShapeDtypeStruct((3, 3, 256, 128), np.float32)}
+    state = jax.eval_shape(rpx.optimizer(optax.adam(1e-3), state=p).init, params)
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (state, params)]
+    assert sizes[0] / (sizes[1] / 4) <= most
+
+
+def digits():
+    data = load_digits()
+    x, labels = np.asarray(data.data, np.float32) / 16, np.asarray(data.target)
+    return x[:1400], labels[:1400], x[1400:], labels[1400:]
+
+
+def network(seed):
+    rng = np.random.default_rng(seed)
+    sizes = [(64, 64), (64, 10)]
+    return [
+        {"kernel": jnp.asarray(rng.standard_normal(s).astype(np.float32)) / 8, "bias": jnp.zeros(s[1])} for s in sizes
+    ]
+
+
+def loss(params, x, labels):
+    first, second = params
+    x = jnp.tanh(x @ first["kernel"] + first["bias"][None])
+    logits = jax.nn.log_softmax(x @ second["kernel"] + second["bias"][None])
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+
+def trained(tx, seed, steps=1000):
+    """The loss on held-out digits after steps of Adam."""
+    x, labels, unseen, others = digits()
+    order = jnp.asarray(np.random.default_rng(seed).integers(0, 1400, (steps, 64)))
+    params = network(seed)
+
+    def step(carry, batch):
+        params, state = carry
+        grads = jax.grad(loss)(params, jnp.asarray(x)[batch], jnp.asarray(labels)[batch])
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = jax.jit(lambda params: jax.lax.scan(step, (params, tx.init(params)), order)[0][0])
+    return float(loss(run(params), jnp.asarray(unseen), jnp.asarray(others)))
+
+
+@pytest.mark.thorough
+def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
+    runs = {name: [] for name in ("float32", "held")}
+    for seed in range(5):
+        runs["float32"].append(trained(optax.adam(1e-3), seed))
+        runs["held"].append(trained(rpx.optimizer(optax.adam(1e-3), state=DYNAMIC), seed))
+    means = {name: np.mean(losses) for name, losses in runs.items()}
+    error = np.sqrt(sum(np.var(losses, ddof=1) / len(losses) for losses in runs.values()))
+    assert abs(means["float32"] - means["held"]) < 2 * error
+
+
+def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
+    w = {"w": normal(512, 2)}
+    tx = rpx.optimizer(optax.adam(0.1), state=DYNAMIC)
+    state = tx.init(w)
+    step = jax.jit(lambda state: tx.update(w, state, w)[1], donate_argnums=0)
+    new = step(jax.tree.map(jnp.copy, state))
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    old = jax.tree.leaves(state)
+    step(state)
+    assert all(x.is_deleted() for x in old)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "orbax", new)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "orbax", jax.eval_shape(tx.init, w))
+    assert eqx.tree_equal(restored, new)
+    eqx.tree_serialise_leaves(tmp_path / "equinox", new)
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "equinox", tx.init(w)), new)
+
+
+def test_states_in_few_bits_lie_as_their_weights_do():
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    p, params = rpx.WeightNorm(), {"dense": {"kernel": normal(512, 8)}}
+    specs = p.shardings({"dense": {"kernel": P("x", "y")}}, mesh, like=params)
+    raw = jax.tree.map(jax.device_put, p.init(params), specs)
+    tx = rpx.optimizer(optax.adam(0.1), state=rpx.Stored("dynamic8", block=64))
+    shardings = rpx.state_shardings(jax.eval_shape(tx.init, raw), raw, specs)
+    held = shardings[0].mu["dense"]["kernel"]["@weight_norm"]["v"].raw["@stored"]["@fixed"]
+    assert {name: x.spec for name, x in held.items()} == {"q": P("x", "y"), "scale": P("x", "y")}
+    state = jax.jit(tx.init, out_shardings=shardings)(raw)
+    updates, _ = jax.jit(tx.update)(raw, state, raw)
+    whole = p.init(params)
+    want, _ = tx.update(whole, tx.init(whole), whole)
+    np.testing.assert_allclose(
+        updates["dense"]["kernel"]["@weight_norm"]["v"], want["dense"]["kernel"]["@weight_norm"]["v"], rtol=1e-5
+    )
+
+
+def test_moments_in_few_bits_are_reset_and_transferred():
+    p = rpx.RigL(0.5, drop=0.5, where="w")
+    before = p.init({"w": normal(16, 16)}, jax.random.key(0))
+    tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9), state=rpx.Stored("dynamic8", block=16))
+    _, state = tx.update(jax.tree.map(jnp.ones_like, before), tx.init(before), before)
+    after = p.update(before, grads={"w": normal(16, 16, seed=1)})
+    masks = [np.asarray(raw["w"]["@rigl"]["@fixed"]["mask"]) for raw in (before, after)]
+    got = rpx.reset_moments(state, before, after)
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    born = (masks[0] == 0) & (masks[1] != 0)
+    assert born.any()
+    np.testing.assert_allclose(by_name(got, "trace")["w"]["@rigl"]["w"], np.where(born, 0, 1), atol=1e-6)
+    new = rpx.WeightNorm(where="v") >> p
+    like = {"w": before["w"], "v": normal(16, 16)}
+    _, state = tx.update(jax.tree.map(jnp.ones_like, like), tx.init(like), like)
+    moved = rpx.transfer(p, new, state, like)
+    assert jax.tree.structure(moved) == jax.tree.structure(tx.init(new.init(p.fold(like), jax.random.key(0))))
+    np.testing.assert_allclose(by_name(moved, "trace")["w"]["@rigl"]["w"], np.ones((16, 16)), rtol=1e-6)
+    assert not by_name(moved, "trace")["v"]["@weight_norm"]["v"].any()
+
+
+def test_half_precision_is_stepped_in_float32():
+    w = {"w": normal(512, 2, dtype=jnp.bfloat16)}
+    tx = rpx.optimizer(optax.adam(1e-3), state=DYNAMIC)
+    updates, state = tx.update(w, tx.init(w), w)
+    assert updates["w"].dtype == np.float32
+    assert by_name(state, "mu")["w"].dtype == np.float32
+
+
+def test_a_mean_of_sums_rounded_by_chance_is_the_sum():
+    params, updates = {"w": jnp.full((20_000,), 1.0, jnp.bfloat16)}, {"w": jnp.full((20_000,), 3e-4)}
+    got = np.asarray(rpx.apply_updates(params, updates, jax.random.key(0))["w"].astype(jnp.float32))
+    assert set(np.unique(got)) == {1.0, 1.0078125}
+    assert abs(got.mean() - 1.0003) < 5 * got.std() / np.sqrt(20_000)
+    assert jnp.all(rpx.apply_updates(params, updates)["w"] == 1)
+    ends = {"w": jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)}
+    kept = rpx.apply_updates(ends, {"w": jnp.zeros(3)}, jax.random.key(0))["w"]
+    np.testing.assert_array_equal(kept.astype(jnp.float32), [np.inf, -np.inf, np.nan])
+
+
+def test_other_updates_are_those_of_optax():
+    params = {
+        "w": normal(4),
+        "h": normal(4, dtype=np.float16),
+        "c": normal(2).astype(jnp.complex64),
+        "i": jnp.arange(3),
+    }
+    updates = {
+        "w": normal(4, seed=1),
+        "h": normal(4, seed=1, dtype=np.float16),
+        "c": jnp.ones(2),
+        "i": jnp.ones(3, int),
+    }
+    got, want = rpx.apply_updates(params, updates, jax.random.key(0)), optax.apply_updates(params, updates)
+    assert eqx.tree_equal(got, want)
+
+
+@pytest.mark.parametrize(("rest", "error"), [("int16", 0.0), ("int8", 2.0**-15)])
+def test_two_halves_are_the_whole(rest, error):
+    w = {"w": normal(1000) * 10.0 ** jnp.asarray(np.random.default_rng(1).integers(-20, 20, 1000), jnp.float32)}
+    p = rpx.Halved(rest=rest)
+    raw = p.init(w)
+    held = raw["w"]["@halved"]
+    assert (held["w"].dtype, held["@fixed"]["rest"].dtype) == (jnp.bfloat16, np.dtype(rest))
+    np.testing.assert_allclose(held["w"].astype(jnp.float32), w["w"], rtol=2**-8)
+    assert float(jnp.max(jnp.abs(p.apply(raw)["w"] / w["w"] - 1))) <= error
+    grad = jax.grad(lambda w: jnp.sum(2 * p.apply({"w": {"@halved": {**held, "w": w}}})["w"]))(held["w"])
+    np.testing.assert_array_equal(grad.astype(jnp.float32), 2)
+
+
+def test_updates_of_two_halves_are_those_of_float32():
+    p, w = rpx.Halved(), normal(512, 2)
+    tx, plain = rpx.optimizer(optax.sgd(1e-5), state=DYNAMIC), optax.sgd(1e-5)
+    raw = p.init({"w": w})
+    for i in range(3):
+        grad = normal(512, 2, seed=i, dtype=jnp.bfloat16)
+        grads = jax.tree.map(jnp.zeros_like, raw)
+        grads["w"]["@halved"]["w"] = grad
+        updates, _ = tx.update(grads, tx.init(raw), raw)
+        raw = rpx.apply_updates(raw, updates)
+        w = optax.apply_updates(w, plain.update(grad.astype(jnp.float32), plain.init(w))[0])
+        np.testing.assert_array_equal(p.apply(raw)["w"], w)
+
+
+def test_errors():
+    with raises(
+        TypeError,
+        "optimizer takes a parametrization as state, but got a value of type 'str'. Pass one, as in "
+        "`rpx.optimizer(tx, state=rpx.Stored('dynamic8', block=256))`.",
+    ):
+        rpx.optimizer(optax.sgd(0.1), state="dynamic8")
+    free = rpx.partition(rpx.Halved().init({"w": normal(4)}))[0]
+    with raises(
+        ValueError,
+        "apply_updates found no correction beside 'w/@halved/w'. Pass the whole raw tree, with its fixed values.",
+    ):
+        rpx.apply_updates(free, free)
