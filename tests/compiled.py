@@ -20,6 +20,12 @@ def effective(p, raw, key=None):
 
 
 @jax.jit
+def fold(p, raw):
+    """The tree that the model reads without noise."""
+    return p.fold(raw)
+
+
+@jax.jit
 def read(p, raw):
     """What the model reads."""
     return p.apply(raw)["w"]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import reparax as rpx
 
@@ -44,6 +45,7 @@ def losses(raw, keys):
     return jax.lax.scan(step, (raw, tx.init(raw)), keys)[1]
 
 
+@pytest.mark.thorough
 def test_an_orthogonal_network_remembers_where_one_without_memory_can_only_guess(key):
     k = jax.random.split(key, 4)
     weights = {

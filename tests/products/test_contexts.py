@@ -260,7 +260,7 @@ def moved(raw):
 
 def prepared(context):
     """The loss, of what trains and the data, and its arguments."""
-    train, rest = rpx.partition(moved(context.p.init(context.weights, KEY)))
+    train, rest = rpx.partition(jax.jit(lambda weights: moved(context.p.init(weights, KEY)))(context.weights))
 
     def loss(train, key, x):
         return context.network(context.p.apply(rpx.combine(train, rest), key), x)
