@@ -9,6 +9,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.values import Values, fixed, main
 
 
 class Halved(Reparametrization):
@@ -41,8 +42,7 @@ class Halved(Reparametrization):
 
     rest: str = argument(one_of("int16", "int8"), default="int16", kw_only=True)
 
-    main: ClassVar[tuple[str, ...] | None] = ("w",)
-    fixed: ClassVar[tuple[str, ...]] = ("rest",)
+    raw_values: ClassVar[Values] = {"w": main(), "rest": fixed()}
     straight_through: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.float32
 

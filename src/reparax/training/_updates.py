@@ -79,7 +79,7 @@ def _adds(path: Names) -> bool:
     if len(path) < 2 or not is_mark(path[-2]):
         return False
     stage = registered_kind(kind_of(path[-2]))
-    return hasattr(stage, "add_leaf") and path[-1] in stage.main
+    return hasattr(stage, "add_leaf") and stage.raw_values[path[-1]].main
 
 
 def _is_none(x: object) -> bool:
