@@ -5,6 +5,7 @@ transformers library, with one array for all layers: ``layers/self_attn/q_proj/k
 ``(layers, inputs, outputs)``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,15 @@ def shapes(config: Config) -> Params:
     return {"embed_tokens": words, "layers": layers, "norm": {"scale": (config.width,)}}
 
 
-def logits(params: Params, tokens: Array, config: Config) -> Array:
-    """The logits of the next token after each of ``tokens``, of shape ``(batch, time)``."""
+def logits(params: Params, tokens: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
+    """The logits of the next token after each of ``tokens``, of shape ``(batch, time)``.
+
+    ``read`` gives the weights of one layer from what ``params["layers"]`` holds for it.
+    """
     table = params["embed_tokens"]["embedding"]
 
-    def layer(x: Array, weights: Params) -> tuple[Array, None]:
+    def layer(x: Array, held: Any) -> tuple[Array, None]:
+        weights = read(held)
         x = x + _attention(weights["self_attn"], _normed(x, weights["input_layernorm"], config), config)
         inner = _normed(x, weights["post_attention_layernorm"], config)
         kernels = {name: held["kernel"] for name, held in weights["mlp"].items()}
@@ -61,9 +66,9 @@ def logits(params: Params, tokens: Array, config: Config) -> Array:
     return _normed(x, params["norm"], config) @ table.T
 
 
-def loss(params: Params, windows: Array, config: Config) -> Array:
+def loss(params: Params, windows: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
     """The mean loss in nats of each token but the first of windows ``(batch, time)``, given those before it."""
-    found = jax.nn.log_softmax(logits(params, windows[:, :-1], config))
+    found = jax.nn.log_softmax(logits(params, windows[:, :-1], config, read))
     return -jnp.mean(jnp.take_along_axis(found, windows[:, 1:, None], axis=-1))
 
 

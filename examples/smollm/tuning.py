@@ -15,24 +15,40 @@ import reparax as rpx
 from examples.smollm import model
 from examples.smollm.model import Config, Params
 
+Axes = int | tuple[int, ...]
+
 FULL = rpx.Chain()
 NAMES = {r"layers/(.*)/[^/]*": r"model.layers.{i}.\1.weight", r"(embed_tokens|norm)/.*": r"model.\1.weight"}
 """The names of the transformers library for our arrays."""
 
 
-def lora(rank: int) -> rpx.Parametrization:
+def lora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     """All kernels of all layers have adapters, and nothing else trains."""
-    return rpx.Freeze() >> rpx.LoRA(rank, stacked=0)
+    return rpx.Freeze() >> rpx.LoRA(rank, stacked=stacked)
 
 
-def dora(rank: int) -> rpx.Parametrization:
+def dora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     """Lengths of columns train too."""
-    return lora(rank) >> rpx.WeightNorm(detach=True, stacked=0)
+    return lora(rank, stacked) >> rpx.WeightNorm(detach=True, stacked=stacked)
 
 
-def qlora(rank: int) -> rpx.Parametrization:
+def qlora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     """The kernels below the adapters are stored in four bits."""
-    return rpx.Freeze() >> rpx.Stored("nf4", block=64, stacked=0) >> rpx.LoRA(rank, stacked=0)
+    return rpx.Freeze() >> rpx.Stored("nf4", block=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
+
+
+def loss_in_scan(layer: rpx.Parametrization, config: Config) -> Any:
+    """The loss, where the weights of a layer are computed when it runs, by the chain of one layer; nothing else trains.
+
+    The stages of ``layer`` have no stacked axes: a scan gives each layer its part of every raw value.
+    """
+
+    def loss(free: Any, fixed: Any, rows: Array) -> Array:
+        raw = rpx.combine(free, fixed)
+        others = rpx.Freeze().apply({name: held for name, held in raw.items() if name != "layers"})
+        return model.loss({**others, "layers": raw["layers"]}, rows, config, layer.apply)
+
+    return rpx.remat(loss)
 
 
 @functools.cache

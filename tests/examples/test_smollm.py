@@ -117,6 +117,16 @@ def test_lora_is_that_by_hand(params):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), by_hand.factors(ours[1]), theirs[1])
 
 
+@pytest.mark.parametrize("chain", [tuning.lora, tuning.dora])
+def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
+    free, fixed = rpx.partition(chain(2).init(params, jax.random.key(0)))
+    free = jax.tree.map(lambda x: x + 0.1, free)
+    losses = tuning.loss_of(chain(2), TINY), tuning.loss_in_scan(chain(2, stacked=()), TINY)
+    (value, grads), (other, others) = (jax.jit(jax.value_and_grad(f))(free, fixed, jnp.asarray(ROWS)) for f in losses)
+    np.testing.assert_allclose(value, other, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), grads, others)
+
+
 def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
     state = rpx.to_torch(rpx.Chain(), params, names=tuning.NAMES)
     assert state["model.layers.2.self_attn.q_proj.weight"].shape == (16, 16)
