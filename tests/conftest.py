@@ -39,7 +39,8 @@ if sys.prefix != sys.base_prefix:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Once for all workers, which have the environment of this process."""
+    """Flags and the folder of programs once for all workers, which have the environment of this process."""
+    config.pluginmanager.register(COMPILED)
     if not hasattr(config, "workerinput"):
         known = [flag for flag in FASTER if xla_knows(flag, config)]
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known])
@@ -105,6 +106,10 @@ class Compiled:
         self.number += compiled
         self.texts += compiled
 
+    def pytest_runtest_logfinish(self) -> None:
+        """Called for doctests too, as a hook of this file is not."""
+        self.clear_when_many()
+
     def clear_when_many(self) -> None:
         if self.number > self.most:
             jax.clear_caches()
@@ -124,10 +129,6 @@ def forget_texts() -> None:
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 COMPILED = Compiled(most_programs_in_memory(memory_of_machine(), WORKERS))
 jax.monitoring.register_event_duration_secs_listener(COMPILED)
-
-
-def pytest_runtest_logfinish() -> None:
-    COMPILED.clear_when_many()
 
 
 @pytest.fixture

@@ -60,6 +60,10 @@ def test_texts_of_programs_are_forgotten_and_the_programs_stay(monkeypatch):
     assert compiled.number == number > 0
 
 
+def test_programs_are_counted_and_cleared_in_doctests_too(pytestconfig):
+    assert pytestconfig.pluginmanager.is_registered(conftest.COMPILED)
+
+
 def texts():
     """How many stand in memory."""
     return sum(isinstance(each, pxla.MeshComputation) for each in gc.get_objects())
