@@ -2,43 +2,36 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.names import AxisNames
-from reparax._axes.origin import Origins, Places, keep_origins, probe
+from reparax._axes.origin import Origins, Places, keep_origins
 from reparax._core.algebra import Chain, Parametrization, call, opened
 from reparax._core.layers import Layer, Spot
 from reparax._core.renamed import old_update_reads
-from reparax._numerics.terms import Term, summed, told
+from reparax._numerics.terms import Term, summed
+from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.leafwise import Leafwise
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import find_nodes
-from reparax._stage.remembered import remembered, together
+from reparax._stage.remembered import remembered
 from reparax._stage.where import by_path
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import (
-    Types,
-    abstract,
-    has_symbols,
     locate_errors,
     no_own_node,
     require_fit,
-    require_named_arrays,
-    require_type,
-    types_under,
 )
 from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED, Slot, marker, next_number
-from reparax._tree.values import value_of
 
 
 class Perturbation(Leafwise):
@@ -112,21 +105,8 @@ class Perturbation(Leafwise):
         w = tree.arrays[place]
         stage = self._taking(f"{call(self, method)} at {slot.path!r}", slot.path, w, names)
         return InPlace(
-            stage, f"{slot.path!r}", {"w": Spot(place, {"w": place}, None, stage._closed_type(w))}, slot.draw
+            stage, f"{slot.path!r}", {"w": Spot(place, {"w": place}, None, changed_type(stage, w))}, slot.draw
         )
-
-    def _closed_type(self, w: Any) -> Any:
-        """The type of the effective array."""
-        if not self.changes_type:
-            return w
-        return remembered(Perturbation._changed_type, self, (("w", tuple(w.shape), w.dtype),))
-
-    def _changed_type(self, types: Types) -> Any:
-        def changed(w: Array) -> Array:
-            key = self._each_key(jax.random.key(0), w) if self.stochastic else None
-            return self._over(self.apply_leaf)(w, key)
-
-        return jax.eval_shape(changed, abstract(types)["w"])
 
 
 class Reparametrization(Leafwise):
@@ -168,11 +148,17 @@ class Reparametrization(Leafwise):
 
     _update_reads: ClassVar[tuple[str, ...]] = ()
     """The arguments of ``update_leaf`` after the values: ``"grad"``, ``"key"``, or both."""
+    _tells: ClassVar[bool] = False
+    """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _sum_of_terms
+        formula, terms = (_written_in(cls, name) for name in ("apply_leaf", "terms_leaf"))
+        # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
+        inherited = terms is Reparametrization or not issubclass(terms, formula)
+        cls._tells = not inherited and formula.apply_leaf is not _sum_of_terms
         cls._update_reads = old_update_reads(cls) or tuple(_required(cls.update_leaf)[2:])
         if not set(cls._update_reads) <= {"grad", "key"}:
             raise TypeError(
@@ -304,9 +290,7 @@ class Reparametrization(Leafwise):
             node, own = nodes[place], names[place]
             with locate_errors(f"{who} at {slots[place].path!r}"):
                 if (own, node.types) not in known:
-                    known[own, node.types] = remembered(
-                        Reparametrization._facts, self._typical._numbered(own), node.types
-                    )
+                    known[own, node.types] = remembered(facts_of, self._typical._numbered(own), node.types)
                 type_, expected = known[own, node.types]
                 require_fit(node.held, expected)
             return type_
@@ -344,86 +328,11 @@ class Reparametrization(Leafwise):
         def of(path: Names) -> tuple[Names, Places]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w = flat.arrays[source]
-            stage, types = self._typical._numbered(names[source]), (("w", tuple(w.shape), w.dtype),)
-            return source, remembered(Reparametrization._followed, stage, types)[path[-1]]
+            stage = self._typical._numbered(names[source])
+            return source, remembered(followed_axes, stage, type_of_one(w))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
-
-    def _followed(self, types: Types) -> dict[str, Places]:
-        """For each raw value of an array of that type, which axes of the array its axes follow."""
-        w = abstract(types)
-        origins = probe(lambda tree: {"w": self._values(tree["w"], None)}, w)
-        return {path[-1]: places for path, (_, places) in origins.items()}
-
-    def _values(self, w: Array, key: Array | None) -> dict[str, Array]:
-        """The raw values of an array."""
-        if not self._draws:
-            return self._over(self.init_leaf)(w)
-        return self._over(self.draw_leaf)(w, self._each_key(jax.random.key(0) if key is None else key, w))
-
-    def _closed(self, values: Mapping[str, Array]) -> Array:
-        """The effective array of raw values; its mean, if it is random."""
-        return self._over(self.mean_leaf if self.stochastic else self._formula)(dict(values))
-
-    def _closed_at_random(self, values: Mapping[str, Array], key: Array) -> Array:
-        """The random array of raw values."""
-        like = self._like(types_under(values))
-        drawn = self._over(self._formula)(dict(values), self._each_key(key, like))
-        require_type("apply_leaf", drawn, like)
-        return drawn
-
-    def _formula(self, *args: Any) -> Array:
-        """The effective array, with its terms if the class declares them."""
-        formula, terms = (_written_in(type(self), name) for name in ("apply_leaf", "terms_leaf"))
-        # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
-        fit = terms is not Reparametrization and issubclass(terms, formula) and formula.apply_leaf is not _sum_of_terms
-        return told(self.apply_leaf, self.terms_leaf, *args) if fit else self.apply_leaf(*args)
-
-    def _like(self, types: Types) -> Any:
-        """Shape and dtype of the effective array of raw values of these types."""
-        return remembered(Reparametrization._closed_type, self, types)
-
-    def _closed_type(self, types: Types) -> Any:
-        return jax.eval_shape(self._closed, abstract(types))
-
-    def _opened(self, w: Array, key: Array | None) -> dict[str, Array]:
-        """The raw values of an array, after a check that the formulas fit each other."""
-        values = together(Reparametrization._values, self, w, key)
-        start = "draw_leaf" if self._draws else "init_leaf"
-        require_named_arrays(start, values, self.raw_values)
-        try:
-            effective = self._like(types_under(values))
-        except KeyError as error:
-            given = ", ".join(map(repr, values))
-            raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {given}.") from error
-        if not self.changes_type:
-            require_type("apply_leaf", effective, w)
-        return values
-
-    def _facts(self, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] | None]:
-        """The type of the effective array of values of these types, and the shapes that its values must have."""
-        return self._effective(types), self._expected(types)
-
-    def _effective(self, types: Types) -> Any:
-        """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
-        values = abstract(types)
-        known = [x for name, x in values.items() if (said := value_of(self.raw_values, name)).main and said.aligned]
-        return known[0] if known else self._closed_type(types)
-
-    def _expected(self, types: Types) -> dict[str, tuple[int, ...]] | None:
-        """The shapes that ``init`` gives for the effective array of values of these types.
-
-        None if it needs numbers, or if the effective array has another type than the model's.
-        """
-        if has_symbols(types) or self.changes_type:
-            return None
-        effective = self._effective(types)
-        try:
-            values = jax.eval_shape(lambda w: self._values(w, None), effective)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            return None
-        return {name: value.shape for name, value in values.items()}
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -8,6 +8,7 @@ from jax import Array
 
 from reparax._core.layers import Held, Site
 from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._stage.formulas import closed_array, closed_at_random, opened_values
 from reparax._stage.remembered import together, together_inline
 from reparax._tree.markers import require_type
 
@@ -61,13 +62,12 @@ class Values(OneArray):
         return self.stage._draws
 
     def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        return {"w": self.stage._opened(arrays["w"], key)}
+        return {"w": opened_values(self.stage, arrays["w"], key)}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        kind = type(self.stage)
         if random is None:
-            return {"w": together(kind._closed, self.stage, values["w"])}
-        return {"w": together(kind._closed_at_random, self.stage, values["w"], random)}
+            return {"w": together(closed_array, self.stage, values["w"])}
+        return {"w": together(closed_at_random, self.stage, values["w"], random)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage = self.stage
@@ -95,4 +95,4 @@ class Bare(Values):
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
         del random
-        return {"w": self.stage._closed(values["w"])}
+        return {"w": closed_array(self.stage, values["w"])}
