@@ -15,14 +15,13 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
-from reparax._core.plan import ON_TREES, TreeLayer, open_all, run, walk
-from reparax._core.pullback import pull_back
+from reparax._core.plan import ON_TREES, TreeLayer, open_all
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
-from reparax._numerics.arithmetic import add_up
+from reparax._core.verbs import advanced, closed, opened, rebased, total_log_det, total_penalty
 from reparax._tree.differences import abstract, require_no_differences
-from reparax._tree.flat import Flat, flatten, graft, nest
-from reparax._tree.paths import PyTree, is_array
+from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.paths import PyTree
 from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, resolve_owners
 
 
@@ -97,7 +96,7 @@ class Parametrization(Static, ABC):
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
         checked = _checked_key(self, "init", jax.random.key(0) if key is None else key)
-        return spread_boxes(self._follow, params, opened(self, params, checked))
+        return spread_boxes(self._follow, params, nest(open_all(self._parts, flatten(params), Keys(checked))))
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """The effective tree of ``raw``.
@@ -106,7 +105,7 @@ class Parametrization(Static, ABC):
           raw: The result of ``init``, or that after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
         """
-        effective = recompute(functools.partial(closed, self), gather_boxes(raw), _needed_key(self, key))
+        effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), _needed_key(self, key))
         if marks := outer_markers(effective):
             path, mark = next(iter(marks.items()))
             if kind_of(mark) in [stage.kind for stage in _stages(self)]:
@@ -129,14 +128,9 @@ class Parametrization(Static, ABC):
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
         """
-        keys, tree = Keys(_checked_key(self, "update", key)), flatten(gather_boxes(raw))
+        keys = Keys(_checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        for i, stage in enumerate(_stages(self)):
-            if stage.advances:
-                seen = _before(self, i, tree)
-                read = _grads_at(self, i, seen, slopes) if stage._reads_grads and slopes is not None else None
-                after = stage._closing("update", seen.types).update(seen, keys, read)
-                tree = graft("update", tree, seen, after, free=stage.moves_weights)
+        tree = advanced(call(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
     def rebase(self, raw: PyTree) -> PyTree:
@@ -146,13 +140,7 @@ class Parametrization(Static, ABC):
         new base, the same numbers mean another direction. Restart the optimizer with
         ``tx.init(raw)``, or rebase rarely.
         """
-        tree = flatten(gather_boxes(raw))
-        for i, stage in enumerate(_stages(self)):
-            if stage._has("rebase"):
-                seen = _before(self, i, tree)
-                after = stage._closing("rebase", seen.types).rebase(seen)
-                tree = graft("rebase", tree, seen, after, free=True)
-        return spread_like(raw, nest(tree))
+        return spread_like(raw, nest(rebased(self._parts, flatten(gather_boxes(raw)))))
 
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
@@ -166,10 +154,7 @@ class Parametrization(Static, ABC):
           >>> p.penalty(p.init({"w": jnp.ones(4)}))  # half the square of each mean
           Array(2., dtype=float32)
         """
-        tree, found = flatten(gather_boxes(raw)), list[jax.Array]()
-        for layer, seen, _ in walk("penalty", _stages(self.deterministic), tree):
-            found.append(layer.penalty(seen))
-        return add_up(found)
+        return total_penalty(self._parts, flatten(gather_boxes(raw)))
 
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
@@ -188,22 +173,7 @@ class Parametrization(Static, ABC):
           >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
           Array(3., dtype=float32)
         """
-        tree, found = flatten(gather_boxes(raw)), list[jax.Array]()
-        slots = tree.slots()
-        places = [slots[at].place for at, x in tree.arrays.items() if is_array(x) and not slots[at].fixed]
-
-        def is_free(place: str) -> bool:
-            return any(each == place or each.startswith(f"{place}/") for each in places)
-
-        for layer, seen, _ in walk("log_det", _stages(self.deterministic), tree):
-            if not layer.stage._has("log_det"):
-                raise ValueError(
-                    f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
-                    f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
-                    f"Triangular."
-                )
-            found.append(layer.log_det(seen, is_free))
-        return add_up(found)
+        return total_log_det(self._parts, flatten(gather_boxes(raw)))
 
     @property
     def advances(self) -> bool:
@@ -216,6 +186,11 @@ class Parametrization(Static, ABC):
         return False
 
     # What follows is for the plan of a chain. A stage on the whole tree needs none of it.
+    @property
+    def _parts(self) -> "tuple[Parametrization, ...]":
+        """The stages, of which a stage alone is one."""
+        return (self,)
+
     _sees_tree: ClassVar[Any] = True
     """Whether the stage takes whole trees, not arrays at sites of their own."""
 
@@ -250,7 +225,7 @@ class Parametrization(Static, ABC):
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
         """The shapes of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        init = functools.partial(opened, self)
+        init = functools.partial(opened, self._parts)
         return abstract(init, tree), probe(init, tree)
 
     @property
@@ -272,7 +247,7 @@ class Parametrization(Static, ABC):
         owners = {slot.path: slot.path for slot in tree.slots().values()}
         for stage in reversed(_stages(self)):
             owners = resolve_owners(owners, stage._sources(tree))
-            tree = flatten(abstract(functools.partial(opened, stage), nest(tree)))
+            tree = flatten(abstract(functools.partial(opened, (stage,)), nest(tree)))
         return owners
 
     def _sources(self, tree: Flat) -> dict[str, str]:
@@ -403,6 +378,10 @@ class Chain(Parametrization):
     def __getitem__(self, i: int | slice) -> Parametrization:
         return Chain(self.stages[i]) if isinstance(i, slice) else self.stages[i]
 
+    @property
+    def _parts(self) -> tuple[Parametrization, ...]:
+        return self.stages
+
     def _has(self, verb: str) -> bool:
         return any(stage._has(verb) for stage in self.stages)
 
@@ -433,28 +412,6 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
 def overrides(stage: Parametrization, *methods: str) -> bool:
     """Whether the class of a stage defines one of these methods itself."""
     return any(getattr(type(stage), method, None) is not getattr(Parametrization, method, None) for method in methods)
-
-
-def opened(p: Parametrization, params: PyTree, key: jax.Array | None = None) -> PyTree:
-    """``init`` without its checks, and without the boxes of new arrays."""
-    return nest(open_all(_stages(p), flatten(params), Keys(key)))
-
-
-def closed(p: Parametrization, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-    """``apply`` without its checks; the backward pass keeps what lies between."""
-    return nest(run(_stages(p), flatten(raw), Keys(key)))
-
-
-def _before(p: Parametrization, i: int, tree: Flat) -> Flat:
-    """The tree that stage number ``i`` sees, without noise."""
-    return run(_stages(Chain(_stages(p)[:i]).deterministic), tree, Keys(None))
-
-
-def _grads_at(p: Parametrization, i: int, seen: Flat, grads: PyTree) -> Flat:
-    """The gradient with respect to the output of stage number ``i``, from that of the effective tree."""
-    own, later = (_stages(part.deterministic) for part in (_stages(p)[i], Chain(_stages(p)[i + 1 :])))
-    tree = run(own, seen, Keys(None))
-    return pull_back(call(p, "update"), lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:

@@ -12,9 +12,10 @@ from jax import Array
 
 from reparax._axes.names import AxisNames
 from reparax._axes.origin import Origins, Places, keep_origins
-from reparax._core.algebra import Chain, Parametrization, call, opened
+from reparax._core.algebra import Chain, Parametrization, call
 from reparax._core.layers import Layer, Spot
 from reparax._core.renamed import old_update_reads
+from reparax._core.verbs import opened
 from reparax._numerics.terms import Term, summed
 from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
@@ -322,7 +323,7 @@ class Reparametrization(Leafwise):
         return Layer(self, who, list(map(site, chosen)))
 
     def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        made, flat = abstract_of(partial(opened, self), tree), flatten(tree)
+        made, flat = abstract_of(partial(opened, (self,)), tree), flatten(tree)
         names = self._axis_names(flat)
 
         def of(path: Names) -> tuple[Names, Places]:

@@ -142,7 +142,7 @@ class RowsAndColumns(Reparametrization):
         rows, columns = _sizes(base, self._groups(base.ndim))
         known = {"rows": rows, "columns": columns}
         for name in values:
-            for axis, size in self._parts(name, values[name], counts).items():
+            for axis, size in self._axis_sizes(name, values[name], counts).items():
                 if axis in known and size != known[axis]:
                     raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
 
@@ -150,7 +150,7 @@ class RowsAndColumns(Reparametrization):
         """The value that has the axes of the array itself, if there is one."""
         return next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
 
-    def _parts(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
+    def _axis_sizes(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
         """The sizes of each axis of a raw value; rows and columns may have several."""
         axes = value_of(self.raw_values, name).axes
         ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
@@ -162,14 +162,14 @@ class RowsAndColumns(Reparametrization):
             return None
         if (base := self._base(values)) is not None:
             return _sizes(base, self._groups(base.ndim))
-        found = {axis: size for name, x in values.items() for axis, size in self._parts(name, x, counts).items()}
+        found = {axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
     def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
             return _merged(value, *groups)
-        parts = self._parts(name, value, counts)
+        parts = self._axis_sizes(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
     def _parted_value(

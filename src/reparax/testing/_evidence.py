@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization, closed
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.verbs import closed, means
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
@@ -95,13 +96,13 @@ class Alone(Parametrization):
         return self.chain.init(params, key)
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
-        return closed(self.stage, self._seen(raw), key)
+        return closed([self.stage], self._seen(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return closed(self.stage.deterministic, self._seen(raw))
+        return closed(means([self.stage]), self._seen(raw))
 
     def _seen(self, raw: PyTree) -> PyTree:
-        return closed(Chain(stages(self.chain)[: self.number]).deterministic, raw)
+        return closed(means(stages(self.chain)[: self.number]), raw)
 
 
 @partial(jax.jit, static_argnums=0)

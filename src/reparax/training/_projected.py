@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from reparax._core.algebra import Parametrization, call, opened, with_any_key
+from reparax._core.algebra import Chain, Parametrization, call, with_any_key
+from reparax._core.verbs import opened
 from reparax._tree.paths import PyTree
 
 
@@ -42,7 +43,7 @@ def projected(p: Parametrization) -> Projection:
     """
 
     def init(params: PyTree) -> PyTree:
-        opened(p.deterministic, params)  # so that wrong parameters fail before the first step
+        opened(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

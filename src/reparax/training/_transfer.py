@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
-from reparax._core.algebra import Chain, Parametrization, opened, require_chains
+from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, walk
+from reparax._core.verbs import opened
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
@@ -87,7 +88,7 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
                 kept.add(plain(place))
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
-    boxed = spread_boxes(functools.partial(opened, new), nest(read.effective), nest(tree))
+    boxed = spread_boxes(functools.partial(opened, tuple(Chain((new,)))), nest(read.effective), nest(tree))
     return _Carried(boxed, frozenset(kept))
 
 

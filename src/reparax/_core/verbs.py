@@ -1,0 +1,82 @@
+"""What the methods of a chain do once their arguments are checked: loops over its stages, on trees laid flat."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from reparax._core.keys import Keys
+from reparax._core.plan import open_all, run, walk
+from reparax._core.pullback import pull_back
+from reparax._numerics.arithmetic import add_up
+from reparax._tree.flat import Flat, flatten, graft, nest
+from reparax._tree.paths import PyTree, is_array
+
+Stages = Sequence[Any]
+
+
+def opened(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The raw tree of a tree of arrays, without the boxes of new ones."""
+    return nest(open_all(stages, flatten(params), Keys(key)))
+
+
+def closed(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The effective tree of a raw one."""
+    return nest(run(stages, flatten(raw), Keys(key)))
+
+
+def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
+    """The raw tree after one training step, of which the fixed values know."""
+    for i, stage in enumerate(stages):
+        if stage._has("update"):
+            seen = run(means(stages[:i]), tree, Keys(None))
+            reads = grads is not None and stage._reads_grads
+            slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
+            after = stage._closing("update", seen.types).update(seen, keys, slopes)
+            tree = graft("update", tree, seen, after, free=stage.moves_weights)
+    return tree
+
+
+def rebased(stages: Stages, tree: Flat) -> Flat:
+    """The raw tree with each base at the current point."""
+    for i, stage in enumerate(stages):
+        if stage._has("rebase"):
+            seen = run(means(stages[:i]), tree, Keys(None))
+            after = stage._closing("rebase", seen.types).rebase(seen)
+            tree = graft("rebase", tree, seen, after, free=True)
+    return tree
+
+
+def total_penalty(stages: Stages, tree: Flat) -> jax.Array:
+    """The sum of the penalties."""
+    return add_up([layer.penalty(seen) for layer, seen, _ in walk("penalty", means(stages), tree)])
+
+
+def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
+    """The sum of the log-determinants over the values that train."""
+    found, slots = list[jax.Array](), tree.slots()
+    places = [slots[at].place for at, x in tree.arrays.items() if is_array(x) and not slots[at].fixed]
+
+    def is_free(place: str) -> bool:
+        return any(each == place or each.startswith(f"{place}/") for each in places)
+
+    for layer, seen, _ in walk("log_det", means(stages), tree):
+        if not layer.stage._has("log_det"):
+            raise ValueError(
+                f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+                f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+                f"Triangular."
+            )
+        found.append(layer.log_det(seen, is_free))
+    return add_up(found)
+
+
+def means(stages: Stages) -> list[Any]:
+    """The stages without randomness."""
+    return [part for stage in stages for part in stage.deterministic._parts]
+
+
+def _grads_at(who: str, stages: Stages, seen: Flat, grads: PyTree) -> Flat:
+    """The gradient with respect to the output of the first stage, from that of the effective tree."""
+    tree, later = run(means(stages[:1]), seen, Keys(None)), means(stages[1:])
+    return pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
