@@ -21,6 +21,7 @@ from reparax.memory._lazily import lazily
 from reparax.memory._linear import transpose
 from reparax.memory._piece import Piece, Pieces
 from reparax.memory._residuals import Linearized
+from reparax.memory._sunk import sunk
 
 
 def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
@@ -29,7 +30,9 @@ def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.opened(jaxpr, args)
-        return _split(Piece(program, [True for _ in consts] + roots), [*consts, *args])
+        program, others = sunk(program, [*consts, *args], [True for _ in consts] + roots)
+        inputs = [*others, *consts, *args]
+        return _split(Piece(program, [True for _ in (*others, *consts)] + roots), inputs)
 
     return function
 

@@ -4,7 +4,7 @@ So only one layer's weights are in memory at a time, in the forward pass and in 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -13,6 +13,7 @@ from reparax._numerics.tie import has_bits, tie, whole
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Special
 from reparax._programs.jaxprs import Env, values, variables
+from reparax.memory._ties import ties
 
 
 def lazily(jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special = lambda eqn: None) -> list[Any]:
@@ -91,8 +92,24 @@ class _Run:
         if after is None:
             outs = jaxprs.evaluate(piece, args)
         else:
-            # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile
-            # slowly.
-            made = jaxprs.evaluate(piece, [tie(x, after) for x in args])
-            outs = [whole(x) if dependence.smooth(v) else x for v, x in zip(wanted, made, strict=True)]
+            outs = _after(after, piece, args)
         self._env.update(zip(wanted, outs, strict=True))
+
+
+def _after(after: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program that compilers cannot compute before ``after``."""
+    waiting = ties(piece)
+
+    def special(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if waiting.isdisjoint(eqn.outvars):
+            return None
+        alone = jaxprs.part(piece, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in alone.invars]
+        return lambda *args: tied(eqn.outvars, jaxprs.evaluate(alone, [args[i] for i in places]))
+
+    def tied(names: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return [tie(x, after) if v in waiting else x for v, x in zip(names, values, strict=True)]
+
+    made = dependence.run(piece, tied(piece.invars, args), special)
+    # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
+    return [whole(x) if dependence.smooth(v) else x for v, x in zip(piece.outvars, made, strict=True)]

@@ -1,0 +1,253 @@
+"""One step's part of a stacked value: the entries at one index of one axis, computed from the same parts of others.
+
+The axis stays, with size 1. So most equations compute a part of their output by the same operation on parts of their
+operands; where entries along the axis mix, the value is needed whole.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from reparax._programs import dependence, jaxprs
+from reparax._tree.sizes import size_in_bytes
+
+LARGE = 2**16
+"""Values of more bytes are not computed again at each step."""
+
+Axis = int | None
+Part = tuple[Var, Axis]
+"""A value, and the axis along which one step's part of it is read; None for the whole value."""
+Made = tuple[list[Axis], Callable[..., Any]]
+"""The axes of the operands, and a function of the step's number and of these parts."""
+
+_ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "rem", "neg", "max", "min", "abs", "sign", "square", "integer_pow", "pow"),
+    *("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "is_finite", "clamp", "nextafter"),
+    *("convert_element_type", "bitcast_convert_type", "stop_gradient", "copy", "real", "imag", "complex", "conj"),
+    *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "tanh", "logistic", "erf", "erfc", "erf_inv"),
+    *("sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How parts of values are computed.
+
+    Attributes:
+      parts: What is read: parts of inputs, and of values that cannot be computed by parts.
+      wanted: What is computed.
+      steps: The parts to compute in this order, each with the equation and its operands' axes and function.
+    """
+
+    parts: list[Part]
+    wanted: Sequence[Part]
+    steps: list[tuple[Part, JaxprEqn, Made]]
+
+    def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
+        """The wanted parts at step ``i``, from the parts that are read."""
+        env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
+        for made, eqn, (axes, function) in self.steps:
+            pairs = zip(eqn.invars, axes, strict=True)
+            operands = [v.val if isinstance(v, Literal) else env[v, axis] for v, axis in pairs]
+            with jaxprs.as_written_by(eqn):
+                env[made] = function(i, *operands)
+        return [env[part] for part in self.wanted]
+
+
+def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
+    """Follows the wanted parts back through a program, as far as parts can be computed from parts.
+
+    ``moves`` says whether they may be differentiated.
+    """
+    needed = dict.fromkeys(wanted)
+    steps: list[tuple[Part, JaxprEqn, Made]] = []
+    made = set[Part]()
+    for eqn in reversed(jaxpr.eqns):
+        for i, v in enumerate(eqn.outvars):
+            for part in [each for each in needed if each[0] is v and each[1] is not None]:
+                found = None if jaxprs.has_effects(eqn) else _made(eqn, i, part[1], moves)
+                if found is None:
+                    continue
+                steps.append((part, eqn, found))
+                made.add(part)
+                pairs = zip(eqn.invars, found[0], strict=True)
+                needed |= dict.fromkeys((v, axis) for v, axis in pairs if not isinstance(v, Literal))
+    return Plan([part for part in needed if part not in made], wanted, steps[::-1])
+
+
+def _made(eqn: JaxprEqn, i: int, axis: Any, moves: bool) -> Made | None:
+    """How the part of the ``i``-th output is computed; None if entries along the axis mix."""
+    name = eqn.primitive.name
+    if any(eqn.params.get(each) is not None for each in ("sharding", "out_sharding")):
+        return None
+    if name in ("jit", "custom_jvp_call"):
+        return _derived(eqn, axis) if moves and name != "jit" else _call(eqn, i, axis, moves)
+    rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
+    return rule and rule(eqn, axis)
+
+
+def _same(eqn: JaxprEqn, **changed: Any) -> Callable[..., Any]:
+    return lambda _, *operands: eqn.primitive.bind(*operands, **eqn.params | changed)
+
+
+def _ones(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+    return tuple(1 if i == axis else n for i, n in enumerate(sizes))
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return v.aval.shape
+
+
+def _elementwise(eqn: JaxprEqn, axis: int) -> Made:
+    return [axis if _shape(v) else None for v in eqn.invars], _same(eqn)
+
+
+def _broadcast(eqn: JaxprEqn, axis: int) -> Made | None:
+    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    if len(eqn.invars) > 1:
+        return None
+    own = places.index(axis) if axis in places else None
+    if own is not None and _shape(eqn.invars[0])[own] == 1:
+        own = None
+    return [own], _same(eqn, shape=_ones(shape, axis))
+
+
+def _iota(eqn: JaxprEqn, axis: int) -> Made:
+    shape, dtype = _ones(eqn.params["shape"], axis), eqn.params["dtype"]
+    if eqn.params["dimension"] == axis:
+        return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
+    return [], _same(eqn, shape=shape)
+
+
+def _reshape(eqn: JaxprEqn, axis: int) -> Made | None:
+    old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
+    if len(eqn.invars) > 1 or eqn.params.get("dimensions") is not None:
+        return None
+    for own, size in enumerate(old):
+        if size == new[axis] and math.prod(old[:own]) == math.prod(new[:axis]):
+            return [own], _same(eqn, new_sizes=_ones(new, axis))
+    return None
+
+
+def _squeeze(eqn: JaxprEqn, axis: int) -> Made:
+    rest = [i for i in range(len(_shape(eqn.invars[0]))) if i not in eqn.params["dimensions"]]
+    return [rest[axis]], _same(eqn)
+
+
+def _reduction(eqn: JaxprEqn, axis: int) -> Made:
+    rest = [i for i in range(len(_shape(eqn.invars[0]))) if i not in eqn.params["axes"]]
+    return [rest[axis]], _same(eqn)
+
+
+def _transpose(eqn: JaxprEqn, axis: int) -> Made:
+    return [eqn.params["permutation"][axis]], _same(eqn)
+
+
+def _slice(eqn: JaxprEqn, axis: int) -> Made | None:
+    size = _shape(eqn.invars[0])[axis]
+    if _shape(eqn.outvars[0])[axis] != size:
+        return None
+    return [axis], _same(eqn, limit_indices=_ones(eqn.params["limit_indices"], axis))
+
+
+def _concatenate(eqn: JaxprEqn, axis: int) -> Made | None:
+    return None if eqn.params["dimension"] == axis else ([axis for _ in eqn.invars], _same(eqn))
+
+
+def _dot(eqn: JaxprEqn, axis: int) -> Made:
+    summed, shared = eqn.params["dimension_numbers"]
+    if axis < len(shared[0]):
+        return [shared[0][axis], shared[1][axis]], _same(eqn)
+    place = axis - len(shared[0])
+    for k, v in enumerate(eqn.invars):
+        own = [i for i in range(len(_shape(v))) if i not in (*summed[k], *shared[k])]
+        if place < len(own):
+            return [own[place] if k == j else None for j in range(2)], _same(eqn)
+        place -= len(own)
+    raise AssertionError
+
+
+def _call(eqn: JaxprEqn, i: int, axis: int, moves: bool) -> Made | None:
+    jaxpr, consts = jaxprs.body(eqn)
+    found = _inside(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves)
+    if found is None:
+        return None
+    axes, run = found
+    return axes, lambda i, *operands: run(i, *consts, *operands)[0]
+
+
+def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
+    """A function with a derivative of its own, of which a part is the same function of parts."""
+    names, value = jaxprs.variables(eqn.invars), _call(eqn, 0, axis, moves=False)
+    alone = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    if value is None or alone.invars != eqn.invars or not all(map(dependence.smooth, (*names, *eqn.outvars))):
+        return None
+    types = [jax.ShapeDtypeStruct(_shape(v), v.aval.dtype) for v in names]
+
+    def pushed(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *args: jaxprs.evaluate(alone, args), primals, tangents)
+
+    program, held = jaxprs.opened(jax.make_jaxpr(pushed)(types, types))
+
+    def slope(*, moves: bool) -> Any:
+        return _inside(program, [(v, axis) for v in program.outvars], len(held), moves)
+
+    axes, run = value
+    # A derivative may call its own function, so it is followed further only where it is needed.
+    checked = slope(moves=False)
+    if checked is None or checked[0] != axes * 2:
+        return None
+
+    def function(i: Any, *operands: Any) -> Any:
+        of_parts = jax.custom_jvp(lambda *parts: run(i, *parts))
+        of_parts.defjvp(lambda primals, tangents: tuple(slope(moves=True)[1](i, *held, *primals, *tangents)))
+        return of_parts(*operands)
+
+    return axes, function
+
+
+def _inside(
+    jaxpr: Jaxpr, wanted: Sequence[Any], n_consts: int, moves: bool
+) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
+    """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
+    if any(isinstance(v, Literal) for v, _ in wanted):
+        return None
+    found = plan(jaxpr, wanted, moves=moves)
+    axes, wholes = dict[Var, Axis](), list[Var]()
+    for v, axis in found.parts:
+        if v not in jaxpr.invars:
+            wholes.append(v)
+        elif axes.setdefault(v, axis) != axis:
+            return None
+    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in found.parts if v in wholes):
+        return None
+    before = jaxprs.pruned(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
+    if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *before.invars)):
+        return None
+
+    def run(i: Any, *inputs: Any) -> list[Any]:
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= dict(zip(wholes, jaxprs.evaluate(before, jaxprs.values(env, before.invars)), strict=True))
+        return found.run(i, jaxprs.values(env, [v for v, _ in found.parts]))
+
+    return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
+
+
+_RULES: dict[str, Callable[..., Made | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "iota": _iota,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "slice": _slice,
+    "concatenate": _concatenate,
+    "dot_general": _dot,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduction),
+}

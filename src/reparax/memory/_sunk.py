@@ -1,0 +1,96 @@
+"""Stacked weights that a scan reads step by step are computed step by step, in its body.
+
+A stacked weight is followed back from the scan to values that are in memory anyway: raw arrays, keys, lengths. The scan
+reads these instead, and its body computes one step's weight, as if ``apply`` stood in the body.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from reparax._programs import dependence, jaxprs, steps
+from reparax._programs.dependence import Flags, Known
+from reparax._programs.steps import LARGE, Plan
+from reparax._tree.sizes import size_in_bytes
+
+
+def sunk(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:
+    """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
+    known = dependence.known(jaxpr, given)
+    found = {id(eqn): _Scan.of(jaxpr, eqn, known) for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)}
+    scans = {i: scan for i, scan in found.items() if scan is not None}
+    if not scans:
+        return jaxpr, []
+    eqns = [scans[id(eqn)].eqn if id(eqn) in scans else eqn for eqn in jaxpr.eqns]
+    functions = {id(scan.eqn): scan.run for scan in scans.values()}
+    program = jaxpr.replace(eqns=eqns)
+
+    def function(*args: Any) -> list[Any]:
+        return dependence.run(program, args, lambda eqn: functions.get(id(eqn)))
+
+    flat, consts = jaxprs.opened(jax.make_jaxpr(function)(*args))
+    return jaxprs.live(flat), consts
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A scan whose body computes some of what it read.
+
+    Attributes:
+      eqn: The scan, which now reads the other operands and then the inputs of the plan.
+      old: The scan as it was.
+      plan: How one step's parts are computed.
+    """
+
+    eqn: JaxprEqn
+    old: JaxprEqn
+    plan: Plan
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, known: Known) -> "_Scan | None":
+        """The scan changed; None if it reads nothing that its body can compute."""
+        stacked = jaxprs.variables(eqn.invars[sum(jaxprs.counts(eqn)) :])
+        chosen = [v for v in stacked if known[v] and _is_worth(jaxpr, v)]
+        if not chosen:
+            return None
+        plan = steps.plan(jaxpr, [(v, 0) for v in chosen])
+        others = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.counts(eqn)) or v not in chosen]
+        return cls(eqn.replace(invars=[*others, *(v for v, _ in plan.parts)]), eqn, plan)
+
+    def run(self, *args: Any) -> Sequence[Any]:
+        """The outputs, from the operands of ``eqn``."""
+        eqn, parts = self.old, self.plan.parts
+        jaxpr, consts = jaxprs.body(eqn)
+        start, made = sum(jaxprs.counts(eqn)), [v for v, _ in self.plan.wanted]
+        wholes = list(args[len(args) - len(parts) :])
+        given = args[: len(args) - len(parts)]
+        stacked = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(wholes, parts, strict=True) if axis is not None]
+
+        def body(*inputs: Any) -> list[Any]:
+            own, (number, *rest) = inputs[: len(given)], inputs[len(given) :]
+            sliced = iter(rest)
+            values = [
+                x if axis is None else lax.expand_dims(next(sliced), [axis])
+                for x, (_, axis) in zip(wholes, parts, strict=True)
+            ]
+            found = dict(zip(made, self.plan.run(number, values), strict=True))
+            other = iter(own[start:])
+            xs = [lax.squeeze(found[v], [0]) if v in found else next(other) for v in eqn.invars[start:]]
+            return jaxprs.evaluate(jaxpr, [*consts, *own[:start], *xs])
+
+        again = jaxprs.rebound(eqn)
+        assert again is not None
+        return again(body, *given, jnp.arange(eqn.params["length"]), *stacked)
+
+
+def _is_worth(jaxpr: Jaxpr, v: Var) -> bool:
+    """Whether a stacked value is large, and one step's part of it is computed from inputs and small values."""
+    if any(map(jax.export.is_symbolic_dim, v.aval.shape)) or size_in_bytes(v.aval) <= LARGE or v in jaxpr.invars:
+        return False
+    parts = steps.plan(jaxpr, [(v, 0)]).parts
+    return 2 * sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars) <= size_in_bytes(v.aval)
