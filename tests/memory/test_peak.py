@@ -58,6 +58,66 @@ def test_under_scan_it_holds_those_of_one_step():
     assert temporary(over(P.apply), raw) >= plain + (n - 1) * LAYER
 
 
+N = 12
+STACK = {"kernel": jax.ShapeDtypeStruct((N, WIDTH, WIDTH), jnp.float32)}
+
+
+def scanned(w, x):
+    """A plain loss of dense layers under a scan, whose weights are stacked."""
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["kernel"]), None), x, w)[0] ** 2)
+
+
+STAGES = {
+    "noise": rpx.VarNoise(0.075),
+    "weight norm": rpx.WeightNorm(stacked=0),
+    "LoRA": rpx.LoRA(4, stacked=0, where=".*"),
+    "dropout": rpx.WeightDropout(0.1),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_weights_made_before_a_scan_are_made_in_its_steps(name):
+    p = STAGES[name]
+    raw = jax.eval_shape(p.init, STACK, KEY)
+
+    def loss(raw, key, x):
+        return scanned(p.apply(raw, key), x)
+
+    plain = temporary(lambda w, key, x: scanned(w, x), STACK)
+    assert temporary(rpx.remat(loss), raw) <= plain + 3 * LAYER
+    assert temporary(loss, raw) >= plain + (N - 1) * LAYER
+
+
+def test_it_takes_no_more_where_there_is_nothing_to_recompute():
+    tied = {"embed": jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32), "layers": STACK}
+
+    def loss(w, key, x):
+        x = x + w["embed"][jnp.arange(BATCH)]
+        return scanned(w["layers"], x) + jnp.mean(jnp.tanh(x @ w["embed"].T))
+
+    assert temporary(rpx.remat(loss), tied) <= temporary(loss, tied)
+
+
+def test_factors_in_the_steps_of_a_scan_do_not_copy_frozen_weights():
+    p = rpx.Freeze(where=".*") >> rpx.LoRA(4, where=".*")
+    raw = jax.eval_shape(lambda w, key: jax.vmap(p.init)(w, jax.random.split(key, N)), STACK, KEY)
+
+    def loss(raw, key, x):
+        return jnp.mean(jax.lax.scan(lambda x, raw: (jnp.tanh(x @ p.apply(raw)["kernel"]), None), x, raw)[0] ** 2)
+
+    free, fixed = rpx.partition(raw)
+
+    def of_free(free, fixed, x):
+        return loss(rpx.combine(free, fixed), None, x)
+
+    def taken(loss):
+        step = jax.jit(jax.value_and_grad(loss))
+        return step.lower(free, fixed, X).compile().memory_analysis().temp_size_in_bytes
+
+    assert taken(rpx.factored(of_free)) <= temporary(lambda w, key, x: scanned(w, x), STACK) + LAYER
+    assert taken(rpx.remat(rpx.factored(of_free))) <= taken(rpx.factored(of_free))
+
+
 def test_accelerators_find_each_given_value_behind_a_barrier_of_its_own():
     loss, params = unrolled(3)
     raw = jax.eval_shape(P.init, params)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -62,35 +61,42 @@ class Plan:
 
 
 def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
-    """Follows the wanted parts back through a program, as far as parts can be computed from parts.
+    """Follows wanted parts back through a program, as far as parts can be computed from parts.
 
     ``moves`` says whether they may be differentiated.
     """
-    needed = dict.fromkeys(wanted)
+    needed: dict[Var, list[Axis]] = {}
+    for v, axis in wanted:
+        needed.setdefault(v, []).append(axis)
     steps: list[tuple[Part, JaxprEqn, Made]] = []
     made = set[Part]()
     for eqn in reversed(jaxpr.eqns):
-        for i, v in enumerate(eqn.outvars):
-            for part in [each for each in needed if each[0] is v and each[1] is not None]:
-                found = None if jaxprs.has_effects(eqn) else _made(eqn, i, part[1], moves)
-                if found is None:
-                    continue
-                steps.append((part, eqn, found))
-                made.add(part)
-                pairs = zip(eqn.invars, found[0], strict=True)
-                needed |= dict.fromkeys((v, axis) for v, axis in pairs if not isinstance(v, Literal))
-    return Plan([part for part in needed if part not in made], wanted, steps[::-1])
+        pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed.get(v, ())]
+        for i, v, axis in pairs:
+            if axis is None or jaxprs.has_effects(eqn) or (found := _made(eqn, i, axis, moves=moves)) is None:
+                continue
+            steps.append(((v, axis), eqn, found))
+            made.add((v, axis))
+            for operand, own in zip(eqn.invars, found[0], strict=True):
+                if not isinstance(operand, Literal) and own not in needed.setdefault(operand, []):
+                    needed[operand].append(own)
+    parts = [(v, axis) for v, axes in needed.items() for axis in axes]
+    return Plan([part for part in parts if part not in made], wanted, steps[::-1])
 
 
-def _made(eqn: JaxprEqn, i: int, axis: Any, moves: bool) -> Made | None:
+def _made(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
     """How the part of the ``i``-th output is computed; None if entries along the axis mix."""
     name = eqn.primitive.name
-    if any(eqn.params.get(each) is not None for each in ("sharding", "out_sharding")):
+    if any(map(_is_sharded, eqn.outvars)):
         return None
     if name in ("jit", "custom_jvp_call"):
-        return _derived(eqn, axis) if moves and name != "jit" else _call(eqn, i, axis, moves)
+        return _derived(eqn, axis) if moves and name != "jit" else _call(eqn, i, axis, moves=moves)
     rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
     return rule and rule(eqn, axis)
+
+
+def _is_sharded(v: Any) -> bool:
+    return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
 def _same(eqn: JaxprEqn, **changed: Any) -> Callable[..., Any]:
@@ -102,11 +108,14 @@ def _ones(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def _shape(v: Any) -> tuple[int, ...]:
-    return v.aval.shape
+    return jaxprs.type_of(v).shape
 
 
-def _elementwise(eqn: JaxprEqn, axis: int) -> Made:
-    return [axis if _shape(v) else None for v in eqn.invars], _same(eqn)
+def _elementwise(eqn: JaxprEqn, axis: int) -> Made | None:
+    shape = _shape(eqn.outvars[0])
+    if any(_shape(v) and len(_shape(v)) != len(shape) for v in eqn.invars):
+        return None
+    return [axis if _shape(v) and _shape(v)[axis] == shape[axis] else None for v in eqn.invars], _same(eqn)
 
 
 def _broadcast(eqn: JaxprEqn, axis: int) -> Made | None:
@@ -174,9 +183,9 @@ def _dot(eqn: JaxprEqn, axis: int) -> Made:
     raise AssertionError
 
 
-def _call(eqn: JaxprEqn, i: int, axis: int, moves: bool) -> Made | None:
+def _call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
     jaxpr, consts = jaxprs.body(eqn)
-    found = _inside(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves)
+    found = _inside(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
     if found is None:
         return None
     axes, run = found
@@ -189,7 +198,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
     alone = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
     if value is None or alone.invars != eqn.invars or not all(map(dependence.smooth, (*names, *eqn.outvars))):
         return None
-    types = [jax.ShapeDtypeStruct(_shape(v), v.aval.dtype) for v in names]
+    types = [jax.ShapeDtypeStruct(_shape(v), jaxprs.type_of(v).dtype) for v in names]
 
     def pushed(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *args: jaxprs.evaluate(alone, args), primals, tangents)
@@ -197,7 +206,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
     program, held = jaxprs.opened(jax.make_jaxpr(pushed)(types, types))
 
     def slope(*, moves: bool) -> Any:
-        return _inside(program, [(v, axis) for v in program.outvars], len(held), moves)
+        return _inside(program, [(v, axis) for v in program.outvars], len(held), moves=moves)
 
     axes, run = value
     # A derivative may call its own function, so it is followed further only where it is needed.
@@ -214,7 +223,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
 
 
 def _inside(
-    jaxpr: Jaxpr, wanted: Sequence[Any], n_consts: int, moves: bool
+    jaxpr: Jaxpr, wanted: Sequence[Any], n_consts: int, *, moves: bool
 ) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
     """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
     if any(isinstance(v, Literal) for v, _ in wanted):

@@ -89,10 +89,7 @@ class _Run:
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
         piece = jaxprs.part(self._jaxpr, eqns, wanted)
         args = values(self._env, piece.invars)
-        if after is None:
-            outs = jaxprs.evaluate(piece, args)
-        else:
-            outs = _after(after, piece, args)
+        outs = jaxprs.evaluate(piece, args) if after is None else _after(after, piece, args)
         self._env.update(zip(wanted, outs, strict=True))
 
 

@@ -89,8 +89,13 @@ class _Scan:
 
 
 def _is_worth(jaxpr: Jaxpr, v: Var) -> bool:
-    """Whether a stacked value is large, and one step's part of it is computed from inputs and small values."""
-    if any(map(jax.export.is_symbolic_dim, v.aval.shape)) or size_in_bytes(v.aval) <= LARGE or v in jaxpr.invars:
+    """Whether one step's part of a value is computed from inputs and small values, and large arrays are involved.
+
+    The cotangents of what it is computed from are large too, if that is large.
+    """
+    if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
         return False
     parts = steps.plan(jaxpr, [(v, 0)]).parts
-    return 2 * sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars) <= size_in_bytes(v.aval)
+    made = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
+    size = max(size_in_bytes(u.aval) for u in (v, *(u for u, axis in parts if axis == 0)))
+    return size > LARGE and 2 * made <= size

@@ -70,7 +70,9 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
     inner = reader.inside(eqn, times=entries([eqn.params["length"]]))
     operands, shells = list(args), list[Any](args)
-    for i, x in enumerate(args):
+    for i, (x, v) in enumerate(zip(args, jaxpr.invars[len(consts) :], strict=True)):
+        if not isinstance(x, Sum) and i >= n_consts + n_carry and _only_stopped(jaxpr, v):
+            operands[i], known[i] = jax.lax.stop_gradient(x), replace(known[i], still=True)
         if isinstance(x, Sum) and i >= n_consts:
             found = _unstacked(x) if i >= n_consts + n_carry else None
             operands[i], shells[i] = (reader.array(x, eqn), None) if found is None else found
@@ -81,6 +83,36 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
         return inner.arrays(jaxpr, [*consts, *inputs], facts_in(consts, known))
 
     return _again(eqn, body, operands, facts)
+
+
+def _only_stopped(jaxpr: Jaxpr, v: Any) -> bool:
+    """Whether gradients stop at every read of an input.
+
+    Then they may stop before a scan that slices it. The derivative of the scan reads the slices again, while what the
+    body computes from them, even by stopping gradients, is stored for each step.
+    """
+    reads = [(eqn, i) for eqn in jaxpr.eqns for i, read in enumerate(eqn.invars) if read is v]
+    return v not in jaxpr.outvars and bool(reads) and all(_stops(eqn, i) for eqn, i in reads)
+
+
+def _stops(eqn: JaxprEqn, i: int) -> bool:
+    if eqn.primitive.name not in ("jit", "remat2"):
+        return eqn.primitive.name == "stop_gradient"
+    jaxpr, consts = jaxprs.body(eqn)
+    return _only_stopped(jaxpr, jaxpr.invars[len(consts) + i])
+
+
+def passed(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
+    """For each output of an equation the operand that it passes on unchanged; None if it does more."""
+    if eqn.primitive.name == "stop_gradient" and facts[0].still:
+        return {eqn.outvars[0]: eqn.invars[0]}
+    if not jaxprs.is_jit(eqn) or jaxprs.is_placed(eqn):
+        return None
+    jaxpr, consts = jaxprs.body(eqn)
+    if jaxpr.eqns or consts:
+        return None
+    outside: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    return {v: outside.get(inside, inside) for v, inside in zip(eqn.outvars, jaxpr.outvars, strict=True)}
 
 
 def _again(eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:

@@ -91,7 +91,13 @@ class _Run:
                 self._facts.update(zip(eqn.outvars, found[1], strict=True))
                 return
         self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts), strict=True))
-        self._next.append(eqn)
+        passed = _bodies.passed(eqn, facts)
+        if passed is None:
+            self._next.append(eqn)
+            return
+        self._flush()
+        self._env |= {v: self._value(passed[v]) for v in eqn.outvars}
+        self._reads.subtract(jaxprs.variables(eqn.invars))
 
     def _special(
         self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
