@@ -25,6 +25,7 @@ REPEATS = {
     "scale": 1,
     "rnn_blocks": 10,
     "peak": 1,
+    "transforms": 1,
     "batches": 1,
     "stored": 10,
     "factored": 10,

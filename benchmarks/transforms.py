@@ -1,0 +1,176 @@
+"""How much memory does a gradient take under ``remat`` and ``factored``, and is it never more than without?
+
+The rule: ``remat(f)`` takes no more temporaries than ``f``, ``remat(factored(f))`` no more than the smaller of the two
+alone, and ``apply`` before a scan over layers no more than in its body. Here are the sizes that XLA plans, beside the
+most that the rule allows. Nothing runs. This is done for this machine, and for a TPU where libtpu is installed, as in
+``peak``. First, 16 scanned layers of 512, with and without an embedding of 8 MiB that is the output layer too, for 8
+examples. Second, a language model of 30 scanned layers (``language``), for 2 x 64 words.
+
+Run: python benchmarks/transforms.py [layers|language]
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import language
+from jax.sharding import NamedSharding
+from peak import KEY, MIB, tpu
+from timing import Rows, exact, heading, show
+
+import reparax as rpx
+
+Step = tuple[Callable[..., jax.Array], tuple[Any, ...]]
+"""A loss, and the shapes of its arguments; its first argument is what trains."""
+LAYERS, WIDTH, WORDS, BATCH = 16, 512, 4096, 8
+STACK = "layers/.*kernel"
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """A shape."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def of_chain(p: Any, loss: Callable[..., jax.Array], params: Any, data: Any) -> Step:
+    """The loss of a chain that acts on the whole tree, before the network runs."""
+    free, fixed = rpx.partition(jax.eval_shape(p.init, params, KEY))
+
+    def of_free(free: Any, fixed: Any, key: jax.Array, data: Any) -> jax.Array:
+        return loss(p.apply(rpx.combine(free, fixed), key), data)
+
+    return of_free, (free, fixed, KEY, data)
+
+
+def in_body(p: Any, loss: Callable[..., jax.Array], params: Any, data: Any) -> Step:
+    """The loss of a chain that acts on one layer, in the body of the scan."""
+    stacks = params["layers"]
+    count = jax.tree.leaves(stacks)[0].shape[0]
+    stacked = jax.eval_shape(jax.vmap(p.init), stacks, jax.eval_shape(lambda key: jax.random.split(key, count), KEY))
+    free, fixed = rpx.partition({**params, "layers": stacked})
+
+    def of_free(free: Any, fixed: Any, key: jax.Array, data: Any) -> jax.Array:
+        raw = rpx.combine(free, fixed)
+        layers = raw["layers"], jax.random.split(key, count)
+        return loss({**raw, "layers": layers}, data, lambda layer: p.apply(*layer))
+
+    return of_free, (free, fixed, KEY, data)
+
+
+def dense(w: Any, words: jax.Array, of_step: Any = lambda layer: layer) -> jax.Array:
+    """Scanned dense layers, with an embedding that is the output layer too if there is one."""
+    x = w["embed"][words] if "embed" in w else jnp.ones((1, WIDTH)) * words[:, None].astype(jnp.float32)
+    x, _ = jax.lax.scan(lambda x, own: (x + jnp.tanh(x @ of_step(own)["kernel"]), None), x, w["layers"])
+    return jnp.mean(jnp.square(x @ w["embed"].T if "embed" in w else x))
+
+
+def layers() -> Iterator[tuple[str, Step]]:
+    """The losses of scanned dense layers."""
+    stacks, words = {"layers": {"kernel": array(LAYERS, WIDTH, WIDTH)}}, array(BATCH, dtype=jnp.int32)
+    chains = {
+        "noise": rpx.VarNoise(0.01),
+        "weight norm": rpx.WeightNorm(stacked=0, where=STACK),
+        "LoRA": rpx.Freeze() >> rpx.LoRA(8, stacked=0, where=STACK),
+    }
+    bodies = {"noise": rpx.VarNoise(0.01), "weight norm": rpx.WeightNorm(), "LoRA": rpx.Freeze() >> rpx.LoRA(8)}
+    for where, params in {"tied": {"embed": array(WORDS, WIDTH), **stacks}, "no embedding": stacks}.items():
+        yield f"{where}, no chain", (dense, (params, words))
+        for name, p in chains.items():
+            yield f"{where}, {name} before the scan", of_chain(p, dense, params, words)
+    for name, p in bodies.items():
+        yield f"no embedding, {name} in the body", in_body(p, dense, stacks, words)
+
+
+def model() -> Iterator[tuple[str, Step]]:
+    """The losses of a language model that is fine-tuned."""
+    params, words = language.params(), array(2, 65, dtype=jnp.int32)
+    yield "full fine-tuning", (language.loss, (params, words))
+    frozen, lora = rpx.Freeze(where=".*"), rpx.LoRA(8, stacked=0, where=STACK)
+    chains = {
+        "LoRA": frozen >> lora,
+        "DoRA": frozen >> lora >> rpx.WeightNorm(detach=True, stacked=0, where=STACK),
+        "QLoRA": rpx.Freeze(where=rpx.all_but(STACK)) >> rpx.Stored("nf4", block=64, stacked=0, where=STACK) >> lora,
+        "noise": rpx.VarNoise(0.01),
+    }
+    for name, p in chains.items():
+        yield name, of_chain(p, language.loss, params, words)
+    yield "noise in the body", in_body(rpx.VarNoise(0.01), language.loss, params, words)
+
+
+def by_hand() -> Iterator[tuple[str, Step]]:
+    """Noise and LoRA in the body of the scan as people write them, with ``jax.checkpoint`` around a layer."""
+    params, words = language.params(), array(2, 65, dtype=jnp.int32)
+    kernels = params["layers"]
+
+    def with_noise(w: Any, key: jax.Array, data: Any) -> jax.Array:
+        def step(own: Any, x: jax.Array) -> jax.Array:
+            own, key = own
+            leaves, treedef = jax.tree.flatten(own)
+            keys = jax.random.split(key, len(leaves))
+            noisy = [x + 0.01 * jax.random.normal(keys[i], x.shape) for i, x in enumerate(leaves)]
+            return language.layer(treedef.unflatten(noisy), x)
+
+        layers = w["layers"], jax.random.split(key, language.LAYERS)
+        return language.loss({**w, "layers": layers}, data, step=jax.checkpoint(step))
+
+    def with_lora(ab: Any, w: Any, data: Any) -> jax.Array:
+        def step(own: Any, x: jax.Array) -> jax.Array:
+            own, ab = own
+            made = {name: {"kernel": own[name]["kernel"] + a @ b} for name, (a, b) in ab.items()}
+            return language.layer({**own, **made}, x)
+
+        return language.loss({**w, "layers": (w["layers"], ab)}, data, step=jax.checkpoint(step))
+
+    shapes = {name: kernels[name]["kernel"].shape for name in language.KERNELS}
+    ab = {name: (array(n, rows, 8), array(n, 8, columns)) for name, (n, rows, columns) in shapes.items()}
+    yield "noise by hand, jax.checkpoint", (with_noise, (params, KEY, words))
+    yield "LoRA by hand, jax.checkpoint", (with_lora, (ab, params, words))
+
+
+def temporary(step: Step, sharding: NamedSharding | None) -> float:
+    """MiB of temporary memory of a gradient."""
+    loss, given = step
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
+    memory: Any = jax.jit(jax.grad(loss)).lower(*placed).compile().memory_analysis()
+    return memory.temp_size_in_bytes / MIB
+
+
+def ways(step: Step, sharding: NamedSharding | None, *, in_factors: bool) -> Rows:
+    """Each way, and the most that the rule allows of the last one."""
+    loss, given = step
+    found = {"apply": temporary(step, sharding), "remat": temporary((rpx.remat(loss), given), sharding)}
+    if in_factors:
+        found["factored"] = temporary((rpx.factored(loss), given), sharding)
+        found["remat(factored)"] = temporary((rpx.remat(rpx.factored(loss)), given), sharding)
+        found["rule for remat(factored)"] = min(found["remat"], found["factored"])
+    found["rule for remat"] = found["apply"]
+    return exact(found)
+
+
+def measure(repeats: int, only: str | None = None) -> dict[str, Rows]:
+    """All tables."""
+    del repeats  # as a compiler gives the same program each time
+    heading(1)
+    places: dict[str, NamedSharding | None] = {"this machine": None}
+    if (sharding := tpu()) is None:
+        print("libtpu is not installed, so there are no tables of its compiler: pip install 'jax[tpu]'")
+    else:
+        places["TPU v5p"] = sharding
+    results: dict[str, Rows] = {}
+    for where, sharding in places.items():
+        for group, cases in {"layers": layers, "language": model}.items():
+            for name, step in cases() if only in (None, group) else ():
+                own = ways(step, sharding, in_factors=any(each in name for each in ("LoRA", "DoRA")))
+                results[title := f"{group}, {name}, {where}: temporary MiB"] = own
+                show({title: own})
+        for name, step in by_hand() if only in (None, "language") else ():
+            results[title := f"language, {name}, {where}: temporary MiB"] = exact(
+                {"by hand": temporary(step, sharding)}
+            )
+            show({title: results[title]})
+    return results
+
+
+if __name__ == "__main__":
+    measure(1, sys.argv[1] if len(sys.argv) > 1 else None)
