@@ -251,6 +251,7 @@ NAMES = ", ".join(
         [
             *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(8, 0, -1)),
             *("nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "dynamic8"),
+            *("udynamic8", *(f"gguf:q{kind}" for kind in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_k"))),
         ],
     )
 )
@@ -316,12 +317,12 @@ ERRORS = {
     "format": (
         lambda: rpx.Stored("int9"),
         ValueError,
-        f"Stored takes format={NAMES} or 'udynamic8', but got 'int9'.",
+        f"Stored takes format={NAMES} or 'gguf:q6_k', but got 'int9'.",
     ),
     "ternary is not stored": (
         lambda: rpx.Stored("ternary"),
         ValueError,
-        f"Stored takes format={NAMES} or 'udynamic8', but got 'ternary'.",
+        f"Stored takes format={NAMES} or 'gguf:q6_k', but got 'ternary'.",
     ),
     "double without blocks": (
         lambda: rpx.Stored("nf4", double_quant=True),

@@ -12,7 +12,8 @@ class Scales:
     """What the scales of blocks are stored as: codes, in units of a number that some of them share.
 
     Attributes:
-      dtype: The dtype of the codes; ``"exponent"`` is a byte, the exponent of a power of two.
+      dtype: The dtype of the codes; ``"exponent"`` is a byte, the exponent of a power of two. ``"float16"`` is no code:
+        the unit is 1.
       least: The smallest code of a block that is not zero.
       top: The code of the largest scale.
       shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
@@ -67,6 +68,7 @@ def _dynamic(*, signed: bool) -> Numbers:
 
 
 POWERS = Scales("exponent")
+HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
 """``double_quant``. The rounding error of a scale is below a sixteenth, so the largest number stays the largest."""
 
@@ -83,4 +85,11 @@ FORMATS = {
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
     "dynamic8": Format(_dynamic(signed=True)),
     "udynamic8": Format(_dynamic(signed=False)),
+    "gguf:q4_0": Format(whole(4, signed=True), 32, HALF),
+    "gguf:q4_1": Format(whole(4, signed=False), 32, HALF, zero="offset"),
+    "gguf:q5_0": Format(whole(5, signed=True), 32, HALF),
+    "gguf:q5_1": Format(whole(5, signed=False), 32, HALF, zero="offset"),
+    "gguf:q8_0": Format(whole(8, signed=True), 32, HALF),
+    "gguf:q4_k": Format(whole(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
+    "gguf:q6_k": Format(whole(6, signed=True), 16, Scales("int8", top=127, shared=16)),
 }

@@ -158,6 +158,8 @@ class Scaled(Reparametrization):
         scale = power_above(scale) if self.fit == "power" else scale
         if self._scales is None:
             return {name: _narrowed(scale, w.dtype)}
+        if self._scales.dtype == "float16":
+            return {name: _narrowed(scale, jnp.float16), unit: jnp.ones((1,) * scale.ndim, w.dtype)}
         over = self._over_units(scale)
         one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), w.dtype)
         codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))

@@ -14,16 +14,17 @@ from reparax.quantized._scaled import Scaled
 
 
 class Stored(Scaled):
-    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z)`.
+    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
     A format is a row of the table below: the numbers that codes stand for, and what scales are stored as. Raw values,
     all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of the weights;
     and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the dtype of the
-    weights, in units of which scales are stored. Codes of fewer than eight bits share bytes along the cut axis: a
-    stream of bits, the first code in the lowest ones. ``init`` rounds to the nearest numbers in float32. The scale maps
-    the largest magnitude of a block to the largest number, up to a sixteenth with ``double_quant``. ``apply`` returns
-    the dtype of the weights; in a jitted step, that array lives only while it is used. The codes have no gradient: pass
-    only what trains to ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
+    weights, in units of which scales are stored; ``offset`` and ``offset_unit`` are like these two. Codes of fewer than
+    eight bits share bytes along the cut axis: a stream of bits, the first code in the lowest ones. ``init`` rounds to
+    the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest number, up to a
+    sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that array lives only
+    while it is used. The codes have no gradient: pass only what trains to ``jax.grad``, with
+    ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -40,6 +41,10 @@ class Stored(Scaled):
     ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
     ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256; for moments
     ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; for second moments
+    ``"gguf:q4_0"``               those of int4; also q5_0, q8_0      4.5, 5.5, 8.5: scales are float16, by 32
+    ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
+    ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
+    ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
     ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in

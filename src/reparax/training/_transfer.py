@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._core.algebra import Chain, Parametrization, require_chains
@@ -29,7 +30,8 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it. All other values are computed by ``init`` from the current weights; random starts draw
+    the same stages change it; and so are the codes of :class:`Stored`, if a new adapter leaves their array as its base.
+    All other values are computed by ``init`` from the current weights; random starts draw
     by ``jax.random.key(0)``, so for another key call ``new.init(old.fold(raw), key)``. In an optimizer's state, the
     moments of kept values are kept, other moments start at zero, and counters are kept.
 
@@ -84,7 +86,8 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
         before, tree = tree, open_all([stage], tree, keys)
         known = find_nodes(before, stage.kind)
         for place, node in find_nodes(tree, stage.kind).items():
-            if place not in known and (values := read.values(stage, node)) is not None:
+            made = before.arrays.get(place)
+            if place not in known and (values := read.values(stage, node, made)) is not None:
                 kept.add(plain(place))
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
@@ -114,9 +117,13 @@ class _Read:
             pairs = {at: (x, after.arrays.get(at, x)) for at, x in before.arrays.items()}
             self._in_place += [(stage, plain(at), x, new) for at, (x, new) in pairs.items() if x is not new]
 
-    def values(self, stage: Parametrization, node: Node) -> dict[Names, Any] | None:
-        """The old values for a new node, if the same stage made both."""
+    def values(self, stage: Parametrization, node: Node, array: Any) -> dict[Names, Any] | None:
+        """The old values for a new node, if the same stage made both; for the base of a new adapter, of one array."""
         maker, held = self.nodes.get(plain(node.place), (None, {}))
+        if maker is None and FIXED in node.place:
+            old = plain(node.place[: next(i for i, name in enumerate(node.place) if name.startswith("@"))])
+            if old in self.nodes and _equal_numbers(array, self.effective.arrays.get(old)):
+                maker, held = self.nodes[old]
         names = {_end(node, at): at for at in node.values.values()}
         same = maker is not None and _same(stage, maker) and held.keys() == names.keys()
         return {names[end]: x for end, x in held.items()} if same and _fit(node, held) else None
@@ -158,6 +165,13 @@ def _same(stage: Parametrization, other: Parametrization) -> bool:
 
 def _equal(x: Any, y: Any) -> bool:
     return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
+
+
+def _equal_numbers(x: Any, y: Any) -> bool:
+    """Whether two arrays are known to be equal."""
+    if x is y or isinstance(x, Tracer) or isinstance(y, Tracer):
+        return x is y
+    return (x.shape, x.dtype) == (y.shape, y.dtype) and bool(jnp.array_equal(x, y))
 
 
 def _end(node: Node, place: Names) -> Names:

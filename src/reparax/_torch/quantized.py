@@ -1,0 +1,192 @@
+"""Reads models that others have quantized, with the file's own codes and scales."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._core.algebra import Chain, Parametrization
+from reparax._torch.axis_order import order, permute, read_layout
+from reparax._torch.entries import Entry, Index, join, list_entries, require_known
+from reparax._torch.quantized_files import READERS, Matrix, gguf
+from reparax._torch.rules import Rules
+from reparax._torch.tensors import read_tensors
+from reparax._tree.markers import locate_errors
+from reparax._tree.paths import PyTree, named, path_text
+from reparax.quantized import Stored
+from reparax.quantized._formats import FORMATS
+from reparax.quantized._packing import group, packed
+
+PLAIN = ("F32", "F16", "BF16")
+
+
+def from_quantized(
+    tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+) -> tuple[Parametrization, PyTree]:
+    r"""Reads a model that others have quantized: a chain of :class:`Stored`, and a raw tree of the file's own codes.
+
+    Nothing is rounded anew: the effective weights are those that the file's own library computes, and the arrays take
+    about the file's size. To fine-tune exactly what was released, ``q = p >> rpx.LoRA(16)`` and
+    ``raw = rpx.transfer(p, q, raw)``.
+
+    ========================  =======================================================  =============================
+    ``quant_method``          what is read                                             reference
+    ========================  =======================================================  =============================
+    ``"gptq"``                2, 3, 4 and 8 bits, without ``desc_act``                 ``scale (q - zero)``
+    ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
+    ``"bitsandbytes"``        nf4, also with rounded scales, and int8                  ``scale number(q)``
+    ``"compressed-tensors"``  pack-quantized, int-quantized and float-quantized        ``scale (q - zero)``
+    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
+    ========================  =======================================================  =============================
+
+    Weights that the file does not quantize get the dtype of ``like``; those that it does have the dtype of its scales,
+    which is float32 for GGUF and bitsandbytes.
+
+    Args:
+      tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
+        gguf.GGUFReader(path).tensors}``.
+      config: ``quantization_config`` of the model's ``config.json``. For GGUF, ``{"quant_method": "gguf", "types":
+        {t.name: t.tensor_type.name for t in reader.tensors}}``.
+      like: The model's parameters, or their shapes and dtypes.
+      names: As for :func:`from_torch`: the name of the weight of a parameter, such as ``model.layers.{i}.\1.weight``,
+        for GGUF ``blk.{i}.\1.weight``.
+      layouts: As for :func:`from_torch`.
+
+    Returns:
+      The chain, and its raw tree.
+
+    Raises:
+      ValueError: If a tensor is missing, unexpected, or has another shape or dtype; if scales are not finite; or if the
+        file has a format that is not read. The error names each of them.
+
+    Example:
+      >>> import numpy as np, jax.numpy as jnp, reparax as rpx
+      >>> block = np.concatenate([np.float16([0.5]).view(np.uint8), np.full(32, 3, np.uint8)])
+      >>> config = {"quant_method": "gguf", "types": {"dense.weight": "Q8_0"}}
+      >>> like = {"dense": {"kernel": jnp.zeros((32, 2))}}
+      >>> p, raw = rpx.from_quantized({"dense.weight": np.stack([block, block])}, config, like)
+      >>> p
+      Stored('gguf:q8_0', where='dense/kernel')
+      >>> p.apply(raw)["dense"]["kernel"][:2]
+      Array([[1.5, 1.5],
+             [1.5, 1.5]], dtype=float32)
+    """
+    _require_method(config)
+    arrays = read_tensors("from_quantized", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    with locate_errors("from_quantized"):
+        entries = list_entries(like, names, layouts)
+        require_known(entry.told([x]) for entry in entries if (x := arrays.get(entry.tensor)) is not None)
+    stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
+    used = set[str]()
+    for entry in entries:
+        held = _tensors_of(entry, arrays, config)
+        used |= {name for name, _ in held.values()}
+        try:
+            stage, found = _read(entry, {end: x for end, (_, x) in held.items()}, config)
+        except ValueError as error:
+            lines.append(f"{entry.tensor}: {error}")
+            continue
+        if stage is not None and stages.setdefault(entry.path, stage) != stage:
+            lines.append(f"{entry.tensor}: its layers have several formats. Give each a parameter of its own")
+        for end, x in found.items():
+            values.setdefault(f"{entry.path}{end}", {})[entry.index] = x
+    lines += [f"{name}: the model has no parameter for it" for name in sorted(arrays.keys() - used)]
+    if lines or not stages:
+        text = "\n  ".join(lines or ["it holds no quantized weight"])
+        raise ValueError(
+            f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+        )
+    p = _chain(stages, {entry.path for entry in entries})
+    shapes = jax.eval_shape(p.init, like)
+    paths, leaves, treedef = named(shapes)
+    joined = {path: join(parts) for path, parts in values.items()}
+    return p, treedef.unflatten([joined.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _require_method(config: Any) -> None:
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if not isinstance(method, str) or method not in (*READERS, "gguf"):
+        raise ValueError(
+            f"from_quantized reads files of {', '.join(READERS)} and gguf, by config['quant_method'], but got "
+            f"{method!r}. Pass `quantization_config` of the model's config.json."
+        )
+
+
+def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The tensors of a parameter: their names, and their numbers, by what comes after the name of its module."""
+    if config["quant_method"] == "gguf":
+        return {"data": (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
+    module, _, last = entry.tensor.rpartition(".")
+    if last != "weight":
+        return {last: (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
+    start = f"{module}." if module else ""
+    found = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
+    own = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format"}
+    return {end: pair for end, pair in found.items() if end in own or re.fullmatch(r"weight([._].*)?", end)}
+
+
+def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Array]]:
+    """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
+    shape = permute(entry.shape, entry.layout)
+    if not held:
+        raise ValueError("there is no tensor for it")
+    matrix = _matrix(entry, held, shape, config)
+    if matrix is None:
+        x = _plain(entry, held, shape, config)
+        return None, {"": read_layout(jnp.asarray(x), entry.layout).astype(entry.dtype)}
+    numbers = FORMATS[matrix.format].numbers
+    turned = order(entry.layout, 2) == (1, 0)
+    axis = 0 if turned else 1
+    if shape[1] % group(numbers.bits)[0]:
+        raise ValueError(f"its {shape[1]} inputs of {numbers.bits} bits fill no whole bytes")
+    values = {name: jnp.asarray(x.T if turned else x) for name, x in matrix.values.items()}
+    values["q"] = packed(values["q"], numbers.bits, axis)
+    block = None if matrix.block in (None, FORMATS[matrix.format].block, shape[1]) else matrix.block
+    by_output = FORMATS[matrix.format].block is None and block is None
+    axes = (1 if turned else 0) if by_output or not turned else None
+    stage = Stored(matrix.format, block=block, axis=axes, stacked=tuple(range(len(entry.index))))
+    return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
+
+
+def _matrix(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
+    rows = (shape[0], shape[-1])
+    if config["quant_method"] != "gguf":
+        return READERS[config["quant_method"]](held, rows, config) if len(shape) == 2 else None
+    types = config.get("types")
+    kind = types.get(entry.tensor) if isinstance(types, Mapping) else None
+    if kind is None:
+        raise ValueError("there is no type for it in config['types']")
+    return None if kind in PLAIN or len(shape) != 2 else gguf(held, rows, kind)
+
+
+def _plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
+    """A tensor that the file does not quantize."""
+    x = held.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
+    if x is None:
+        raise ValueError("there is no tensor for it")
+    if x.dtype == np.uint8 and config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16":
+        x = np.ascontiguousarray(x).view(jnp.bfloat16)
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"expected floating numbers of shape {shape}, got {x.dtype.name}{list(x.shape)}")
+    if not np.all(np.isfinite(x.astype(np.float32))):
+        raise ValueError("it holds numbers that are not finite")
+    return x
+
+
+def _chain(stages: Mapping[str, Stored], paths: set[str]) -> Parametrization:
+    """A stage for each format and layout, on the paths of its arrays."""
+    kinds: dict[Stored, list[str]] = {}
+    for path, stage in stages.items():
+        kinds.setdefault(stage, []).append(path)
+    made: list[Parametrization] = []
+    for stage, own in kinds.items():
+        patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in own}
+        matched = {path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)}
+        texts = sorted(patterns if matched == set(own) else {re.escape(path) for path in own})
+        made.append(replace(stage, where="|".join(texts)))
+    return made[0] if len(made) == 1 else Chain(tuple(made))

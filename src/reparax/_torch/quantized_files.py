@@ -1,0 +1,288 @@
+"""What files of GPTQ, AWQ, bitsandbytes, compressed-tensors and GGUF say about a matrix: a format, codes, and scales.
+
+Each reader gets the tensors of one matrix ``(out, in)`` and refuses those that do not fit its shape, before it reads
+them. A file's own sizes are compared with the model's, and nothing is made in their size.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reparax.quantized._formats import FORMATS, NF4
+
+Tensors = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A stored matrix.
+
+    Attributes:
+      format: The row of the table of formats.
+      block: How many inputs share a scale; None for all.
+      values: The raw values, with the axes (out, in), and a code for each entry.
+    """
+
+    format: str
+    block: int | None
+    values: dict[str, np.ndarray]
+
+
+def take(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
+    """A tensor of that shape and one of these dtypes."""
+    if name not in tensors:
+        raise ValueError(f"there is no {name!r}")
+    x = tensors[name]
+    if x.shape != shape or (dtypes and x.dtype.name not in dtypes):
+        wanted = f"{' or '.join(dtypes)}{list(shape)}" if dtypes else f"shape {shape}"
+        raise ValueError(f"expected {name!r} of {wanted}, got {x.dtype.name}{list(x.shape)}")
+    if x.dtype.kind not in "iub" and not np.all(np.isfinite(x.astype(np.float32))):
+        raise ValueError(f"{name!r} holds numbers that are not finite")
+    return x
+
+
+def whole_parts(count: int, size: int, what: str) -> int:
+    """How many parts of that size there are."""
+    if size < 1 or count % size:
+        raise ValueError(f"its {count} inputs are no multiple of {what} {size}")
+    return count // size
+
+
+def words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """The numbers of ``bits`` bits in a stream of words along an axis."""
+    rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
+    stream = np.unpackbits(rows, axis=-1, bitorder="little")
+    each = stream.reshape(*rows.shape[:-1], -1, bits)
+    return np.moveaxis(np.packbits(each, axis=-1, bitorder="little")[..., 0], -1, axis)
+
+
+def signed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers counted from the smallest one, as two's complement of that many bits."""
+    return ((codes.astype(np.int16) - 2 ** (bits - 1)) & (2**bits - 1)).astype(np.uint8).view(np.int8)
+
+
+def _setting(config: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+    value = config.get(name)
+    if value not in allowed:
+        *most, last = map(repr, allowed)
+        raise ValueError(f"expected {name} of {', '.join(most)} or {last} in the configuration, got {value!r}")
+    return value
+
+
+def _group(config: Mapping[str, Any], inputs: int) -> int:
+    size = config.get("group_size", 128)
+    if not isinstance(size, int):
+        raise ValueError(f"expected a whole number as group_size in the configuration, got {size!r}")
+    return inputs if size == -1 else size
+
+
+def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
+    """GPTQ: words of codes along the inputs; zeros are one less than they are, except in the second format."""
+    if "qweight" not in tensors:
+        return None
+    (out, inputs), bits = shape, _setting(config, "bits", 2, 3, 4, 8)
+    size = _group(config, inputs)
+    groups = whole_parts(inputs, size, "group_size")
+    codes = words(take(tensors, "qweight", (inputs * bits // 32, out), "int32"), bits, 0)
+    zeros = words(take(tensors, "qzeros", (groups, out * bits // 32), "int32"), bits, 1)
+    scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
+    if "g_idx" in tensors and np.any(take(tensors, "g_idx", (inputs,), "int32", "int64") != np.arange(inputs) // size):
+        raise ValueError("its inputs are in the order of their importance (desc_act), which blocks cannot tell")
+    first = config.get("checkpoint_format", "gptq") != "gptq_v2"
+    zero = (zeros.astype(np.int32) + first).astype(scales.dtype)
+    return Matrix(f"uint{bits}", size, {"q": codes.T, "scale": scales.T, "zero": zero.T})
+
+
+def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
+    """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    if "qweight" not in tensors:
+        return None
+    (out, inputs), _ = shape, _setting(config, "bits", 4)
+    if str(config.get("version", "gemm")).lower() != "gemm":
+        raise ValueError(f"expected version 'gemm' in the configuration, got {config['version']!r}")
+    size = _group(config, inputs)
+    groups = whole_parts(inputs, size, "group_size")
+    scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
+
+    def numbers(name: str, rows: int) -> np.ndarray:
+        apart = words(take(tensors, name, (rows, out // 8), "int32"), 4, 1).reshape(rows, -1, 8)
+        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)
+
+    zero = numbers("qzeros", groups).astype(scales.dtype)
+    return Matrix("uint4", size, {"q": numbers("qweight", inputs).T, "scale": scales.T, "zero": zero.T})
+
+
+def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
+    """bitsandbytes: NF4 by blocks of the flat matrix, whose scales may be rounded too; or int8 by rows."""
+    del config
+    (out, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
+    if "SCB" in tensors:
+        q = take(tensors, "weight", shape, "int8")
+        scale = take(tensors, "SCB", (out,), "float32")[:, None] * np.float32(1 / 127)
+        return Matrix("int8", None, {"q": q, "scale": scale})
+    if state not in tensors:
+        if other := next((name for name in tensors if ".quant_state." in name), None):
+            raise ValueError(f"expected numbers of nf4, got {other!r}")
+        return None
+    said = _facts(tensors[state])
+    size = said.get("blocksize")
+    if not isinstance(size, int) or list(said.get("shape") or []) != list(shape):
+        got = f"{size!r} and {said.get('shape')!r}"
+        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {got}")
+    blocks = out * whole_parts(inputs, size, "blocksize")
+    if not np.array_equal(take(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
+        raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
+    pairs = take(tensors, "weight", (out * inputs // 2, 1), "uint8")[:, 0]
+    codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(shape)
+    if "weight.nested_absmax" not in tensors:
+        scale = take(tensors, "weight.absmax", (blocks,), "float32")
+        return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
+    many, offset = said.get("nested_blocksize"), said.get("nested_offset")
+    if not isinstance(many, int) or many < 1 or not isinstance(offset, int | float) or not np.isfinite(offset):
+        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {many!r}, {offset!r}")
+    table = take(tensors, "weight.nested_quant_map", (256,), "float32")
+    units = take(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
+    rounded = table[take(tensors, "weight.absmax", (blocks,), "uint8")]
+    scale = rounded * np.repeat(units, many)[:blocks] + np.float32(offset)
+    return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
+
+
+def _facts(x: np.ndarray) -> dict[str, Any]:
+    """The JSON in a tensor of bytes."""
+    try:
+        found = json.loads(x.astype(np.uint8).tobytes().decode())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"its state is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"its state is no dict, but {type(found).__name__}")
+    return found
+
+
+def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
+    """compressed-tensors: words of codes along the inputs, counted from the smallest; or plain int8 and float8."""
+    if "weight_scale" not in tensors:
+        return None
+    (out, inputs), scale = shape, tensors["weight_scale"]
+    scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
+    count = scale.shape[-1] if scale.ndim == 2 else 0
+    size = whole_parts(inputs, count, "the number of scales")
+    scale = take({"weight_scale": scale}, "weight_scale", (scale.shape[0], count), "float16", "bfloat16", "float32")
+    if scale.shape[0] not in (1, out):
+        raise ValueError(f"expected a scale for each of {out} outputs, got {scale.shape[0]}")
+    values = {"scale": np.broadcast_to(scale, (out, count))}
+    if "weight_g_idx" in tensors and np.any(
+        take(tensors, "weight_g_idx", (inputs,), "int32", "int64") != np.arange(inputs) // size
+    ):
+        raise ValueError("its inputs are in the order of their importance (actorder), which blocks cannot tell")
+    if "weight_packed" not in tensors:
+        if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
+            raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
+        q = take(tensors, "weight", shape, "int8", "float8_e4m3fn")
+        return Matrix(q.dtype.name, size, {"q": q, **values})
+    bits = _bits(config)
+    packed = take(tensors, "weight_packed", (out, -(-inputs * bits // 32)), "int32")
+    codes = words(packed, bits, 1)[:, :inputs] if inputs * bits % 32 == 0 else None
+    if codes is None:
+        raise ValueError(f"its {inputs} inputs of {bits} bits fill no whole words")
+    if "weight_zero_point" not in tensors:
+        return Matrix(f"int{bits}", size, {"q": signed(codes, bits), **values})
+    held = take(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
+    zero = words(held, bits, 0)[:out].astype(scale.dtype)
+    return Matrix(f"uint{bits}", size, {"q": codes, **values, "zero": zero})
+
+
+def _bits(config: Mapping[str, Any]) -> int:
+    groups = config.get("config_groups")
+    found: list[Any] = [
+        weights.get("num_bits")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
+    ]
+    if not found or found[0] not in range(1, 9) or any(bits != found[0] for bits in found):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {found}")
+    return found[0]
+
+
+def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight offsets of six bits, from twelve bytes."""
+    low, high, both = np.split(x, 3, axis=-1)
+    scale = np.concatenate([low & 63, (both & 15) | ((low >> 2) & 48)], axis=-1)
+    return scale, np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)
+
+
+def _halves(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.float16)
+
+
+def _nibbles(x: np.ndarray, width: int) -> np.ndarray:
+    """Codes of four bits: those in the low halves of ``width`` bytes, then those in the high halves."""
+    rows = x.reshape(*x.shape[:-1], -1, 1, width)
+    return (np.concatenate([rows & 15, rows >> 4], axis=-2)).reshape(*x.shape[:-1], -1)
+
+
+def _small(x: np.ndarray, high: int, offset: int) -> dict[str, np.ndarray]:
+    """Blocks of 32 codes: a scale, an offset, the fifth bits, and the low ones."""
+    codes = _nibbles(x[..., 2 + offset + high :], 16)
+    if high:
+        fifth = np.unpackbits(np.ascontiguousarray(x[..., 2 + offset : 6 + offset]), axis=-1, bitorder="little")
+        codes = codes | (fifth << 4)
+    if offset:
+        return {"q": codes, "scale": _halves(x[..., :2]), "offset": -_halves(x[..., 2:4])}
+    return {"q": signed(codes, 5 if high else 4), "scale": _halves(x[..., :2])}
+
+
+def _eight(x: np.ndarray) -> dict[str, np.ndarray]:
+    return {"q": np.ascontiguousarray(x[..., 2:]).view(np.int8), "scale": _halves(x[..., :2])}
+
+
+def _four_k(x: np.ndarray) -> dict[str, np.ndarray]:
+    scale, offset = _k_scales(x[..., 4:16])
+    units = _halves(x[..., :4]).astype(np.float32)
+    codes = _nibbles(x[..., 16:], 32)
+    return {"q": codes, "scale": scale, "unit": units[..., :1], "offset": offset, "offset_unit": units[..., 1:]}
+
+
+def _six_k(x: np.ndarray) -> dict[str, np.ndarray]:
+    low = _nibbles(x[..., :128], 64)
+    rows = x[..., 128:192].reshape(*x.shape[:-1], 2, 1, 32)
+    high = (rows >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
+    codes = low | (high.reshape(low.shape) << 4)
+    scale = np.ascontiguousarray(x[..., 192:208]).view(np.int8)
+    return {"q": signed(codes, 6), "scale": scale, "unit": _halves(x[..., 208:]).astype(np.float32)}
+
+
+_GGUF: dict[str, tuple[int, int, Callable[[np.ndarray], dict[str, np.ndarray]]]] = {
+    "Q4_0": (32, 18, lambda x: _small(x, 0, 0)),
+    "Q4_1": (32, 20, lambda x: _small(x, 0, 2)),
+    "Q5_0": (32, 22, lambda x: _small(x, 4, 0)),
+    "Q5_1": (32, 24, lambda x: _small(x, 4, 2)),
+    "Q8_0": (32, 34, _eight),
+    "Q4_K": (256, 144, _four_k),
+    "Q6_K": (256, 210, _six_k),
+}
+"""For each type of GGUF: the entries and the bytes of a block, and what the bytes hold."""
+
+
+def gguf(tensors: Tensors, shape: tuple[int, int], kind: str) -> Matrix:
+    """GGUF: blocks of bytes along the inputs."""
+    if kind not in _GGUF:
+        raise ValueError(f"expected a type of {', '.join(_GGUF)}, F32, F16 or BF16, got {kind!r}")
+    entries, size, read = _GGUF[kind]
+    out, inputs = shape
+    blocks = whole_parts(inputs, entries, "the block of")
+    values = read(take(tensors, "data", (out, blocks * size), "uint8").reshape(out, blocks, size))
+    for name, x in values.items():
+        if x.dtype.kind == "f" and not np.all(np.isfinite(x)):
+            raise ValueError(f"its {name} holds numbers that are not finite")
+    values = {name: x.reshape(out, -1) for name, x in values.items()}
+    if "unit" not in values:
+        ones = np.ones((1, 1), np.float32)
+        values |= {"unit": ones} | ({"offset_unit": ones} if "offset" in values else {})
+    name = f"gguf:{kind.lower()}"
+    return Matrix(name, FORMATS[name].block, values)
+
+
+READERS = {"gptq": gptq, "awq": awq, "bitsandbytes": bitsandbytes, "compressed-tensors": compressed_tensors}

@@ -1,0 +1,267 @@
+"""Files of quantized models against the formulas of their libraries, written in numpy; and files that are damaged."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+RNG = np.random.default_rng(0)
+LIKE = {
+    "dense": {"kernel": jax.ShapeDtypeStruct((64, 16), np.float32), "bias": jax.ShapeDtypeStruct((16,), np.float32)}
+}
+BIAS = {"dense.bias": np.arange(16, dtype=np.float32)}
+
+
+def read(tensors, config, like=LIKE, **how):
+    """The effective kernel, with the axes of torch."""
+    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, like, **how)
+    effective = p.apply(raw)
+    np.testing.assert_array_equal(effective["dense"]["bias"], BIAS["dense.bias"])
+    return np.asarray(effective["dense"]["kernel"]).T
+
+
+def gptq(first=1):
+    """Words of eight codes along the inputs, as AutoGPTQ packs and reads them."""
+    codes, zeros = RNG.integers(0, 16, (64, 16)), RNG.integers(1, 16, (2, 16))
+    scales = RNG.uniform(0.01, 0.1, (2, 16)).astype(np.float16)
+    shifts = 4 * np.arange(8)
+    qweight = np.sum(codes.reshape(8, 8, 16) << shifts[None, :, None], axis=1).astype(np.uint32).view(np.int32)
+    qzeros = np.sum((zeros - first).reshape(2, 2, 8) << shifts, axis=2).astype(np.uint32).view(np.int32)
+    names = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": np.arange(64, dtype=np.int32) // 32}
+    group = np.arange(64) // 32
+    return {f"dense.{name}": x for name, x in names.items()}, (scales[group] * (codes - zeros[group])).T
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(("config", "first"), [(GPTQ, 1), ({**GPTQ, "checkpoint_format": "gptq_v2"}, 0)])
+def test_gptq(config, first):
+    tensors, want = gptq(first)
+    got = read(tensors, config)
+    assert got.dtype == np.float16
+    np.testing.assert_array_equal(got, want.astype(np.float16))
+
+
+def test_awq():
+    codes, zeros = RNG.integers(0, 16, (64, 16)), RNG.integers(0, 16, (2, 16))
+    scales, order = RNG.uniform(0.01, 0.1, (2, 16)).astype(np.float16), [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def words(x):
+        return (
+            np.sum(x.reshape(len(x), 2, 8)[..., order] << (4 * np.arange(8)), axis=2).astype(np.uint32).view(np.int32)
+        )
+
+    tensors = {"dense.qweight": words(codes), "dense.qzeros": words(zeros), "dense.scales": scales}
+    group = np.arange(64) // 32
+    got = read(tensors, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"})
+    np.testing.assert_array_equal(got, (scales[group] * (codes - zeros[group])).T.astype(np.float16))
+
+
+def blocks(kind):
+    """A matrix in GGUF, and its numbers by the comments in ggml-common.h."""
+    d, m = (RNG.uniform(0.01, 0.1, (16, 2, 1)).astype(np.float16) for _ in range(2))
+    if kind == "Q8_0":
+        q = RNG.integers(-128, 128, (16, 2, 32)).astype(np.int8)
+        data = np.concatenate([d.view(np.uint8), q.view(np.uint8)], axis=-1)
+        return data.reshape(16, -1), (d.astype(np.float32) * q).reshape(16, 64)
+    q = RNG.integers(0, 16, (16, 2, 32)).astype(np.uint8)
+    low = q[..., :16] | (q[..., 16:] << 4)
+    if kind == "Q4_0":
+        data = np.concatenate([d.view(np.uint8), low], axis=-1)
+        return data.reshape(16, -1), (d.astype(np.float32) * (q.astype(np.float32) - 8)).reshape(16, 64)
+    data = np.concatenate([d.view(np.uint8), m.view(np.uint8), low], axis=-1)
+    return data.reshape(16, -1), (d.astype(np.float32) * q + m.astype(np.float32)).reshape(16, 64)
+
+
+def gguf(kind, data, name="dense.weight"):
+    return {name: data}, {"quant_method": "gguf", "types": {name: kind, "dense.bias": "F32"}}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf(kind):
+    data, want = blocks(kind)
+    np.testing.assert_array_equal(read(*gguf(kind, data)), want)
+
+
+def test_layers_in_a_stack_and_tables_keep_their_codes():
+    (first, one), (second, two), (table, three) = (blocks("Q4_0") for _ in range(3))
+    tensors = {"blk.0.up.weight": first, "blk.1.up.weight": second, "embed.weight": table}
+    like = {"layers": {"up": {"kernel": jnp.zeros((2, 64, 16))}}, "embed": {"embedding": jnp.zeros((16, 64))}}
+    config = {"quant_method": "gguf", "types": dict.fromkeys(tensors, "Q4_0")}
+    p, raw = rpx.from_quantized(tensors, config, like, names={"layers/up/kernel": "blk.{i}.up.weight"})
+    table_of = rpx.Stored("gguf:q4_0", where="embed/embedding", axis=0)
+    assert p == table_of >> rpx.Stored("gguf:q4_0", where="layers/up/kernel", stacked=0)
+    got = p.apply(raw)
+    np.testing.assert_array_equal(got["layers"]["up"]["kernel"], np.stack([one.T, two.T]))
+    np.testing.assert_array_equal(got["embed"]["embedding"], three)
+    assert rpx.from_json(p.to_json()) == p
+
+
+def test_an_adapter_is_added_to_the_codes_of_the_file():
+    data, want = blocks("Q4_1")
+    tensors, config = gguf("Q4_1", data)
+    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
+    tuned = p >> rpx.LoRA(2)
+    adapted = rpx.transfer(p, tuned, raw)
+    base = adapted["dense"]["kernel"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
+    held = raw["dense"]["kernel"]["@stored"]["@fixed"]
+    assert all(jnp.array_equal(base[name], x) for name, x in held.items())
+    free = rpx.partition(adapted)[0]
+    assert sorted(x.shape for x in jax.tree.leaves(free)) == [(2, 16), (16,), (64, 2)]
+    np.testing.assert_array_equal(tuned.apply(adapted)["dense"]["kernel"].T, want)
+
+
+def nf4(**said):
+    levels = np.asarray(rpx.quantized._formats.NF4, np.float32)
+    codes = RNG.integers(0, 16, (16, 64)).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)
+    facts = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [16, 64], **said}
+    absmax = RNG.uniform(0.5, 1, 16).astype(np.float32)
+    tensors = {
+        "dense.weight": (pairs[:, 0] << 4 | pairs[:, 1])[:, None],
+        "dense.weight.absmax": absmax,
+        "dense.weight.quant_map": levels,
+        "dense.weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(facts).encode(), np.uint8),
+    }
+    return tensors, levels[codes] * absmax[:, None]
+
+
+BITSANDBYTES = {"quant_method": "bitsandbytes"}
+
+
+def test_bitsandbytes():
+    tensors, want = nf4()
+    np.testing.assert_array_equal(read(tensors, BITSANDBYTES), want)
+
+
+def broken(make, **changes):
+    tensors = dict(make[0])
+    for name, change in changes.items():
+        full = next(each for each in tensors if each.endswith(name))
+        tensors[full] = change(tensors[full])
+        if tensors[full] is None:
+            del tensors[full]
+    return tensors
+
+
+def nan_first(x):
+    x = x.copy()
+    x.flat[0] = np.nan
+    return x
+
+
+Q4 = gguf("Q4_0", blocks("Q4_0")[0])
+DAMAGED = {
+    "a scale that is no number": (
+        broken(gptq(), scales=nan_first),
+        GPTQ,
+        "dense.weight: 'scales' holds numbers that are not finite",
+    ),
+    "words that are cut off": (
+        broken(gptq(), qweight=lambda x: x[:-1]),
+        GPTQ,
+        "dense.weight: expected 'qweight' of int32[8, 16], got int32[7, 16]",
+    ),
+    "a tensor that is missing": (
+        broken(gptq(), qzeros=lambda x: None),
+        GPTQ,
+        "dense.weight: there is no 'qzeros'",
+    ),
+    "another order": (
+        broken(gptq(), g_idx=lambda x: x[::-1].copy()),
+        GPTQ,
+        "dense.weight: its inputs are in the order of their importance (desc_act), which blocks cannot tell",
+    ),
+    "bits that nobody packs": (
+        gptq()[0],
+        {**GPTQ, "bits": 10**9},
+        "dense.weight: expected bits of 2, 3, 4 or 8 in the configuration, got 1000000000",
+    ),
+    "a group of a word": (
+        gptq()[0],
+        {**GPTQ, "group_size": "../../etc"},
+        "dense.weight: expected a whole number as group_size in the configuration, got '../../etc'",
+    ),
+    "a group that divides nothing": (
+        gptq()[0],
+        {**GPTQ, "group_size": 0},
+        "dense.weight: its 64 inputs are no multiple of group_size 0",
+    ),
+    "bytes that are cut off": (
+        {"dense.weight": Q4[0]["dense.weight"][:, :-3]},
+        Q4[1],
+        "dense.weight: expected 'data' of uint8[16, 36], got uint8[16, 33]",
+    ),
+    "a type that nobody reads": (
+        Q4[0],
+        gguf("IQ2_XXS", None)[1],
+        "dense.weight: expected a type of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16 or BF16, got 'IQ2_XXS'",
+    ),
+    "no type": (
+        Q4[0],
+        {"quant_method": "gguf", "types": {"dense.bias": "F32"}},
+        "dense.weight: there is no type for it in config['types']",
+    ),
+    "infinite scales": (
+        {"dense.weight": np.full((16, 36), 0x7C, np.uint8)},
+        Q4[1],
+        "dense.weight: its scale holds numbers that are not finite",
+    ),
+    "a huge shape": (
+        nf4(shape=[2**40, 2**40])[0],
+        BITSANDBYTES,
+        "dense.weight: expected a blocksize and the shape [16, 64] in 'weight.quant_state.bitsandbytes__nf4', got 64 "
+        "and [1099511627776, 1099511627776]",
+    ),
+    "a state that is no JSON": (
+        broken(nf4(), bitsandbytes__nf4=lambda x: x[:5]),
+        BITSANDBYTES,
+        "dense.weight: its state is no JSON: Unterminated string starting at: line 1 column 2 (char 1)",
+    ),
+    "a state that is a list": (
+        broken(nf4(), bitsandbytes__nf4=lambda x: np.frombuffer(b"[]", np.uint8)),
+        BITSANDBYTES,
+        "dense.weight: its state is no dict, but list",
+    ),
+    "another table": (
+        broken(nf4(), quant_map=lambda x: 2 * x),
+        BITSANDBYTES,
+        "dense.weight: expected the table of nf4 as 'weight.quant_map', got another one",
+    ),
+    "bits by hearsay": (
+        {"dense.weight_packed": np.zeros((16, 8), np.int32), "dense.weight_scale": np.ones((16, 1), np.float16)},
+        {"quant_method": "compressed-tensors"},
+        "dense.weight: expected one number of bits, from 1 to 8, in config_groups, got []",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_files_are_told_in_a_sentence(case):
+    tensors, config, text = DAMAGED[case]
+    with raises(
+        ValueError,
+        f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`.",
+    ):
+        rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
+
+
+def test_errors():
+    with raises(
+        ValueError,
+        "from_quantized: the file does not fit this model:\n  dense.weight: there is no tensor for it\n  "
+        "../../secret.qweight: the model has no parameter for it\nCorrect `like`, `names` or `layouts`.",
+    ):
+        rpx.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
+    with raises(
+        ValueError,
+        "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors and gguf, by config['quant_method']"
+        ", but got 'fp6'. Pass `quantization_config` of the model's config.json.",
+    ):
+        rpx.from_quantized({}, {"quant_method": "fp6"}, LIKE)

@@ -1,0 +1,107 @@
+"""Files of quantized models against the packages that write and read them: effective weights, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore")
+LIKE = {"dense": {"kernel": jax.ShapeDtypeStruct((512, 64), np.float32)}}
+
+
+def weights():
+    return np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+
+
+def read(tensors, config, like=LIKE):
+    """The effective weights of a file, as torch has them, and the bits for each weight."""
+    p, raw = rpx.from_quantized(tensors, config, like)
+    jitted = jax.jit(p.apply)(raw)["dense"]["kernel"]
+    got = p.apply(raw)["dense"]["kernel"]
+    np.testing.assert_array_equal(jitted, got)
+    with jax.numpy_dtype_promotion("standard"):
+        tuned = p >> rpx.LoRA(4)
+        adapted = rpx.transfer(p, tuned, raw)
+        np.testing.assert_array_equal(tuned.apply(adapted)["dense"]["kernel"], got)
+    return np.asarray(got.astype(jnp.float32)).T, 8 * sum(x.nbytes for x in jax.tree.leaves(raw)) / got.size
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("Q4_0", 4.5), ("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q8_0", 8.5), ("Q4_K", 4.75), ("Q6_K", 6.625)],
+)
+def test_gguf(kind, bits):
+    gguf = pytest.importorskip("gguf")
+    type_ = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("K"):  # the package reads them, and does not write them
+        entries, size = gguf.GGML_QUANT_SIZES[type_]
+        data = np.random.default_rng(0).integers(0, 256, (64, 512 // entries, size), np.uint8)
+        halves = np.random.default_rng(1).standard_normal((64, 512 // entries, 2)).astype(np.float16).view(np.uint8)
+        data[..., slice(0, 4) if kind == "Q4_K" else slice(208, 210)] = halves[..., : 4 if kind == "Q4_K" else 2]
+        data = data.reshape(64, -1)
+    else:
+        data = gguf.quantize(weights(), type_)
+    got, found = read({"dense.weight": data}, {"quant_method": "gguf", "types": {"dense.weight": kind}})
+    np.testing.assert_array_equal(got, gguf.dequantize(data, type_))
+    assert found <= bits + 0.01
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_nf4(nested):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    q, state = functional.quantize_4bit(torch.from_numpy(weights()), quant_type="nf4", compress_statistics=nested)
+    tensors = {"dense.weight": q, **{f"dense.weight.{name}": x for name, x in state.as_dict(packed=True).items()}}
+    got, bits = read(tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    np.testing.assert_array_equal(got, functional.dequantize_4bit(q, state).numpy())
+    assert bits <= 4.5
+
+
+def test_bitsandbytes_int8():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    q, scale, _ = functional.int8_vectorwise_quant(torch.from_numpy(weights()).half())
+    tensors = {"dense.weight": q, "dense.SCB": scale, "dense.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    got, bits = read(tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    # Theirs multiplies by the scale, and then by 1 / 127; ours by both at once.
+    np.testing.assert_allclose(got, functional.int8_vectorwise_dequant(q, scale).numpy(), rtol=2e-7)
+    assert bits <= 8.07
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (3, True)])
+def test_compressed_tensors_packed(bits, symmetric):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    args = schemes.QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, strategy="group", group_size=64)
+    w = torch.from_numpy(weights()).bfloat16()
+    groups, low, high = w.reshape(64, 8, 64), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if symmetric:
+        scale, zero = groups.abs().amax(-1) / high, None
+    else:
+        scale = (groups.amax(-1) - groups.amin(-1)) / (high - low)
+        zero = (low - groups.amin(-1) / scale).round().clamp(low, high).to(torch.int8)
+    q = forward.quantize(w, scale, zero, args, dtype=torch.int8)
+    tensors = {"dense.weight_packed": helpers.pack_to_int32(q, bits), "dense.weight_scale": scale}
+    tensors["dense.weight_shape"] = torch.tensor([64, 512])
+    if zero is not None:
+        tensors["dense.weight_zero_point"] = helpers.pack_to_int32(zero, bits, packed_dim=0)
+    weights_ = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    got, _ = read(tensors, {**config, "config_groups": {"group_0": {"weights": weights_}}})
+    np.testing.assert_array_equal(got, forward.dequantize(q, scale, zero, args).float().numpy())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_compressed_tensors_by_output(dtype):
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    kind = "int" if dtype == "int8" else "float"
+    args = schemes.QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="channel")
+    w = torch.from_numpy(weights()).bfloat16()
+    scale = w.abs().amax(1, keepdim=True) / (127 if dtype == "int8" else 448)
+    q = forward.quantize(w, scale, None, args, dtype=getattr(torch, dtype))
+    config = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
+    got, _ = read({"dense.weight": q, "dense.weight_scale": scale}, config)
+    np.testing.assert_array_equal(got, forward.dequantize(q, scale, None, args).float().numpy())
