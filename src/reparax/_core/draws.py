@@ -29,7 +29,7 @@ def randoms(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Ar
     groups: dict[Any, list[int]] = {}
     for i in counting:
         if layer.sites[i].is_random:
-            groups.setdefault(_together(i, layer.sites[i], arrays), []).append(i)
+            groups.setdefault(_group_of(i, layer.sites[i], arrays), []).append(i)
     found: dict[int, Array] = {}
     for number in sorted(set(numbers.values())):
         own = [[i for i in group if numbers[i] == number] for group in groups.values()]
@@ -54,7 +54,7 @@ def _drawn(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> li
     return [jax.lax.squeeze(part, [0]) for part in parts]
 
 
-def _together(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
+def _group_of(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
     """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
     if not site.is_noise:
         return i

@@ -106,7 +106,7 @@ class Perturbation(Leafwise):
         w = tree.arrays[place]
         stage = self._taking(f"{call(self, method)} at {slot.path!r}", slot.path, w, names)
         return InPlace(
-            stage, f"{slot.path!r}", {"w": Spot(place, {"w": place}, None, changed_type(stage, w))}, slot.draw
+            stage, f"{slot.path!r}", {"w": Spot(place, {"w": place}, None, changed_type(stage, w))}, slot.seed
         )
 
 
@@ -266,7 +266,7 @@ class Reparametrization(Leafwise):
             if self._bare:
                 spot = Spot(place, dict.fromkeys(self.raw_values, place), None, w)
             site = Bare if self._bare else Values
-            sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.draw, number))
+            sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.seed, number))
         return Layer(self, who, sites)
 
     def _closing(self, method: str, tree: Flat) -> Layer:
@@ -318,7 +318,7 @@ class Reparametrization(Leafwise):
             node, slot, type_ = nodes[place], slots[place], type_at(place)
             with locate_errors(f"{who} at {slot.path!r}"):
                 stage = self.for_array(slot.path, type_)._numbered(names[place])
-            return Values(stage, f"{slot.path!r}", {"w": Spot(place, node.values, node.mark, type_)}, slot.draw)
+            return Values(stage, f"{slot.path!r}", {"w": Spot(place, node.values, node.mark, type_)}, slot.seed)
 
         return Layer(self, who, list(map(site, chosen)))
 

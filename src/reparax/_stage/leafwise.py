@@ -27,7 +27,7 @@ from reparax._core.value import argument
 from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
 from reparax._stage.where import (
     AllBut,
-    Place,
+    Candidate,
     Selected,
     Where,
     check_where,
@@ -120,15 +120,15 @@ class Leafwise(AtSites):
         """
         who = call(self, method)
 
-        def place(at: Names) -> Place:
+        def candidate(at: Names) -> Candidate:
             def by_default() -> bool:
                 return self._by_default(who, None if at in hidden else array(at), slots[at], names[at])
 
-            return Place(slots[at], present[at], lambda: array(at), by_default)
+            return Candidate(slots[at], present[at], lambda: array(at), by_default)
 
         require_known(who, self.where, list(slots.values()), nest(tree))
         state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
-        chosen = choose(who, self.where, list(map(place, slots)), [state[tree.root(at)] for at in slots])
+        chosen = choose(who, self.where, list(map(candidate, slots)), [state[tree.root(at)] for at in slots])
         chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots.values()])
         found = [at for at, flag in zip(slots, chosen, strict=True) if flag]
         if method == "init":  # in the body of a scan over the layers, no array has their axis any more

@@ -14,15 +14,15 @@ from reparax._tree.markers import Types
 
 def together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
     """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type."""
-    return _together(_traced_once, method, stage, args)
+    return _run_traced(_traced_once, method, stage, args)
 
 
 def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
     """The same, for a few operations, which stand in the program by themselves."""
-    return _together(_traced_inline, method, stage, args)
+    return _run_traced(_traced_inline, method, stage, args)
 
 
-def _together(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any) -> Any:
+def _run_traced(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any) -> Any:
     held = {each.name: getattr(stage, each.name) for each in fields(stage)}
     # A function may read values that change between calls.
     impure = any(callable(value) for name, value in held.items() if name != "where")

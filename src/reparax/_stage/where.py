@@ -216,7 +216,7 @@ def is_table(slot: Slot) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class Candidate:
     """A place in a tree, with everything that a selection may need.
 
     Attributes:
@@ -232,7 +232,7 @@ class Place:
     by_default: Callable[[], bool]
 
 
-def choose(who: str, where: Where, places: Sequence[Place], state: Sequence[bool]) -> list[bool]:
+def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool]) -> list[bool]:
     """Whether each place is selected.
 
     Raises:
@@ -284,11 +284,11 @@ def _ends(path: str) -> list[int]:
     return [*(match.start() for match in re.finditer("/", path)), len(path)]
 
 
-def _left_out(where: AllBut | None, place: Place) -> bool:
+def _left_out(where: AllBut | None, place: Candidate) -> bool:
     return where is not None and where.leaves_out(place.slot.path)
 
 
-def _matches(where: str | Callable[[str, Any], bool], place: Place) -> bool:
+def _matches(where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
     path = place.slot.path
     if isinstance(where, str):
         return re.fullmatch(where, place.slot.place if "@" in where else path) is not None

@@ -51,11 +51,11 @@ def _folded_at(i: int, lines: list[Line]) -> list[Line]:
     for group in alike.values():
         for _, run in groupby(enumerate(sorted(group)), key=lambda each: each[1][0] - each[0]):
             places = [place for _, (_, place) in run]
-            found[min(places)] = _together(i, [lines[place] for place in places])
+            found[min(places)] = _folded(i, [lines[place] for place in places])
     return [found[place] for place in sorted(found)]
 
 
-def _together(i: int, lines: list[Line]) -> Line:
+def _folded(i: int, lines: list[Line]) -> Line:
     first, last = lines[0], lines[-1]
     if len(lines) == 1:
         return first

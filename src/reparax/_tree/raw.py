@@ -46,7 +46,7 @@ class Slot:
       path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
         the value's name for an auxiliary value or a part.
       place: The path in the raw tree, markers included; it differs between the main values of one array.
-      draw: A path that no other array of the tree shares; random draws depend on it.
+      seed: A path that no other array of the tree shares; random draws depend on it.
       parameter: The path of the parameter that it belongs to.
       main: Whether it is a main value of each stage on its path, or no stage has replaced it.
       fixed: Whether optimizers must leave it alone.
@@ -57,7 +57,7 @@ class Slot:
 
     path: str
     place: str
-    draw: str
+    seed: str
     parameter: str
     main: bool
     fixed: bool
@@ -165,25 +165,25 @@ def describe_places(paths: Sequence[Names], *, bases: bool = False) -> list[Slot
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
     def slot(path: Names) -> Slot:
-        shown = draw = own = parameter(path)
+        shown = seed = own = parameter(path)
         all_main, visible, added, decays = True, True, False, True
         for value in _values(path, bases=bases):
             if value.seen:
-                shown, draw = f"{shown}/{value.name}", f"{draw}/{value.node[-1]}/{value.name}"
+                shown, seed = f"{shown}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
-                draw = f"{draw}/{value.name}"
+                seed = f"{seed}/{value.name}"
             all_main = all_main and value.main
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
             decays = decays and value.decays
-        return Slot(shown, path_text(path), draw, own, all_main, FIXED in path, visible, added, decays)
+        return Slot(shown, path_text(path), seed, own, all_main, FIXED in path, visible, added, decays)
 
     slots = [slot(path) for path in paths]
     known: set[str] = set()
     for each in slots:
-        if each.draw in known:
-            raise same_path(each.draw)
-        known.add(each.draw)
+        if each.seed in known:
+            raise same_path(each.seed)
+        known.add(each.seed)
     return slots
 
 

@@ -82,11 +82,11 @@ class Tie(AtSites):
         for target, (source, transform) in places.items():
             if again := [place for place in (target, source) if place in tied]:
                 raise ValueError(
-                    f"{who} names {slots[again[0]].draw!r}, which a later Tie of the chain has tied already. Use "
+                    f"{who} names {slots[again[0]].seed!r}, which a later Tie of the chain has tied already. Use "
                     f"each path as a target once, and the owner of a tied array as the source."
                 )
             got, given = tree.arrays[target], tree.arrays[source]
-            self._require_equal(slots[target].draw, got, slots[source].draw, given, transform)
+            self._require_equal(slots[target].seed, got, slots[source].seed, given, transform)
         return Layer(self, who, self._sites(slots, places, tree.arrays))
 
     def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
@@ -114,7 +114,7 @@ class Tie(AtSites):
         for target in places:
             if target not in tied:
                 raise ValueError(
-                    f"{who} got a tree that never went through init: {slots[target].draw!r} holds a value of its "
+                    f"{who} got a tree that never went through init: {slots[target].seed!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             with locate_errors(f"{who} at {slots[target].path!r}"):
@@ -153,7 +153,7 @@ class Tie(AtSites):
         places: dict[Names, tuple[Names, Transform]] = {}
         own: dict[str, dict[str, Names]] = {}
         for place, slot in slots.items():
-            own.setdefault(slot.path, {})[slot.draw] = place
+            own.setdefault(slot.path, {})[slot.seed] = place
         for target, source, transform in self._resolved(method, list(own)):
             for draw, place in own[target].items():
                 alone = len(own[target]) == len(own[source]) == 1
