@@ -421,6 +421,14 @@ def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
     np.testing.assert_allclose(negative.apply(negative.init({"w": w}))["w"], w, atol=1e-5)
 
 
+def test_each_factor_of_vera_has_a_key_of_its_own():
+    factors = rpx.VeRA(6, seed=3).factors(jnp.ones((6, 6)))  # both have the bound 1
+    for i, factor in enumerate(factors):
+        key = jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), i)
+        words = np.asarray(jax.random.bits(key, (6, 6), jnp.uint32))
+        np.testing.assert_allclose(factor, (words >> 8) / 2**23 - 1, atol=1e-6)
+
+
 def test_factors_of_vera_depend_on_no_setting():
     w = normal(8, 6)
     want = rpx.VeRA(4).factors(w)

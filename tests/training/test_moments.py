@@ -56,6 +56,17 @@ def test_values_of_earlier_stages_under_the_mask_are_reset_too():
     np.testing.assert_array_equal(trace["g"], old["g"])
 
 
+def test_an_entry_under_two_masks_is_reset_where_either_lets_it_in():
+    def raw(inner, outer):
+        held = {"@mask@2": {"w": np.ones(4, np.float32), "@fixed": {"mask": np.float32(inner)}}}
+        return {"w": {"@mask": {"w": held, "@fixed": {"mask": np.float32(outer)}}}}
+
+    before, after = raw([0, 1, 1, 0], [1, 0, 1, 0]), raw([1, 1, 1, 0], [1, 1, 1, 0])
+    (rpx.Mask(where="w") >> rpx.Mask(where="w")).check(after, like={"w": np.ones(4, np.float32)})
+    state = rpx.reset_moments(optax.trace(0.9).init(before)._replace(trace=before), before, after)
+    np.testing.assert_array_equal(state.trace["w"]["@mask"]["w"]["@mask@2"]["w"], [0, 0, 1, 1])
+
+
 def test_slices_that_come_back_are_reset_as_a_whole():
     p = rpx.MagnitudePrune(0.5, axis=-1)
     tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))

@@ -125,6 +125,7 @@ def test_a_stage_in_front_keeps_what_it_does_not_take():
         (rpx.Freeze() >> rpx.WeightNorm(), rpx.WeightNorm()),
         (rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=0)),
         (rpx.Scale(2.0) >> rpx.WeightNorm(), rpx.Scale(3.0) >> rpx.WeightNorm()),
+        (rpx.Scale(2.0) >> rpx.WeightNorm(axis=-1), rpx.Scale(2.0) >> rpx.WeightNorm(axis=0)),
     ],
     ids=repr,
 )

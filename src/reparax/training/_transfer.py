@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +76,7 @@ class _Carried:
 
     def keeps(self, path: Names) -> bool:
         """Whether all nodes on the path to an array of the new tree were kept."""
-        marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
-        return all(plain(path[:i]) in self.nodes for i in marks)
+        return _within(self.nodes, path)
 
 
 def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
@@ -86,8 +86,8 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
         before, tree = tree, open_all([stage], tree, keys)
         known = find_nodes(before, stage.kind)
         for place, node in find_nodes(tree, stage.kind).items():
-            made = before.arrays.get(place)
-            if place not in known and (values := read.values(stage, node, made)) is not None:
+            made, around = before.arrays.get(place), _within(kept, place)
+            if place not in known and around and (values := read.values(stage, node, made)) is not None:
                 kept.add(plain(place))
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
@@ -154,6 +154,12 @@ def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
 def plain(path: Names) -> Names:
     """A path without the numbers of markers, which follow from how they are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
+
+
+def _within(nodes: AbstractSet[Names], path: Names) -> bool:
+    """Whether all nodes on a path are among these."""
+    marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
+    return all(plain(path[:i]) in nodes for i in marks)
 
 
 def _same(stage: Parametrization, other: Parametrization) -> bool:
