@@ -17,6 +17,7 @@ from reparax._stage.mean import Mean as Mean
 from reparax._stage.where import all_but as all_but
 from reparax._stage.where import selected as selected
 from reparax._torch.quantized import from_quantized as from_quantized
+from reparax._torch.quantized import to_quantized as to_quantized
 from reparax._torch.state_dict import from_torch as from_torch
 from reparax._torch.state_dict import to_torch as to_torch
 from reparax._tree.values import aux as aux

@@ -117,6 +117,27 @@ def test_an_adapter_is_added_to_the_codes_of_the_file():
     np.testing.assert_array_equal(tuned.apply(adapted)["dense"]["kernel"].T, want)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_what_was_read_is_written_bit_for_bit(kind):
+    tensors, config = gguf(kind, blocks(kind)[0])
+    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
+    written = rpx.to_quantized(p, raw, f"gguf:{kind.lower()}")
+    assert list(written) == ["dense.bias", "dense.weight"]
+    np.testing.assert_array_equal(written["dense.weight"], tensors["dense.weight"])
+    np.testing.assert_array_equal(written["dense.bias"], BIAS["dense.bias"])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_other_weights_are_rounded_and_read_back(kind):
+    weights = {"layers": {"up": {"kernel": jnp.asarray(RNG.standard_normal((2, 64, 8)), jnp.float32)}}}
+    names, stage = {"layers/up/kernel": "blk.{i}.up.weight"}, rpx.Stored(f"gguf:{kind.lower()}", stacked=0)
+    written = rpx.to_quantized(rpx.Chain(), weights, stage.format, names=names)
+    config = {"quant_method": "gguf", "types": dict.fromkeys(written, kind)}
+    p, raw = rpx.from_quantized(written, config, weights, names=names)
+    got, want = p.apply(raw), stage.apply(stage.init(weights))
+    np.testing.assert_array_equal(got["layers"]["up"]["kernel"], want["layers"]["up"]["kernel"])
+
+
 def nf4(**said):
     levels = np.asarray(rpx.quantized._formats.NF4, np.float32)
     codes = RNG.integers(0, 16, (16, 64)).astype(np.uint8)
@@ -265,3 +286,9 @@ def test_errors():
         ", but got 'fp6'. Pass `quantization_config` of the model's config.json.",
     ):
         rpx.from_quantized({}, {"quant_method": "fp6"}, LIKE)
+    with raises(
+        ValueError,
+        "to_quantized takes format='gguf:q4_0', 'gguf:q4_1', 'gguf:q5_0', 'gguf:q5_1' or 'gguf:q8_0', but got "
+        "'gguf:q6_k'.",
+    ):
+        rpx.to_quantized(rpx.Chain(), {}, "gguf:q6_k")

@@ -49,6 +49,16 @@ def test_gguf(kind, bits):
     assert found <= bits + 0.01
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_gguf_that_is_written(kind):
+    gguf = pytest.importorskip("gguf")
+    p = rpx.Stored(f"gguf:{kind.lower()}")
+    raw = p.init({"dense": {"kernel": jnp.asarray(weights().T)}})
+    data = rpx.to_quantized(p, raw, p.format)["dense.weight"]
+    want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(np.asarray(p.apply(raw)["dense"]["kernel"]).T, want)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_nf4(nested):
     functional = pytest.importorskip("bitsandbytes.functional")

@@ -11,16 +11,19 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._torch.axis_order import order, permute, read_layout
+from reparax._numerics.arguments import one_of
+from reparax._torch.axis_order import order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries, require_known
-from reparax._torch.quantized_files import READERS, Matrix, gguf
+from reparax._torch.quantized_files import READERS, WRITERS, Matrix, gguf, written
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, items, named, path_text
+from reparax._tree.raw import FIXED
 from reparax.quantized import Stored
 from reparax.quantized._formats import FORMATS
-from reparax.quantized._packing import group, packed
+from reparax.quantized._packing import group, packed, unpacked
+from reparax.training._transfer import makers
 
 PLAIN = ("F32", "F16", "BF16")
 
@@ -148,7 +151,7 @@ def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> t
     values["q"] = packed(values["q"], numbers.bits, axis)
     block = None if matrix.block in (None, FORMATS[matrix.format].block, shape[1]) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
-    axes = (1 if turned else 0) if by_output or not turned else None
+    axes = _outputs(entry) if by_output or not turned else None
     stage = Stored(matrix.format, block=block, axis=axes, stacked=tuple(range(len(entry.index))))
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
@@ -190,3 +193,68 @@ def _chain(stages: Mapping[str, Stored], paths: set[str]) -> Parametrization:
         texts = sorted(patterns if matched == set(own) else {re.escape(path) for path in own})
         made.append(replace(stage, where="|".join(texts)))
     return made[0] if len(made) == 1 else Chain(tuple(made))
+
+
+def to_quantized(
+    p: Parametrization, raw: PyTree, format: str, *, names: Rules = None, layouts: Rules = None
+) -> dict[str, np.ndarray]:
+    r"""The weights of a raw tree as tensors of GGUF, in which matrices are stored in one format.
+
+    A matrix that ``p`` holds in this format keeps its codes and scales: a file that :func:`from_quantized` has read is
+    written bit for bit. All other matrices are rounded as :class:`Stored` rounds them, where their inputs are a
+    multiple of 32; what is left is written in float32. Adapters are merged first, as by ``p.fold(raw)``.
+
+    Args:
+      p: The chain.
+      raw: A raw tree of it.
+      format: ``"gguf:q4_0"``, ``"gguf:q4_1"``, ``"gguf:q5_0"``, ``"gguf:q5_1"`` or ``"gguf:q8_0"``.
+      names: As for :func:`from_quantized`.
+      layouts: As for :func:`from_torch`.
+
+    Returns:
+      The bytes of each stored matrix as uint8, ``(out, bytes)``, and other arrays in float32, as
+      ``gguf.GGUFWriter.add_tensor(name, x, raw_dtype=...)`` takes them.
+
+    Raises:
+      ValueError: If the format has no writer.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> weights = {"dense": {"kernel": jnp.ones((64, 2)), "bias": jnp.zeros(2)}}
+      >>> tensors = rpx.to_quantized(rpx.Chain(), weights, "gguf:q8_0")
+      >>> {name: (x.dtype.name, x.shape) for name, x in tensors.items()}
+      {'dense.bias': ('float32', (2,)), 'dense.weight': ('uint8', (2, 68))}
+    """
+    one_of(*WRITERS)(format, "to_quantized", "format")
+    with locate_errors("to_quantized"):
+        weights = p.fold(raw)
+        entries = list_entries(weights, names, layouts)
+        require_known(entries)
+    arrays, known = dict(items(weights)), dict(items(raw))
+    places = {path_text(path): path for path in arrays}
+    stages = makers(p, raw)
+    found: dict[str, np.ndarray] = {}
+    for entry in entries:
+        place, shape = places[entry.path], permute(entry.shape, entry.layout)
+        own = (*place, "@stored", FIXED)
+        maker = stages.get(place)
+        if len(shape) == 2 and isinstance(maker, Stored) and maker.format == format:
+            held = {path[-1]: x for path, x in known.items() if path[:-1] == own}
+        elif len(shape) == 2 and shape[1] % 32 == 0:
+            count = len(entry.index)
+            stage = Stored(format, axis=_outputs(entry), stacked=tuple(range(count)), where=lambda path, x: True)
+            held = stage.init({"w": arrays[place]})["w"]["@stored"][FIXED]
+        else:
+            found[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
+            continue
+        turned = order(entry.layout, 2) == (1, 0)
+        values = {name: entry.part(x) for name, x in held.items()}
+        values["q"] = unpacked(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
+        rows = {name: np.asarray(x.T if turned else x) for name, x in values.items()}
+        found[entry.tensor] = written(format.removeprefix("gguf:").upper(), rows)
+    return dict(sorted(found.items()))
+
+
+def _outputs(entry: Entry) -> int:
+    """The axis of the outputs of a matrix."""
+    return order(entry.layout, 2)[0]
