@@ -130,11 +130,12 @@ def memory_cells() -> dict[str, Cell]:
         "LoRA 8, apply": gradient(lora),
         "LoRA 8, factored": gradient(lora, rpx.factored),
         "LoRA 8, by hand": lambda: planned(adapted_by_hand, by_hand.factors(typed(lora)), typed(), ROWS),
-        "LoRA 8, remat(factored)": gradient(lora, lambda fun: rpx.remat(rpx.factored(fun))),
+        "LoRA 8, remat(factored)": gradient(lora, both),
         "LoRA 64, factored": gradient(tuning.lora(64), rpx.factored),
         "DoRA 8, factored": gradient(tuning.dora(8), rpx.factored),
         "QLoRA 8, factored": gradient(tuning.qlora(8), rpx.factored),
-        "DoRA 8, remat, in the scan": in_scan(tuning.dora),
+        "DoRA 8, remat(factored)": gradient(tuning.dora(8), both),
+        "QLoRA 8, remat(factored)": gradient(tuning.qlora(8), both),
         "QLoRA 8, remat, in the scan": in_scan(tuning.qlora),
         "noise, apply": gradient(NOISE),
         "noise, remat": gradient(NOISE, rpx.remat),
@@ -161,6 +162,11 @@ def gradient(p: rpx.Parametrization, transform: Callable[[Any], Any] = lambda fu
         return model.loss(p.apply(rpx.combine(free, fixed), key), rows, Config())
 
     return lambda: planned(transform(fun), *rpx.partition(typed(p)), KEY, ROWS)
+
+
+def both(fun: Any) -> Any:
+    """``fun`` that stores no weights and forms none where it can multiply by factors."""
+    return rpx.remat(rpx.factored(fun))
 
 
 def in_scan(chain: Callable[..., rpx.Parametrization]) -> Callable[[], Any]:
