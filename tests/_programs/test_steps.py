@@ -8,6 +8,7 @@ import pytest
 from reparax._programs import jaxprs, steps
 
 W = jnp.arange(24.0).reshape(3, 2, 4) - 7
+TABLE = jnp.array([0.5, 7, -2])
 B = jnp.arange(3.0).reshape(3, 1, 1) + 2
 
 
@@ -29,6 +30,10 @@ FUNCTIONS = {
         w * jax.lax.broadcasted_iota(jnp.float32, w.shape, 0) + jax.lax.broadcasted_iota(jnp.float32, w.shape, 2)
     ),
     "cut and joined": lambda w, b: jnp.concatenate([w[:, :1], w], axis=1)[:, :, 1:],
+    "split": lambda w, b: jnp.split(w, 2, axis=2)[1],
+    "a whole number": lambda w, b: jnp.where(w > 0, jnp.full((2, 4), 0.5), w),
+    "stacked": lambda w, b: jnp.stack([w, -w], axis=2),
+    "looked up": lambda w, b: TABLE[jnp.abs(w).astype(jnp.int32) % 3],
     "called": lambda w, b: jax.jit(lambda w, b: doubled(w) * jnp.exp(-b))(w, b),
 }
 

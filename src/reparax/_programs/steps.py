@@ -73,7 +73,7 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
     for eqn in reversed(jaxpr.eqns):
         pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed.get(v, ())]
         for i, v, axis in pairs:
-            if axis is None or jaxprs.has_effects(eqn) or (found := _made(eqn, i, axis, moves=moves)) is None:
+            if jaxprs.has_effects(eqn) or (found := _made(eqn, i, axis, moves=moves)) is None:
                 continue
             steps.append(((v, axis), eqn, found))
             made.add((v, axis))
@@ -84,11 +84,16 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
     return Plan([part for part in parts if part not in made], wanted, steps[::-1])
 
 
-def _made(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
-    """How the part of the ``i``-th output is computed; None if entries along the axis mix."""
+def _made(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> Made | None:
+    """How the part of the ``i``-th output is computed; None if it is read from the value."""
     name = eqn.primitive.name
     if any(map(_is_sharded, eqn.outvars)):
         return None
+    if axis is None:  # repeated numbers cost nothing
+        return ([None for _ in eqn.invars], _same(eqn)) if name in ("broadcast_in_dim", "iota") else None
+    if name == "split":
+        run = _same(eqn)
+        return None if eqn.params["axis"] == axis else ([axis], lambda *args: run(*args)[i])
     if name in ("jit", "custom_jvp_call"):
         return _derived(eqn, axis) if moves and name != "jit" else _call(eqn, i, axis, moves=moves)
     rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
@@ -170,6 +175,11 @@ def _concatenate(eqn: JaxprEqn, axis: int) -> Made | None:
     return None if eqn.params["dimension"] == axis else ([axis for _ in eqn.invars], _same(eqn))
 
 
+def _stack(eqn: JaxprEqn, axis: int) -> Made | None:
+    new = eqn.params["axis"]
+    return None if new == axis else ([axis - (axis > new) for _ in eqn.invars], _same(eqn))
+
+
 def _dot(eqn: JaxprEqn, axis: int) -> Made:
     summed, shared = eqn.params["dimension_numbers"]
     if axis < len(shared[0]):
@@ -181,6 +191,14 @@ def _dot(eqn: JaxprEqn, axis: int) -> Made:
             return [own[place] if k == j else None for j in range(2)], _same(eqn)
         place -= len(own)
     raise AssertionError
+
+
+def _gather(eqn: JaxprEqn, axis: int) -> Made | None:
+    """A look-up in a table that is the same at each step."""
+    numbers = eqn.params["dimension_numbers"]
+    if numbers.operand_batching_dims or axis in numbers.offset_dims:
+        return None
+    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same(eqn)
 
 
 def _call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
@@ -258,5 +276,7 @@ _RULES: dict[str, Callable[..., Made | None]] = {
     "slice": _slice,
     "concatenate": _concatenate,
     "dot_general": _dot,
+    "gather": _gather,
+    "stack": _stack,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduction),
 }

@@ -29,7 +29,7 @@ def ties(program: Jaxpr) -> set[Var]:
     free = set(program.invars)  # what compilers read in place, or compute from nothing
     for eqn in program.eqns:
         read = jaxprs.variables(eqn.invars)
-        if not read or (eqn.primitive.name in _VIEWS and free.issuperset(read)):
+        if not read or (free.issuperset(read) and _are([eqn], _VIEWS)):
             free.update(eqn.outvars)
     wanted = [v for v in jaxprs.variables(program.outvars) if v not in free]
     if not wanted:
@@ -52,7 +52,7 @@ def ties(program: Jaxpr) -> set[Var]:
             least[v] = v if best is None or _size(v) < _size(best) else best
             if not waiting.isdisjoint(read):
                 waiting.add(v)
-            elif _size(v) > size and not _is_cheap([eqn]):
+            elif _size(v) > size and not _are([eqn], _CHEAP):
                 wait(v)
     for v in wanted:
         wait(v)
@@ -63,9 +63,10 @@ def _size(v: Var) -> int:
     return size_in_bytes(v.aval)
 
 
-def _is_cheap(eqns: Iterable[JaxprEqn]) -> bool:
+def _are(eqns: Iterable[JaxprEqn], names: set[str]) -> bool:
+    """Whether all equations have one of these names, also in calls."""
     return all(
-        eqn.primitive.name in _CHEAP
-        or (jaxprs.is_call(eqn) and all(_is_cheap(inside.eqns) for inside in jaxprs.inner(eqn)))
+        eqn.primitive.name in names
+        or (jaxprs.is_call(eqn) and all(_are(inside.eqns, names) for inside in jaxprs.inner(eqn)))
         for eqn in eqns
     )
