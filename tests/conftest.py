@@ -25,7 +25,7 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 300_000
-MEMORY_OF_PROGRAMS = 600_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+MEMORY_OF_PROGRAMS = 450_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 MOST_TEXTS = 100  # of a megabyte each
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
@@ -69,7 +69,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 2000. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 1500. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 

@@ -69,7 +69,7 @@ def texts():
     return sum(isinstance(each, pxla.MeshComputation) for each in gc.get_objects())
 
 
-@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 2000), (2, 2, 1666), (60, 100, 1000)])
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 1500), (1, 2, 833), (60, 100, 1000)])
 def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(gigabytes, workers, most):
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
