@@ -233,6 +233,7 @@ class Laplace(rpx.Reparametrization):
         return values["mean"]
 
 
+@pytest.mark.thorough
 def test_a_distribution_of_a_third_party_keeps_the_laws():
     check_laws(Laplace() >> rpx.WeightNorm(), {"a": normal(4, 3), "b": normal(4, 3, seed=1)})
 
