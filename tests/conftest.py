@@ -4,6 +4,7 @@ Most of the time goes to compiling small programs, so the compiler is told not t
 folder of the environment, for all workers and for later runs.
 """
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -113,9 +114,11 @@ class Compiled:
     def clear_when_many(self) -> None:
         if self.number > self.most:
             jax.clear_caches()
+            return_memory()
             self.number = self.texts = 0
         elif self.texts > MOST_TEXTS:
             forget_texts()
+            return_memory()
             self.texts = 0
 
 
@@ -124,6 +127,13 @@ def forget_texts() -> None:
     for module, cache in ((pjit, "_pjit_lower"), (pxla, "_cached_lowering_to_hlo")):
         if hasattr(module, cache):
             getattr(module, cache).cache_clear()
+
+
+def return_memory() -> None:
+    """Gives what is free in pieces back to the system, where the library of C can: new programs fill little of it."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
