@@ -86,9 +86,12 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
         before, tree = tree, open_all([stage], tree, keys)
         known = find_nodes(before, stage.kind)
         for place, node in find_nodes(tree, stage.kind).items():
-            made, around = before.arrays.get(place), _within(kept, place)
-            if place not in known and around and (values := read.values(stage, node, made)) is not None:
-                kept.add(plain(place))
+            if place in known:
+                continue
+            around = _within(kept, place)
+            values = read.values(stage, node) if around else read.of_base(stage, node, before.arrays.get(place))
+            if values is not None:
+                kept.update([plain(place)] if around else [])
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
     boxed = spread_boxes(functools.partial(opened, tuple(Chain((new,)))), nest(read.effective), nest(tree))
@@ -117,13 +120,18 @@ class _Read:
             pairs = {at: (x, after.arrays.get(at, x)) for at, x in before.arrays.items()}
             self._in_place += [(stage, plain(at), x, new) for at, (x, new) in pairs.items() if x is not new]
 
-    def values(self, stage: Parametrization, node: Node, array: Any) -> dict[Names, Any] | None:
-        """The old values for a new node, if the same stage made both; for the base of a new adapter, of one array."""
-        maker, held = self.nodes.get(plain(node.place), (None, {}))
-        if maker is None and FIXED in node.place:
-            old = plain(node.place[: next(i for i, name in enumerate(node.place) if name.startswith("@"))])
-            if old in self.nodes and _equal_numbers(array, self.effective.arrays.get(old)):
-                maker, held = self.nodes[old]
+    def values(self, stage: Parametrization, node: Node) -> dict[Names, Any] | None:
+        """The old values for a new node, if the same stage made both."""
+        return self._held(stage, node, plain(node.place))
+
+    def of_base(self, stage: Parametrization, node: Node, array: Any) -> dict[Names, Any] | None:
+        """The old values for a new node of an adapter's base, if that is the array that the same stage made of them."""
+        old = node.place[: next(i for i, name in enumerate(node.place) if name.startswith("@"))]
+        same = FIXED in node.place and _equal_numbers(array, self.effective.arrays.get(old))
+        return self._held(stage, node, plain(old)) if same else None
+
+    def _held(self, stage: Parametrization, node: Node, place: Names) -> dict[Names, Any] | None:
+        maker, held = self.nodes.get(place, (None, {}))
         names = {_end(node, at): at for at in node.values.values()}
         same = maker is not None and _same(stage, maker) and held.keys() == names.keys()
         return {names[end]: x for end, x in held.items()} if same and _fit(node, held) else None
@@ -175,7 +183,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 def _equal_numbers(x: Any, y: Any) -> bool:
     """Whether two arrays are known to be equal."""
-    if x is y or isinstance(x, Tracer) or isinstance(y, Tracer):
+    if x is y or not is_array(x) or not is_array(y) or isinstance(x, Tracer) or isinstance(y, Tracer):
         return x is y
     return (x.shape, x.dtype) == (y.shape, y.dtype) and bool(jnp.array_equal(x, y))
 
