@@ -1,5 +1,6 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
+from reparax._axes.numbers import other_axes as other_axes
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization

@@ -134,6 +134,21 @@ def test_a_start_with_a_key_is_draw_leaf():
                 return {"x": w}
 
 
+def test_a_formula_that_takes_a_key_is_random():
+    with raises(
+        TypeError,
+        "Unsaid.apply_leaf takes key after the values. If the array is random, set `stochastic = True` in the class, "
+        "and define mean_leaf(values).",
+    ):
+
+        class Unsaid(rpx.Reparametrization):
+            def init_leaf(self, w):
+                return {"x": w}
+
+            def apply_leaf(self, values, key):
+                return values["x"] + jax.random.normal(key)
+
+
 def test_the_error_names_the_method_that_gave_the_values():
     class Misnamed(rpx.Reparametrization):
         raw_values = {"base": rpx.main()}

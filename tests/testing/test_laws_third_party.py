@@ -8,7 +8,7 @@ import pytest
 from cases import FlippedSigns
 
 import reparax as rpx
-from reparax.testing import check_laws, gradients, mean, rebase, right_inverse, update
+from reparax.testing import check_laws, checkpoints, gradients, mean, rebase, right_inverse, transfers, update
 
 pytestmark = pytest.mark.thorough
 
@@ -192,3 +192,10 @@ def test_it_is_written_in_a_few_lines(stage):
     if stage.__module__ == __name__:
         code = [line for line in inspect.getsource(stage).splitlines()[1:] if line.strip() and '"""' not in line]
         assert len(code) <= 8
+
+
+def test_laws_hold_on_trees_with_boxes():
+    nn = pytest.importorskip("flax.linen")
+    params = {"kernel": nn.Partitioned(jax.random.normal(jax.random.key(0), (4, 3)), ("embed", "mlp"))}
+    laws = [right_inverse, transfers, checkpoints]
+    check_laws(rpx.WeightNorm(axis="mlp") >> rpx.VarNoise(0.1), params, laws=laws)

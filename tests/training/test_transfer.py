@@ -311,3 +311,16 @@ def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
     got = rpx.transfer(rpx.Chain(), new, params)
     assert_equal(got, new.init(params, jax.random.key(0)))
     assert not jnp.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
+
+
+def test_boxes_with_axis_names_come_along():
+    nn = pytest.importorskip("flax.linen")
+    raw = rpx.WeightNorm().init({"kernel": nn.Partitioned(jnp.ones((4, 3)), ("embed", "mlp"))})
+    same, plain = (
+        rpx.transfer(rpx.WeightNorm(), rpx.WeightNorm(), raw),
+        rpx.transfer(rpx.WeightNorm(), rpx.Chain(), raw),
+    )
+    values = same["kernel"]["@weight_norm"]
+    assert (values["g"].names, values["v"].names) == ((None, "mlp"), ("embed", "mlp"))
+    assert plain["kernel"].names == ("embed", "mlp")
+    np.testing.assert_allclose(plain["kernel"].value, np.ones((4, 3)), rtol=1e-6)

@@ -169,8 +169,16 @@ def position(axis: Axis, w: Array) -> int:
     return count_from_front(axis, w)[0]
 
 
-def others(features: Axes | None, w: Array) -> tuple[int, ...]:
-    """The axes of ``w`` that are not feature axes; all of them if ``features`` is None."""
+def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
+    """The axes of ``w`` that are not ``features``, counted from the front; all of them if that is None.
+
+    Formulas with a norm, a mean or a maximum for each index of an axis reduce over these.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.other_axes(-1, jnp.ones((2, 3, 4)))
+      (0, 1)
+    """
     kept = () if features is None else count_from_front(features, w)
     return tuple(axis for axis in range(w.ndim) if axis not in kept)
 

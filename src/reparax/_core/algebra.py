@@ -10,7 +10,7 @@ from typing import Any, ClassVar, overload
 import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
-from reparax._axes.origin import Origins, compose_origins, keep_origins, probe
+from reparax._axes.origin import Origins, probe
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
@@ -18,7 +18,7 @@ from reparax._core.layers import Layer
 from reparax._core.plan import ON_TREES, TreeLayer, open_all
 from reparax._core.recompute import recompute
 from reparax._core.value import Static
-from reparax._core.verbs import advanced, closed, opened, rebased, total_log_det, total_penalty
+from reparax._core.verbs import advanced, closed, followed, opened, rebased, total_log_det, total_penalty
 from reparax._tree.differences import abstract, require_no_differences
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import PyTree
@@ -96,7 +96,11 @@ class Parametrization(Static, ABC):
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
         checked = _checked_key(self, "init", jax.random.key(0) if key is None else key)
-        return spread_boxes(self._follow, params, nest(open_all(self._parts, flatten(params), Keys(checked))))
+        return spread_boxes(
+            functools.partial(followed, self._parts),
+            params,
+            nest(open_all(self._parts, flatten(params), Keys(checked))),
+        )
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """The effective tree of ``raw``.
@@ -304,7 +308,8 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), self._follow, specs, mesh, like)
+        follow = functools.partial(followed, self._parts)
+        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like)
 
 
 class AtSites(Parametrization):
@@ -388,13 +393,6 @@ class Chain(Parametrization):
     @property
     def deterministic(self) -> Parametrization:
         return compose(tuple(stage.deterministic for stage in self.stages))
-
-    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        origins = keep_origins(tree)
-        for stage in reversed(self.stages):
-            tree, own = stage._follow(tree)
-            origins = compose_origins(own, origins)
-        return tree, origins
 
 
 def _stages(part: object) -> tuple[Parametrization, ...]:

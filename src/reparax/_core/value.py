@@ -52,15 +52,21 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
 def axes(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
     """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
-    In a formula they are numbers. An axis that the array does not have is an error that says so.
+    In a formula a name is the number that the axis has in that array; a number is as it was given, and may be negative.
+    Names come with the arrays, in boxes of flax such as ``nn.Partitioned``. An axis that the array does not have is an
+    error that says so.
+
+    Args:
+      default: The default.
+      kw_only: Whether the field is given by name only.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class Centred(rpx.Perturbation):
+      >>> class Centred(rpx.Perturbation):  # each index of the axis has mean zero
       ...     stochastic = False
-      ...     axis: int | str = rpx.axes(default=0)
+      ...     axis: int | str = rpx.axes(default=-1)
       ...     def apply_leaf(self, w, key):
-      ...         return w - w.mean(self.axis, keepdims=True)
+      ...         return w - w.mean(rpx.other_axes(self.axis, w), keepdims=True)
       >>> Centred().apply({"w": jnp.array([[1.0], [3.0]])})["w"]
       Array([[-1.],
              [ 1.]], dtype=float32)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
 from reparax._core.pullback import pull_back
@@ -23,6 +24,15 @@ def opened(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTr
 def closed(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:
     """The effective tree of a raw one."""
     return nest(run(stages, flatten(raw), Keys(key)))
+
+
+def followed(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
+    """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
+    tree, origins = params, keep_origins(params)
+    for stage in reversed(stages):
+        tree, own = stage._follow(tree)
+        origins = compose_origins(own, origins)
+    return tree, origins
 
 
 def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:

@@ -156,7 +156,8 @@ def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
 def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:
     if not isinstance(got, Mapping) or set(got) != set(names):
         given = list(got) if isinstance(got, Mapping) else type(got).__name__
-        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.")
+        shared = " Put a value that several arrays share with one of them." if method == "init_leaves" else ""
+        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.{shared}")
 
 
 def _entries(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:

@@ -156,6 +156,11 @@ class Reparametrization(Leafwise):
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _sum_of_terms
+        if _required(cls.apply_leaf)[2:] and not cls.stochastic:
+            raise TypeError(
+                f"{cls.__name__}.apply_leaf takes {', '.join(_required(cls.apply_leaf)[2:])} after the values. If the "
+                f"array is random, set `stochastic = True` in the class, and define mean_leaf(values)."
+            )
         formula, terms = (_written_in(cls, name) for name in ("apply_leaf", "terms_leaf"))
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         inherited = terms is Reparametrization or not issubclass(terms, formula)

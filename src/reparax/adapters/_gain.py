@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, count_from_front, others
+from reparax._axes.numbers import Axes, check_features, count_from_front, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
@@ -52,4 +52,4 @@ class Gain(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, g = values["w"], values["g"]
         x = widened(w)
-        return (jnp.expand_dims(g, others(self.axis, w)).astype(x.dtype) * x).astype(w.dtype)
+        return (jnp.expand_dims(g, other_axes(self.axis, w)).astype(x.dtype) * x).astype(w.dtype)

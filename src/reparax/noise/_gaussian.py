@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import EACH, Axes, check_slices, others
+from reparax._axes.numbers import EACH, Axes, check_slices, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
@@ -61,7 +61,7 @@ class Gaussian(Reparametrization):
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        alike = others(self.axis, w)
+        alike = other_axes(self.axis, w)
         shape = [1 if i in alike else size for i, size in enumerate(w.shape)]
         dtype = widened(w).real.dtype
         return {"mean": w, "rho": jnp.full(shape, softplus_inverse(scalar(self.std, jnp.zeros((), dtype))), dtype)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import EACH, Axes, check_slices, others
+from reparax._axes.numbers import EACH, Axes, check_slices, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
@@ -104,7 +104,7 @@ class HardConcrete(Reparametrization):
 
     def _shared(self, w: Array) -> tuple[int, ...]:
         """The axes along which weights share one gate."""
-        return others(self.axis, w)
+        return other_axes(self.axis, w)
 
     def _gated(self, values: dict[str, Array], gate: Array) -> Array:
         x = widened(values["w"])

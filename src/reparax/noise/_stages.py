@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_axes, check_features, others, unstacked
+from reparax._axes.numbers import Axes, check_axes, check_features, other_axes, unstacked
 from reparax._axes.stacked import map_stacked
 from reparax._core.keys import split_key
 from reparax._core.value import argument
@@ -121,7 +121,7 @@ class VarNoise(Drawn):
 
     def _size(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
-        axes = others(self.axis, x)
+        axes = other_axes(self.axis, x)
         match self.relative:
             case "max":
                 size = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)

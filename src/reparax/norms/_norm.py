@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, others
+from reparax._axes.numbers import Axes, check_features, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
@@ -71,12 +71,12 @@ class WeightNorm(Reparametrization):
     straight_through: ClassVar[Any] = property(lambda self: self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axes = others(self.axis, w)
+        axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
         return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), centred(w, length))}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]
-        axes = others(self.axis, v)
+        axes = other_axes(self.axis, v)
         x, length = widened(v), g.astype(widened(v).real.dtype)
         return (stretched_detached if self.detach else stretched)(x, length, axes).astype(v.dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, along, check_features, check_optional_axes, others
+from reparax._axes.numbers import Axes, along, check_features, check_optional_axes, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
@@ -104,7 +104,7 @@ class MaxNorm(Constraint):
 
     def _shrinkage(self, x: Array) -> Array:
         """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
-        length = norm(x, others(self.axis, x))
+        length = norm(x, other_axes(self.axis, x))
         largest = scalar(self.max, length)
         beyond = length > largest
         inside = jnp.ones_like(length)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, others
+from reparax._axes.numbers import Axes, check_features, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
@@ -60,7 +60,7 @@ class WeightStandardization(Constraint):
         return None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axes = others(self.axis, w)
+        axes = other_axes(self.axis, w)
         first = w[tuple(slice(1) if axis in axes else slice(None) for axis in range(w.ndim))]
         sizes = [size if axis in axes else 1 for axis, size in enumerate(w.shape)]
         ramp = jnp.linspace(-1, 1, self._count(w), dtype=w.dtype).reshape(sizes)
@@ -68,11 +68,11 @@ class WeightStandardization(Constraint):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
-        x, axes = widened(v), others(self.axis, v)
+        x, axes = widened(v), other_axes(self.axis, v)
         x = x / scale(x, axes).astype(x.dtype)
         centred = x - jnp.mean(x, axis=axes, keepdims=True)
         return (math.sqrt(self._count(v)) * unit(centred, axes)).astype(v.dtype)
 
     def _count(self, w: Array) -> int:
         """The number of inputs of a channel."""
-        return math.prod(w.shape[axis] for axis in others(self.axis, w))
+        return math.prod(w.shape[axis] for axis in other_axes(self.axis, w))

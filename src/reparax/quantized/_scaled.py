@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, others
+from reparax._axes.numbers import Axes, check_features, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import (
     check_flag,
@@ -90,7 +90,7 @@ class Scaled(Reparametrization):
                 f"which matrices are stacked (stacked=0), name all axes but the one to cut with `axis`, or leave it "
                 f"out with `where`."
             )
-        if self.axis is not None and len(others(self.axis, w)) != 1:
+        if self.axis is not None and len(other_axes(self.axis, w)) != 1:
             return (
                 f"expected one axis that is not among axis={self.axis}, to cut into blocks, got shape {w.shape}. Name "
                 f"all axes but that one."
@@ -116,13 +116,13 @@ class Scaled(Reparametrization):
         """
         if self.axis is None:
             return max(w.ndim - 2, 0)
-        return max(others(self.axis, w), default=w.ndim - 1)
+        return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Blocks:
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
-            shared = others(self.axis, w)
+            shared = other_axes(self.axis, w)
             sizes = tuple(n if i in shared else 1 for i, n in enumerate(w.shape))
         else:
             sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import EACH, Axes, along, check_slices, count_from_front, others
+from reparax._axes.numbers import EACH, Axes, along, check_slices, count_from_front, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
@@ -146,5 +146,5 @@ def _scores(w: Array, axis: Axes, order: float) -> Array:
     if axis == EACH:
         return x
     if order == math.inf:
-        return jnp.max(x, axis=others(axis, w), keepdims=True)
-    return jnp.sum((x / scale(x, along(None, x))) ** order, axis=others(axis, w), keepdims=True)
+        return jnp.max(x, axis=other_axes(axis, w), keepdims=True)
+    return jnp.sum((x / scale(x, along(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import all_leaves
 
 from reparax._tree.paths import PyTree, named, path_text
 
@@ -65,7 +66,12 @@ def installed(raw: PyTree) -> dict[str, Way]:
     if importlib.util.find_spec("flax"):
         ways["flax"] = by_flax
     if importlib.util.find_spec("orbax"):
-        ways |= {"orbax": by_orbax, "orbax without a template": by_orbax_alone}
+        ways |= {"orbax": by_orbax} | ({"orbax without a template": by_orbax_alone} if _of_dicts(raw) else {})
     if importlib.util.find_spec("safetensors") and plain:
         ways["safetensors"] = by_safetensors
     return ways
+
+
+def _of_dicts(raw: PyTree) -> bool:
+    """Whether a file that knows no classes can hold the tree: boxes and modules come back as dicts."""
+    return all(map(_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])

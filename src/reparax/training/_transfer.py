@@ -15,7 +15,7 @@ from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, walk
-from reparax._core.verbs import opened
+from reparax._core.verbs import followed
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
@@ -94,7 +94,7 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
                 kept.update([plain(place)] if around else [])
                 tree = replace(tree, arrays={**tree.arrays, **values})
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
-    boxed = spread_boxes(functools.partial(opened, tuple(Chain((new,)))), nest(read.effective), nest(tree))
+    boxed = spread_boxes(functools.partial(followed, tuple(Chain((new,)))), nest(read.effective), nest(tree))
     return _Carried(boxed, frozenset(kept))
 
 
