@@ -395,6 +395,41 @@ class EveryVerb(rpx.Parametrization):
         return jnp.float32(sum(is_free(name) for name in tree))
 
 
+@pytest.mark.parametrize("given", [None, 3.0])
+def test_a_stage_on_the_whole_tree_gets_the_gradient_under_its_name(given):
+    class Seen(rpx.Parametrization):
+        def init_tree(self, tree, keys):
+            return {"w": {"@seen": {"x": tree["w"], "@fixed": {"seen": 0 * tree["w"]}}}}
+
+        def apply_tree(self, tree, keys):
+            return {"w": tree["w"]["@seen"]["x"]}
+
+        def update_tree(self, tree, keys, *, grads):
+            held = tree["w"]["@seen"]
+            seen = held["@fixed"]["seen"] - 1 if grads is None else grads["w"]
+            return {"w": {"@seen": {**held, "@fixed": {"seen": seen}}}}
+
+    Seen.raw_values = {"seen": rpx.fixed()}
+    p, params = Seen() >> Added(unseen=2.0), {"w": jnp.ones(2)}
+    after = p.update(p.init(params), grads=None if given is None else {"w": jnp.full(2, given)})
+    assert after["w"]["@seen"]["@fixed"]["seen"].tolist() == ([-1.0] * 2 if given is None else [6.0] * 2)
+
+
+def test_a_public_log_det_is_no_part_of_a_chain():
+    class Whole(rpx.Parametrization):
+        def init(self, params, key=None):
+            return params
+
+        def apply(self, raw, key=None):
+            return raw
+
+        def log_det(self, raw):
+            return jnp.float32(7)
+
+    with pytest.raises(ValueError, match=r"Whole\(\)\.log_det: the stage is not a bijection"):
+        (rpx.Scale(2.0) >> Whole()).log_det(rpx.Scale(2.0).init({"w": jnp.ones(2)}))
+
+
 def test_a_stage_on_the_whole_tree_writes_each_verb():
     p, tree = EveryVerb(), {"w": jnp.ones(2), "v": jnp.ones(3)}
     raw = p.init(tree)

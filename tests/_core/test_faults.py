@@ -1409,7 +1409,7 @@ THIRD_PARTIES = {
             _one,
             ValueError,
             f"Named({name!r}).init at 'k': init_leaf must return at least one value, and names without "
-            f"'@', '.' and '/', but returns ({name!r},). Rename or add values in init_leaf.",
+            f"'@', '.' and '/', other than '*', but returns ({name!r},). Rename or add values in init_leaf.",
         )
         for name in ["a/b", "a.b", "@a", "@fixed", ""]
     },
@@ -1418,7 +1418,7 @@ THIRD_PARTIES = {
         _one,
         ValueError,
         "InitGivesNothing().init at 'k': init_leaf must return at least one value, and names without "
-        "'@', '.' and '/', but returns (). Rename or add values in init_leaf.",
+        "'@', '.' and '/', other than '*', but returns (). Rename or add values in init_leaf.",
     ),
     **{
         f"kind_{kind}": Fault(

@@ -204,7 +204,8 @@ TWO = {"a": ONE, "b": ONE}
             lambda: Wrong({"w": "w"}, values=1).init(ONE),
             ValueError,
             "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, and "
-            "names without '@', '.' and '/', but returns (). Rename or add values in init_leaves.",
+            "names without '@', '.' and '/', other than '*', but returns (). Rename or add values in "
+            "init_leaves.",
         ),
         (
             lambda: Wrong({"w": "w"}).apply(ONE),

@@ -18,16 +18,17 @@ def test_one_name_is_no_tuple_of_names(name):
         type("OneName", (rpx.Reparametrization,), {name: "base"})
 
 
-@pytest.mark.parametrize("given", [None, {"v": "main"}, {1: rpx.main()}, ("v",)])
+@pytest.mark.parametrize("given", [None, {"v": "main"}, {1: rpx.main()}, ("v",), {"a/b": rpx.main()}, {"": rpx.main()}])
 def test_raw_values_are_names_with_what_each_is(given):
     with raises(
         TypeError,
-        f"Said got raw_values={given!r}, but takes a dict of names with `rpx.main()`, `rpx.aux()` or `rpx.fixed()` for "
-        f"each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}.",
+        f"Said got raw_values={given!r}, but takes a dict of names, without '@', '.' and '/', with `rpx.main()`, "
+        f"`rpx.aux()` or `rpx.fixed()` for each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}.",
     ):
         type("Said", (rpx.Reparametrization,), {"raw_values": given})
 
 
+OLD = r"The old words work in this version only\.$"
 OLD_WORDS = [
     ({"main": ("v",)}, {"v": rpx.main()}),
     ({"main": ("v",), "aligned": True, "decays": False}, {"v": rpx.main(aligned=True, decays=False)}),
@@ -38,6 +39,7 @@ OLD_WORDS = [
         {"a": rpx.main(), "w": rpx.fixed(base=True)},
     ),
     ({"main": ()}, {"*": rpx.aux()}),
+    ({"fixed": ["mask"]}, {"mask": rpx.fixed()}),
     ({"parts": True}, {"*": rpx.main(part=True)}),
     ({"fixed": ("base",), "decays": False}, {"*": rpx.main(decays=False), "base": rpx.fixed()}),
 ]
@@ -45,7 +47,7 @@ OLD_WORDS = [
 
 @pytest.mark.parametrize(("old", "new"), OLD_WORDS)
 def test_the_old_words_for_raw_values_still_work_and_warn_with_the_new_line(old, new):
-    with pytest.warns(FutureWarning) as caught:
+    with pytest.warns(DeprecationWarning, match=OLD) as caught:
         cls = type("OldWords", (rpx.Reparametrization,), {"kind": "old_words", **old})
     assert cls.raw_values == new
     assert str(caught[0].message) == (
@@ -59,7 +61,7 @@ def test_the_old_words_for_axes_and_for_what_an_update_reads_still_work_and_warn
     def flip(self, w, key):
         return jnp.flip(w, self.axis)
 
-    with pytest.warns(FutureWarning) as caught:
+    with pytest.warns(DeprecationWarning, match=OLD) as caught:
         cls = type(
             "Flipped",
             (rpx.Perturbation,),
@@ -79,7 +81,7 @@ def test_the_old_words_for_axes_and_for_what_an_update_reads_still_work_and_warn
     boxed = {"w": nn.Partitioned(jnp.arange(2.0), ("units",))}
     assert cls("units").apply(boxed)["w"].value.tolist() == [1.0, 0.0]
 
-    with pytest.warns(FutureWarning) as caught:
+    with pytest.warns(DeprecationWarning, match=OLD) as caught:
         cls = type(
             "Descended",
             (rpx.Mask,),
@@ -95,10 +97,79 @@ def test_the_old_words_for_axes_and_for_what_an_update_reads_still_work_and_warn
 
 
 def test_a_subclass_says_with_old_words_what_differs_from_its_parent():
-    with pytest.warns(FutureWarning):
+    with pytest.warns(DeprecationWarning, match=OLD):
         cls = type("FreeBase", (rpx.LoRA,), {"fixed": (), "kind": "free_base"})
     assert cls.raw_values["a"] == rpx.LoRA.raw_values["a"]
     assert not any(value.fixed for value in cls.raw_values.values())
+
+
+def test_old_words_of_a_parent_and_of_a_mixin_count_too():
+    with pytest.warns(DeprecationWarning, match=OLD):
+        parent = type("OldParent", (rpx.Reparametrization,), {"decays": False, "aligned": True, "fixed": ("m",)})
+    with pytest.warns(DeprecationWarning, match=OLD) as caught:
+        child = type("OldChild", (parent,), {"main": ("x",), "fixed": ("k",)})
+    assert child.raw_values == {"x": rpx.main(aligned=True, decays=False), "k": rpx.fixed()}
+    assert caught[0].filename == __file__
+    mixin = type("Fixes", (), {"fixed": ("m",)})
+    with pytest.warns(DeprecationWarning, match=OLD):
+        mixed = type("OldMixed", (mixin, rpx.Reparametrization), {})
+    assert mixed.raw_values == {"m": rpx.fixed()}
+
+
+def test_a_field_may_have_the_name_of_an_old_word():
+    class Parted(rpx.Perturbation):
+        parts: bool = True
+        fixed: int = 2
+        stochastic = False
+
+        def apply_leaf(self, w, key):
+            return w * self.fixed
+
+    assert Parted.raw_values == {}
+    assert Parted(fixed=3).apply({"w": jnp.ones(1)})["w"].tolist() == [3.0]
+
+
+def test_the_type_of_the_array_is_that_of_the_first_aligned_value_that_is_declared():
+    class Gained(rpx.Reparametrization):
+        raw_values = {"v": rpx.main(aligned=True), "g": rpx.main(aligned=True)}
+
+        def init_leaf(self, w):
+            return {"v": w, "g": jnp.ones((1, w.shape[1]), w.dtype)}
+
+        def apply_leaf(self, values):
+            return values["g"] * values["v"]
+
+    params = {"w": jnp.ones((2, 3))}
+    assert Gained().apply(Gained().init(params))["w"].shape == (2, 3)
+
+
+def test_what_an_update_reads_is_known_by_name():
+    def stage(update_leaf, **more):
+        class Reads(rpx.Reparametrization):
+            raw_values = {"w": rpx.main(), "*": rpx.fixed()}
+
+            def init_leaf(self, w):
+                return {"w": w, "seen": jnp.zeros_like(w)}
+
+            def apply_leaf(self, values):
+                return values["w"]
+
+        return type("ReadsMore", (Reads,), {"update_leaf": update_leaf, "kind": "reads_more", **more})()
+
+    params, grads = {"w": jnp.ones(2)}, {"w": jnp.full(2, 3.0)}
+    ways = [
+        lambda self, values, grad: {"seen": grad},
+        lambda self, values, grad=None: {"seen": grad},
+        lambda self, values, *, grad: {"seen": grad},
+        staticmethod(lambda values, grad: {"seen": grad}),
+    ]
+    for way in ways:
+        p = stage(way)
+        after = p.update(p.init(params), grads=grads)
+        assert after["w"]["@reads_more"]["@fixed"]["seen"].tolist() == [3.0, 3.0]
+    both = stage(lambda self, values, key, grad: {"seen": grad + 0 * jax.random.normal(key, grad.shape)})
+    after = both.update(both.init(params), jax.random.key(0), grads)
+    assert after["w"]["@reads_more"]["@fixed"]["seen"].tolist() == [3.0, 3.0]
 
 
 def test_values_without_an_entry_are_auxiliary_beside_a_main_one_and_main_otherwise():

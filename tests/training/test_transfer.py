@@ -316,11 +316,16 @@ def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
 def test_boxes_with_axis_names_come_along():
     nn = pytest.importorskip("flax.linen")
     raw = rpx.WeightNorm().init({"kernel": nn.Partitioned(jnp.ones((4, 3)), ("embed", "mlp"))})
-    same, plain = (
-        rpx.transfer(rpx.WeightNorm(), rpx.WeightNorm(), raw),
-        rpx.transfer(rpx.WeightNorm(), rpx.Chain(), raw),
-    )
+    same, plain = (rpx.transfer(rpx.WeightNorm(), new, raw) for new in (rpx.WeightNorm(), rpx.Chain()))
     values = same["kernel"]["@weight_norm"]
     assert (values["g"].names, values["v"].names) == ((None, "mlp"), ("embed", "mlp"))
     assert plain["kernel"].names == ("embed", "mlp")
     np.testing.assert_allclose(plain["kernel"].value, np.ones((4, 3)), rtol=1e-6)
+
+
+def test_trained_values_go_to_the_chain_without_randomness():
+    p = rpx.Gaussian(std=0.5, prior=1.0)
+    raw = moved(p.init(PARAMS))
+    got = rpx.transfer(p, p.deterministic, raw)
+    assert jax.tree.structure(got) == jax.tree.structure(raw)
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(raw), strict=True))

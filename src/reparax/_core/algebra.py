@@ -205,7 +205,7 @@ class Parametrization(Static, ABC):
 
     def _has(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
-        return overrides(self, verb, f"{verb}_tree")
+        return overrides(self, f"{verb}_tree") or (verb != "log_det" and overrides(self, verb))
 
     @property
     def _reads_grads(self) -> bool:
@@ -355,6 +355,7 @@ class Chain(Parametrization):
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
     random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
+    advances: ClassVar[Any] = property(lambda self: any(stage.advances for stage in self.stages))
 
     def __post_init__(self) -> None:
         got: Any = self.stages

@@ -45,7 +45,8 @@ class TreeLayer(Layer):
         return self._called("mean" if self.mean else "apply", tree, keys)
 
     def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
-        return self._called("update", tree, keys, *(() if grads is None else (nest(grads),)))
+        read = {"grads": None if grads is None else nest(grads)} if self.stage._reads_grads else {}
+        return self._called("update", tree, keys, **read)
 
     def rebase(self, tree: Flat) -> Flat:
         return self._called("rebase", tree)
@@ -57,11 +58,11 @@ class TreeLayer(Layer):
     def log_det(self, tree: Flat, is_free: Any) -> Array:
         return self.stage.log_det_tree(nest(tree), is_free)
 
-    def _called(self, verb: str, tree: Flat, keys: Keys | None = None, *grads: PyTree) -> Flat:
+    def _called(self, verb: str, tree: Flat, keys: Keys | None = None, **grads: PyTree) -> Flat:
         """The tree that the stage's method gives: ``apply_tree``, or ``apply``, of which no checks run then."""
         stage, keyed = self.stage, () if keys is None else (keys,)
         if (own := getattr(stage, f"{verb}_tree", None)) is not None:
-            return flatten(own(nest(tree), *keyed, *grads))
+            return flatten(own(nest(tree), *keyed, **grads))
         if verb not in self.public:
             raise TypeError(f"{type(stage).__name__} defines neither {verb}_tree nor {verb}. Define one.")
         return flatten(getattr(stage, verb)(nest(tree), *(each.of_stage(stage.kind) for each in keyed)))

@@ -140,7 +140,8 @@ class Static:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in plain(find_functions(state)).items():
-            object.__setattr__(self, name, value)
+            if not isinstance(getattr(type(self), name, None), property):  # older versions stored what is computed now
+                object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Before 3.11.4, Python replaces the two methods above in a frozen dataclass with slots.

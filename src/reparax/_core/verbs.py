@@ -38,7 +38,7 @@ def followed(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
 def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
-        if stage._has("update"):
+        if stage.advances:
             seen = run(means(stages[:i]), tree, Keys(None))
             reads = grads is not None and stage._reads_grads
             slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
@@ -79,6 +79,11 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
             )
         found.append(layer.log_det(seen, is_free))
     return add_up(found)
+
+
+def reads_grads(stages: Stages) -> bool:
+    """Whether ``update`` of a stage reads gradients."""
+    return any(stage._reads_grads for stage in stages)
 
 
 def means(stages: Stages) -> list[Any]:

@@ -21,7 +21,6 @@ from reparax._tree.markers import (
     require_type,
     types_under,
 )
-from reparax._tree.values import value_of
 
 
 def opened_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
@@ -109,7 +108,6 @@ def _changed_type(stage: Any, types: Types) -> Any:
 
 def _effective(stage: Any, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
-    known = [
-        x for name, x in abstract(types).items() if (said := value_of(stage.raw_values, name)).main and said.aligned
-    ]
+    held = abstract(types)
+    known = [held[name] for name, said in stage.raw_values.items() if said.main and said.aligned and name in held]
     return known[0] if known else _closed_type(stage, types)

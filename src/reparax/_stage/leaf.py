@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -147,8 +147,8 @@ class Reparametrization(Leafwise):
       {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
-    _update_reads: ClassVar[tuple[str, ...]] = ()
-    """The arguments of ``update_leaf`` after the values: ``"grad"``, ``"key"``, or both."""
+    _update_reads: ClassVar[Mapping[str, str]] = {}
+    """For each argument of ``update_leaf`` after the values what it is: ``"grad"`` or ``"key"``."""
     _tells: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -156,25 +156,20 @@ class Reparametrization(Leafwise):
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _sum_of_terms
-        if _required(cls.apply_leaf)[2:] and not cls.stochastic:
-            raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(_required(cls.apply_leaf)[2:])} after the values. If the "
-                f"array is random, set `stochastic = True` in the class, and define mean_leaf(values)."
-            )
         formula, terms = (_written_in(cls, name) for name in ("apply_leaf", "terms_leaf"))
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         inherited = terms is Reparametrization or not issubclass(terms, formula)
         cls._tells = not inherited and formula.apply_leaf is not _sum_of_terms
-        cls._update_reads = old_update_reads(cls) or tuple(_required(cls.update_leaf)[2:])
-        if not set(cls._update_reads) <= {"grad", "key"}:
+        cls._update_reads = _read_by_update(cls)
+        if (further := _further(cls, "apply_leaf")) and not cls.stochastic:
             raise TypeError(
-                f"{cls.__name__}.update_leaf takes {', '.join(cls._update_reads)} after the values, but can have "
-                f"`grad` and `key`. Rename the arguments."
+                f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
+                f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
-        formula: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(formula) and len(_required(formula)) > 2:
+        start: Any = cls.__dict__.get("init_leaf")
+        if inspect.isfunction(start) and len(_required(start)) > 2:
             raise TypeError(
-                f"{cls.__name__}.init_leaf takes {', '.join(_required(formula))}, but is called with (self, w). If the "
+                f"{cls.__name__}.init_leaf takes {', '.join(_required(start))}, but is called with (self, w). If the "
                 f"start is random, define draw_leaf(self, w, key) instead."
             )
 
@@ -256,7 +251,7 @@ class Reparametrization(Leafwise):
 
     @property
     def _reads_grads(self) -> bool:
-        return "grad" in self._update_reads
+        return "grad" in self._update_reads.values()
 
     def _opening(self, tree: Flat) -> Layer:
         return self._at_arrays("init", tree)
@@ -346,6 +341,25 @@ def _required(function: Callable[..., Any]) -> list[str]:
     given = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in given if each.kind in positional and each.default is inspect.Parameter.empty]
+
+
+def _further(cls: type[Any], method: str) -> list[str]:
+    """The names of the required arguments of a method after the values."""
+    bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
+    return _required(getattr(cls, method))[1 if bound else 2 :]
+
+
+def _read_by_update(cls: type[Any]) -> dict[str, str]:
+    """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand; those of old words by their order."""
+    further = _further(cls, "update_leaf")
+    if old := old_update_reads(cls):
+        return dict(zip(further, old, strict=True))
+    if odd := [name for name in further if name not in ("grad", "key")]:
+        raise TypeError(
+            f"{cls.__name__}.update_leaf takes {', '.join(odd)} after the values, but can have `grad` and `key`. "
+            f"Rename the arguments."
+        )
+    return {name: name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key")}
 
 
 def _written_in(cls: type[Any], method: str) -> type[Any]:

@@ -11,6 +11,7 @@ from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
 from reparax._stage.remembered import together, together_inline
 from reparax._tree.markers import require_type
+from reparax._tree.values import value_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +72,15 @@ class Values(OneArray):
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage = self.stage
-        reads = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
-        new = stage._over(stage.update_leaf)(values["w"], *(reads[name] for name in stage._update_reads))
-        fixed = [name for name, said in stage.raw_values.items() if said.fixed]
-        if moved := [name for name in new if name not in fixed and not stage.moves_weights]:
+        read = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
+        names = stage._update_reads
+
+        def updated(held: dict[str, Array], *given: Any) -> dict[str, Array]:
+            return stage.update_leaf(held, **dict(zip(names, given, strict=True)))
+
+        new = stage._over(updated)(values["w"], *(read[what] for what in names.values()))
+        if moved := [name for name in new if not value_of(stage.raw_values, name).fixed and not stage.moves_weights]:
+            fixed = [name for name, said in stage.raw_values.items() if said.fixed]
             raise ValueError(
                 f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {fixed}. Leave it to the "
                 f"optimizer, or set `moves_weights = True`."

@@ -60,6 +60,8 @@ class Mean(Parametrization):
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
             )
 
+        object.__setattr__(self, "kind", got.kind)  # its markers are those of the stage
+
     def _has(self, verb: str) -> bool:
         return self.stage._has(verb)
 

@@ -116,8 +116,8 @@ def require_named_arrays(method: str, values: Any, said: Values) -> None:
             )
     if not values or any(not name or name == OTHERS or set(name) & set("@./") for name in values):
         raise ValueError(
-            f"{method} must return at least one value, and names without '@', '.' and '/', but returns "
-            f"{tuple(values)}. Rename or add values in {method}."
+            f"{method} must return at least one value, and names without '@', '.' and '/', other than '*', but "
+            f"returns {tuple(values)}. Rename or add values in {method}."
         )
     declared = tuple(name for name, each in said.items() if name != OTHERS and not each.optional)
     if any(name not in values for name in declared):

@@ -104,8 +104,9 @@ def check_values(who: str, values: Any) -> None:
     """Requires a declaration of raw values."""
     entries = values.items() if isinstance(values, Mapping) else [(None, values)]
     for name, value in entries:
-        if not isinstance(name, str) or not isinstance(value, Value):
+        if not isinstance(name, str) or not name or set(name) & set("@./") or not isinstance(value, Value):
             raise TypeError(
-                f"{who} got raw_values={values!r}, but takes a dict of names with `rpx.main()`, `rpx.aux()` or "
-                f"`rpx.fixed()` for each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}."
+                f"{who} got raw_values={values!r}, but takes a dict of names, without '@', '.' and '/', with "
+                f"`rpx.main()`, `rpx.aux()` or `rpx.fixed()` for each: raw_values = "
+                f"{{'v': rpx.main(), 'g': rpx.aux()}}."
             )

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.verbs import closed, means
+from reparax._core.verbs import closed, means, reads_grads
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
 from reparax._stage.mean import Mean
@@ -43,7 +43,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    return p.update(raw, key, p.fold(raw))
+    return p.update(raw, key, p.fold(raw)) if reads_grads(stages(p)) else p.update(raw, key)
 
 
 compiled_update = jax.jit(updated, static_argnums=0)
