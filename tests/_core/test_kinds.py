@@ -25,6 +25,7 @@ KINDS = {
     "GlobalPrune": "global_prune",
     "Grassmann": "grassmann",
     "Hadamard": "hadamard",
+    "Halved": "halved",
     "HardConcrete": "hard_concrete",
     "Hurwitz": "hurwitz",
     "Invertible": "invertible",

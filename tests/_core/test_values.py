@@ -61,6 +61,7 @@ STAGES = {
     "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(count=3), rpx.GlobalPrune((0.5, 0.25))],
     "Grassmann": [rpx.Grassmann("householder")],
     "Hadamard": [rpx.Hadamard()],
+    "Halved": [rpx.Halved(), rpx.Halved(rest="int8", where="a|b")],
     "HardConcrete": [rpx.HardConcrete(0.5, axis=0)],
     "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.Invertible(least=0.5)],
@@ -521,8 +522,8 @@ def test_a_name_that_is_no_kind_is_refused(name, kind):
 
 
 def test_values_of_a_class_called_fixed_train():
-    raw = define("Fixed", "kinds_d", kind="halved")().init({"w": jnp.ones(2)})
-    assert rpx.labels(raw) == {"w": {"@halved": {"x": "free"}}}
+    raw = define("Fixed", "kinds_d", kind="set_apart")().init({"w": jnp.ones(2)})
+    assert rpx.labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
 
 
 def test_the_name_of_another_package_is_kept_apart_by_the_package():

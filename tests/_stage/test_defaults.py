@@ -34,6 +34,7 @@ OF_ALL = [
     rpx.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.Simplex(outside="project"),
     rpx.Gaussian(),
+    rpx.Halved(),
 ]
 
 OF_KERNELS = [
