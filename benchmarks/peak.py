@@ -138,17 +138,20 @@ def compiled(step: Step, data: Any, sharding: NamedSharding | None) -> tuple[flo
     return memory.temp_size_in_bytes / MIB, between - start, time.process_time() - between
 
 
+def compilers() -> dict[str, NamedSharding | None]:
+    """The compilers by their names: that of this machine, and that of a TPU where it is installed."""
+    if (sharding := tpu()) is not None:
+        return {"this machine": None, "TPU v5p": sharding}
+    print("libtpu is not installed, so there are no tables of its compiler: pip install 'jax[tpu]'")
+    return {"this machine": None}
+
+
 def measure(repeats: int) -> dict[str, Rows]:
     """All tables."""
     del repeats  # as a compiler gives the same program each time
     heading(1)
-    places: dict[str, NamedSharding | None] = {"this machine": None}
-    if (sharding := tpu()) is None:
-        print("libtpu is not installed, so there are no tables of its compiler: pip install 'jax[tpu]'")
-    else:
-        places["TPU v5p"] = sharding
     results: dict[str, Rows] = {}
-    for where, sharding in places.items():
+    for where, sharding in compilers().items():
         for title, build in CASES.items():
             steps, data = build()
             found = {name: compiled(step, data, sharding) for name, step in steps.items()}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import language
 from jax.sharding import NamedSharding
-from peak import KEY, MIB, tpu
+from peak import KEY, MIB, compilers
 from timing import Rows, exact, heading, show
 
 import reparax as rpx
@@ -152,13 +152,8 @@ def measure(repeats: int, only: str | None = None) -> dict[str, Rows]:
     """All tables."""
     del repeats  # as a compiler gives the same program each time
     heading(1)
-    places: dict[str, NamedSharding | None] = {"this machine": None}
-    if (sharding := tpu()) is None:
-        print("libtpu is not installed, so there are no tables of its compiler: pip install 'jax[tpu]'")
-    else:
-        places["TPU v5p"] = sharding
     results: dict[str, Rows] = {}
-    for where, sharding in places.items():
+    for where, sharding in compilers().items():
         for group, cases in {"layers": layers, "language": model}.items():
             for name, step in cases() if only in (None, group) else ():
                 own = ways(step, sharding, in_factors=any(each in name for each in ("LoRA", "DoRA")))
