@@ -160,7 +160,7 @@ def test_notebooks_show_the_same_table_in_html():
 
 
 def shown_by_rich(report, width):
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(report)
     return [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
 
