@@ -29,6 +29,7 @@ REPEATS = {
     "batches": 1,
     "stored": 10,
     "factored": 10,
+    "evolution": 3,
 }
 """The scripts, each with how often it repeats what it times."""
 

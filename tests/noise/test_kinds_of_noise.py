@@ -145,6 +145,36 @@ def test_the_estimate_is_that_of_stored_noise(rank):
     assert got["n"].dtype == raw["n"].dtype
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 3, 32])
+def test_the_estimate_of_low_rank_is_that_of_whole_matrices(chunk):
+    p = rpx.VarNoise(0.3, rank=2, stacked=1)
+    raw = {"layers": normal(6, 3, 4), "kernel": normal(2, 3, 5, seed=1), "b": normal(4, seed=2)}
+    keys, fitness = jax.random.split(KEY, 7), normal(7, seed=3)
+    got = jax.jit(lambda keys: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk))(keys)
+    drawn = members(rpx.VarNoise(1.0, rank=2, stacked=1), jax.tree.map(jnp.zeros_like, raw), keys)
+    for name, noise in drawn.items():
+        want = np.tensordot(np.asarray(fitness, np.float64), np.asarray(noise, np.float64), 1) / (7 * 0.3)
+        np.testing.assert_allclose(got[name], want, rtol=1e-5, atol=1e-5)
+
+
+def test_noise_of_low_rank_is_never_a_matrix():
+    p, raw = rpx.VarNoise(0.1, rank=1), {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+    given = raw, jax.eval_shape(lambda: jax.random.split(KEY, 512)), jax.ShapeDtypeStruct((512,), jnp.float32)
+
+    def traced(chunk):
+        return jax.jit(lambda raw, keys, fitness: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk)).trace(*given)
+
+    def steps(chunk):
+        return [eqn.params["length"] for eqn in traced(chunk).jaxpr.eqns if eqn.primitive.name == "scan"]
+
+    def temporary(chunk):
+        return traced(chunk).lower().compile().memory_analysis().temp_size_in_bytes
+
+    assert [steps(chunk) for chunk in (None, 16, 512)] == [[4], [32], [1]]
+    assert temporary(None) < 3 * 256 * 256 * 4
+    assert temporary(16) < temporary(512)
+
+
 def test_the_estimate_goes_on_to_raw_values_by_the_chain_rule():
     p = rpx.WeightNorm() >> rpx.VarNoise(0.3)
     raw = p.init({"w": normal(6, 4)})
@@ -236,6 +266,17 @@ ERRORS = {
         ValueError,
         "noise_gradient takes a number for each key, but got fitness of shape (3,) for keys of shape (2,). "
         "Pass one key and one number for each member.",
+    ),
+    "mirrored counts": (
+        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(4)),
+        ValueError,
+        "noise_gradient takes a number for each key, but got fitness of shape (4,) for keys of shape (2,). "
+        "Pass one key and half the difference of each mirrored pair.",
+    ),
+    "chunk": (
+        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(2), chunk=0),
+        ValueError,
+        "noise_gradient got chunk=0, but takes at least 1.",
     ),
     "std": (
         lambda: rpx.VarNoise(float("nan")),

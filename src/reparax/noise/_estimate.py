@@ -1,41 +1,56 @@
 """Gradient estimates from noise, for functions that are only evaluated."""
 
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization, call, require_chains
+from reparax._core.draws import randoms
 from reparax._core.keys import Keys, check_key
+from reparax._core.layers import Layer
 from reparax._core.plan import run
+from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, is_array, is_traceable
 from reparax.noise._stages import VarNoise
 
+CALL = "noise_gradient(p, raw, keys, fitness)"
 
-def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array) -> PyTree:
+
+def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array, *, chunk: int | None = None) -> PyTree:
     r"""The estimate of evolution strategies: :math:`\frac{1}{n \sigma} \sum_i f_i \varepsilon_i`, a tree like ``raw``.
 
-    :math:`\varepsilon_i` is the noise of ``p.apply(raw, keys[i])``. It is drawn again for one member at a time, so the
-    memory is that of one member. The sum estimates the gradient of the mean of f over the noise, with respect to the
-    arrays that receive the noise; the chain rule carries it to the raw values. Fixed values get zeros. To minimize a
-    loss, let f be the loss; to maximize a reward, let f be the negative reward.
+    :math:`\varepsilon_i` is the noise of ``p.apply(raw, keys[i])``. It is drawn again, so the population is never
+    stored. The sum estimates the gradient of the mean of f over the noise, with respect to the arrays that receive the
+    noise; the chain rule carries it to the raw values. Fixed values get zeros. To minimize a loss, let f be the loss;
+    to maximize a reward, let f be the negative reward.
+
+    Noise of low rank, ``VarNoise(std, rank=r)``, is never a matrix: :math:`\sum_i f_i A_i B_i` is one product of a
+    matrix of ``rows`` by ``chunk * r`` numbers with one of ``chunk * r`` by ``columns``.
 
     For mirrored pairs, evaluate f with ``VarNoise(std)`` and ``VarNoise(-std)`` on one key, and pass that key once with
-    half the difference of the two: then a constant in f cancels.
+    half the difference of the two: then a constant in f cancels. So 64 mirrored members are 32 keys.
 
     Args:
       p: A chain with one :class:`VarNoise`, with a nonzero ``std`` and without ``relative``, and no other random stage.
       raw: The raw tree around which the members were drawn.
       keys: A batch of keys, one for each member.
       fitness: A number for each member; usually centered (minus the mean) or ranked.
+      chunk: How many members are drawn at a time; more take more memory and less time. Default: the memory of one
+        member, that is one member at a time, or of noise of low rank as many as take no more numbers than the arrays.
 
     Raises:
-      ValueError: If the chain does not have exactly one such stage, or if ``keys`` and ``fitness`` differ in length.
+      TypeError: If ``chunk`` is not a whole number.
+      ValueError: If the chain does not have exactly one such stage, if ``keys`` and ``fitness`` differ in length, or if
+        ``chunk`` is less than 1.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -48,16 +63,14 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
 
     References:
       Salimans, Ho, Chen, Sidor and Sutskever, *Evolution Strategies as a Scalable Alternative to Reinforcement
-      Learning*, 2017.
+      Learning*, 2017; of low rank: Sarkar et al., *Evolution Strategies at the Hyperscale*, 2025.
     """
-    require_chains("noise_gradient(p, raw, keys, fitness)", p)
+    require_chains(CALL, p)
     stages = p.stages if isinstance(p, Chain) else (p,)
     place, noise = _noise(p, stages)
-    if keys.shape[:1] != fitness.shape or fitness.ndim != 1:
-        raise ValueError(
-            f"noise_gradient takes a number for each key, but got fitness of shape {fitness.shape} for keys of shape "
-            f"{keys.shape}. Pass one key and one number for each member."
-        )
+    if chunk is not None:
+        check_positive_whole(chunk, "noise_gradient", "chunk")
+    _check_counts(keys, fitness)
 
     tree = flatten(gather_boxes(raw))
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
@@ -66,22 +79,105 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array)
         return run(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
     seen = before(moving)
-    unit = replace(noise, std=1.0)
-    zeros = {at: jnp.zeros_like(x) for at, x in seen.arrays.items() if is_array(x) and is_inexact(x)}
-    still = replace(seen, arrays={**seen.arrays, **zeros})
-
-    def add(total: dict[Names, Array], member: tuple[Array, Array]) -> tuple[dict[Names, Array], None]:
-        keys = Keys(check_key(member[0], "noise_gradient", "noise_gradient(p, raw, keys, fitness)"))
-        drawn = run((unit,), still, keys).arrays
-        return {at: t + member[1].astype(t.dtype) * drawn[at].astype(t.dtype) for at, t in total.items()}, None
-
-    total, _ = jax.lax.scan(add, {at: widened(zero) for at, zero in zeros.items()}, (keys, fitness))
+    layer = replace(noise, std=1.0)._closing("apply", seen.types)
+    total: dict[Names, Array] = {}
+    for kind in (_Full, _LowRank):
+        own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
+        sites = [replace(site, stage=kind(site.stage)) for site in own]
+        total |= _summed(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
-    _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in zeros}, moving)
+    _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in total}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
     whole = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
     (found,) = pull({at: (t * scale.astype(t.dtype)).astype(seen.arrays[at].dtype) for at, t in whole.items()})
     return spread_like(raw, nest(replace(tree, arrays={at: found.get(at, _still(x)) for at, x in tree.arrays.items()})))
+
+
+def _check_counts(keys: Array, fitness: Array) -> None:
+    if keys.shape[:1] == fitness.shape and fitness.ndim == 1:
+        return
+    mirrored = fitness.shape == (2 * keys.shape[0],) if keys.ndim else False
+    remedy = "half the difference of each mirrored pair" if mirrored else "one number for each member"
+    raise ValueError(
+        f"noise_gradient takes a number for each key, but got fitness of shape {fitness.shape} for keys of shape "
+        f"{keys.shape}. Pass one key and {remedy}."
+    )
+
+
+def _summed(
+    layer: Layer, arrays: Mapping[Names, Any], keys: Array, fitness: Array, chunk: int | None
+) -> dict[Names, Array]:
+    """For each array the sum over all members of its noise times their fitness."""
+    likes = [widened(jnp.asarray(arrays[site.spots["w"].place])) for site in layer.sites]
+    pairs = list(zip([site.stage for site in layer.sites], likes, strict=True))
+    drawn_by_one = sum(stage.size(like) for stage, like in pairs)
+    size = chunk or max(1, sum(like.size for like in likes) // max(1, drawn_by_one))
+    steps = -(-len(fitness) // size)
+    shape = steps, -(-len(fitness) // max(steps, 1))
+    places = np.arange(math.prod(shape)).reshape(shape)
+
+    def drawn(key: Array) -> dict[int, Array]:
+        return randoms(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
+
+    def add(total: list[Array], members: tuple[Array, Array]) -> tuple[list[Array], None]:
+        noise = jax.vmap(drawn)(members[0])
+        parts = [stage.summed(like, members[1], noise[i]) for i, (stage, like) in enumerate(pairs)]
+        return [t + part for t, part in zip(total, parts, strict=True)], None
+
+    # The last member fills the last step, and counts once.
+    given = np.minimum(places, len(fitness) - 1)
+    counted = jnp.where(places < len(fitness), fitness[given], 0)
+    total, _ = jax.lax.scan(add, [jnp.zeros_like(like) for like in likes], (keys[given], counted))
+    return {site.spots["w"].place: t for site, t in zip(layer.sites, total, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Full:
+    """Noise of full rank."""
+
+    stage: Any
+
+    stochastic: ClassVar[bool] = True
+    is_low: ClassVar[bool] = False
+
+    @property
+    def shared(self) -> Any:
+        return self.stage.shared
+
+    def size(self, like: Array) -> int:
+        """How many numbers are drawn."""
+        return like.size
+
+    def draw(self, like: Array, key: Array) -> Array:
+        return self.stage.draw(like, key)
+
+    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+        """The sum over members of their noise times their fitness."""
+        return jnp.tensordot(fitness.astype(like.dtype), drawn, 1, precision="highest")
+
+
+class _LowRank(_Full):
+    """Noise of low rank: its factors, one behind the other."""
+
+    is_low: ClassVar[bool] = True
+
+    def size(self, like: Array) -> int:
+        return sum(math.prod(x.shape) for x in self._factors(like))
+
+    def _factors(self, like: Array) -> tuple[Any, Any]:
+        return jax.eval_shape(self.stage._factors, like, jax.random.key(0))
+
+    def draw(self, like: Array, key: Array) -> Array:
+        if key.ndim:
+            return jax.lax.map(lambda one: self.draw(like, one), key)
+        return jnp.concatenate([x.ravel() for x in self.stage._factors(widened(like), key)])
+
+    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+        a, b = self._factors(like)
+        first, second = jnp.split(drawn, [math.prod(a.shape)], axis=1)
+        left = first.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
+        pairs = jnp.einsum("n...ir,n...rj->...ij", left, second.reshape(-1, *b.shape), precision="highest")
+        return self.stage._unfolded(pairs, like)
 
 
 def _still(x: Any) -> Any:

@@ -102,11 +102,11 @@ class VarNoise(Drawn):
         return self.rank, self.stacked if self.rank else ()
 
     def draw(self, like: Array, key: Array) -> Array:
-        if self.rank is None or like.ndim - len(self._places(None)) < 2:
+        if not self._is_low(like):
             return _random.normal(key, widened(like))
         if key.ndim:
             return jax.lax.map(lambda one: self.draw(like, one), key)
-        return self._low_rank(widened(like), key)
+        return self._unfolded(product(*self._factors(widened(like), key)), like)
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
@@ -131,17 +131,25 @@ class VarNoise(Drawn):
                 size = norm(x, axes)
         return size.astype(x.dtype)
 
-    def _low_rank(self, like: Array, key: Array) -> Array:
-        """Low-rank noise for each of the stacked matrices."""
+    def _is_low(self, like: Array) -> bool:
+        """Whether the noise on an array has low rank."""
+        return self.rank is not None and like.ndim - len(self._places(None)) >= 2
+
+    def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
+        """The factors A and B of low-rank noise, in the dtype of ``like``, for each of the stacked matrices."""
         places, rank = self._places(None), self.rank or 1
-        own = [axis for axis in range(like.ndim) if axis not in places]
-        stack, sizes = ([like.shape[axis] for axis in axes] for axes in (places, own))
-        rows, columns = math.prod(sizes[:-1]), sizes[-1]
+        own = [n for axis, n in enumerate(like.shape) if axis not in places]
+        stack, rows, columns = [like.shape[axis] for axis in places], math.prod(own[:-1]), own[-1]
         first, second = split_key(key, (2,))
         a = _random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
-        b = _random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
-        drawn = product(a, b).reshape(*stack, *sizes) / math.sqrt(rank)
-        return drawn.transpose(np.argsort((*places, *own)).tolist())
+        return a, _random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
+
+    def _unfolded(self, matrices: Array, like: Array) -> Array:
+        """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
+        places = self._places(None)
+        order = (*places, *(axis for axis in range(like.ndim) if axis not in places))
+        drawn = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
+        return drawn.transpose(np.argsort(order).tolist())
 
 
 class WeightDropout(Drawn):
