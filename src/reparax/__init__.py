@@ -98,6 +98,7 @@ from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels
+from reparax.training import merge as merge
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
 from reparax.training import projected as projected

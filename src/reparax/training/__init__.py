@@ -1,5 +1,9 @@
-"""Raw trees in training: what of them trains, how optimizers see it, how it moves to another chain, how it is shown."""
+"""Raw trees in training: what of them trains, how optimizers see it, how it moves to another chain, how it is shown.
 
+And models after training: several merged into one.
+"""
+
+from reparax.training._merge import merge as merge
 from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine

@@ -1,0 +1,234 @@
+"""Models of one structure, merged into one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from reparax._core.keys import Keys, check_key
+from reparax._numerics.arguments import check_known_number, one_of
+from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._tree.paths import PyTree, describe, is_array, named, path_text
+from reparax.training._task_vectors import agreeing_mean, dropped, trimmed, weighted_mean, weighted_sum
+
+GIVE = {
+    "base": "the model that all of them were before training, `base=params`",
+    "density": "the part of each difference that stays, such as `density=0.2`",
+    "key": "a key to draw what stays, `key=jax.random.key(0)`",
+}
+"""What to do where an argument is missing."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to merge: what it needs, what it leaves of each task vector, and how it adds them."""
+
+    needs: tuple[str, ...]
+    thin: Callable[[Array, Any, Any], Array] = lambda task, density, key: task
+    join: Callable[[Array, Array, str], Array] = lambda tasks, weights, method: weighted_sum(tasks, weights)
+
+
+_WAYS = {
+    "mean": _Way(()),
+    "task_arithmetic": _Way(("base",)),
+    "magnitude_prune": _Way(("base", "density"), lambda task, density, key: trimmed(task, density)),
+    "ties": _Way(("base", "density"), lambda task, density, key: trimmed(task, density), agreeing_mean),
+    "dare_linear": _Way(("base", "density", "key"), dropped),
+    "dare_ties": _Way(("base", "density", "key"), dropped, agreeing_mean),
+}
+
+
+def merge(
+    models: Sequence[PyTree],
+    how: str = "mean",
+    *,
+    weights: ArrayLike | Sequence[ArrayLike] | None = None,
+    base: PyTree = None,
+    density: float | None = None,
+    majority_sign_method: str = "total",
+    key: Array | None = None,
+) -> PyTree:
+    r"""Merges models of one structure into one that has learned what each of them has.
+
+    With the models :math:`W_i`, their weights :math:`\lambda_i`, a base :math:`W_0` and the differences
+    :math:`\tau_i = W_i - W_0`, entry by entry:
+
+    =======================  =========================================================================================
+    ``"mean"``               :math:`\sum_i \lambda_i W_i / \sum_i \lambda_i`, a model soup
+    ``"task_arithmetic"``    :math:`W_0 + \sum_i \lambda_i \tau_i`; a negative weight takes away what was learned
+    ``"magnitude_prune"``    the same, after the smallest entries of each array of :math:`\tau_i` became zero: a part
+                             ``density`` of them stays
+    ``"ties"``               of these, the mean of those :math:`\lambda_i \tau_i` whose sign is that of the majority
+    ``"dare_linear"``        task arithmetic, after each entry became zero with the probability ``1 - density``; those
+                             that stay are divided by ``density``
+    ``"dare_ties"``          the same entries, merged by ``"ties"``
+    =======================  =========================================================================================
+
+    Names and formulas are those of PEFT's ``add_weighted_adapter``, on whole weights. As there and in mergekit, what is
+    small is decided for each array; the paper of TIES looks at all arrays together. Weights of 1 are the papers' TIES
+    and DARE; one number is their :math:`\lambda`. Half-precision arrays are computed in float32.
+
+    Merge effective trees, ``[p.fold(raw) for raw in raws]``: a mean of raw values is the mean of the weights only if
+    the weights are linear in them, which an adapter's factors are not. What models share needs no care: an array that
+    is equal in all of them stays, bit for bit, in a mean.
+
+    Args:
+      models: Two or more trees of one structure, shape by shape and dtype by dtype; one is enough with a base. Leaves
+        that are not floating or complex arrays, such as counters, keys and functions, must be equal.
+      how: One of the words above.
+      weights: One number, or one for each model; they may be traced, and have gradients. Default: 1.
+      base: The model that all of them were before training.
+      density: The part of the entries that stays, more than 0 and at most 1.
+      majority_sign_method: The sign of the majority is that of the sum of the differences, ``"total"``, or of the
+        sum of their signs, ``"frequency"``.
+      key: A key for ``"dare_linear"`` and ``"dare_ties"``. What is dropped depends on it, on the path and on the number
+        of the model.
+
+    Returns:
+      A tree like each of the models.
+
+    Raises:
+      ValueError: If there is one model and no base, the trees differ, or an argument is missing, out of range or not
+        used.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> base = {"w": jnp.array([0.0, 0.0, 0.0])}
+      >>> one, other = {"w": jnp.array([1.0, 4.0, 0.0])}, {"w": jnp.array([3.0, -2.0, 2.0])}
+      >>> rpx.merge([one, other])["w"]
+      Array([2., 1., 1.], dtype=float32)
+      >>> rpx.merge([one, other], "ties", base=base, density=1.0)["w"]
+      Array([2., 4., 2.], dtype=float32)
+
+    References:
+      Wortsman et al., *Model Soups*, 2022; Ilharco et al., *Editing Models with Task Arithmetic*, 2023; Yadav, Tam,
+      Choshen, Raffel and Bansal, *TIES-Merging*, 2023; Yu, Yu, Yu, Huang and Li, *Language Models are Super Mario*
+      (DARE), 2024.
+    """
+    way = _WAYS[one_of(*_WAYS)(how, "merge", "how")]
+    one_of("total", "frequency")(majority_sign_method, "merge", "majority_sign_method")
+    _require_arguments(how, way, {"base": base, "density": density, "key": key})
+    if isinstance(models, Mapping) or len(models) < (2 if base is None else 1):
+        got = "one tree" if isinstance(models, Mapping) else f"a list of {len(models)}"
+        raise ValueError(
+            f"merge takes a list of two or more models, or of one and a base, but got {got}. Call "
+            f"`merge([first, second])`."
+        )
+    paths, trees = _leaves([*models, *([] if base is None else [base])], len(models))
+    part = 1.0 if density is None else _density(density)
+    scales = _scales(how, weights, len(models))
+    keys = _keys(key, paths, len(models))
+
+    def merged(i: int, arrays: Sequence[Any]) -> Any:
+        first = arrays[0]
+        if not (is_array(first) and is_inexact(first)):
+            return _shared(paths[i], arrays)
+        if way.join is agreeing_mean and jnp.iscomplexobj(first):
+            raise ValueError(
+                f"merge(how={how!r}) takes real arrays, whose signs agree or not, but got {describe(first)} at "
+                f"{paths[i]!r}."
+            )
+        wide = [widened(jnp.asarray(x)) for x in arrays]
+        own = scales.astype(wide[0].dtype)
+        if base is None:
+            return weighted_mean(jnp.stack(wide), own).astype(first.dtype)
+        *after, before = wide
+        tasks = [way.thin(x - before, part, keys[number][i]) for number, x in enumerate(after)]
+        return (before + way.join(jnp.stack(tasks), own, majority_sign_method)).astype(first.dtype)
+
+    columns = zip(*trees, strict=True)
+    return jax.tree.structure(models[0]).unflatten([merged(i, arrays) for i, arrays in enumerate(columns)])
+
+
+def _require_arguments(how: str, way: _Way, given: dict[str, Any]) -> None:
+    """Refuses arguments that are missing, and those that would do nothing."""
+    for name, value in given.items():
+        if name in way.needs and value is None:
+            raise ValueError(f"merge(how={how!r}) needs {GIVE[name]}.")
+        if name not in way.needs and value is not None:
+            takers = ", ".join(repr(other) for other, each in _WAYS.items() if name in each.needs)
+            raise ValueError(f"merge(how={how!r}) takes no {name}; {takers} do. Leave it out, or change `how`.")
+
+
+def _leaves(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[Any]]]:
+    """The paths of the leaves, and the leaves of each tree; the trees after the first ``count`` are bases."""
+    paths, first, treedef = named(trees[0])
+    texts, found = list(map(path_text, paths)), [first]
+    for number, tree in enumerate(trees[1:], 1):
+        who = f"models[{number}]" if number < count else "base"
+        others, leaves, other = named(tree)
+        if other != treedef:
+            lost, new = set(paths) - set(others), set(others) - set(paths)
+            names = ", ".join(sorted(repr(path_text(path)) for path in lost | new)[:3])
+            where = f"which differ at {names}" if names else f"{treedef} and {other}"
+            raise ValueError(
+                f"merge takes trees of one structure, but got models[0] and {who}, {where}. Merge effective trees: "
+                f"`[p.fold(raw) for raw in raws]`."
+            )
+        for text, x, y in zip(texts, first, leaves, strict=True):
+            if is_array(x) != is_array(y) or (is_array(x) and describe(x) != describe(y)):
+                raise ValueError(
+                    f"merge got {describe(x)} at {text!r} in models[0], but {describe(y)} in {who}. Merge models of "
+                    f"one shape and dtype."
+                )
+        found.append(leaves)
+    return texts, found
+
+
+def _density(density: float) -> float:
+    checked = check_known_number(density, "merge", "density")
+    if not 0 < checked <= 1:
+        raise ValueError(f"merge got density={checked}, but takes a number greater than 0 and at most 1.")
+    return checked
+
+
+def _scales(how: str, weights: Any, count: int) -> Array:
+    """The weight of each model."""
+    given = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
+    if given.shape not in ((), (count,)):
+        raise ValueError(
+            f"merge takes one weight, or one for each of {count} models, but got weights of shape {given.shape}."
+        )
+    scales = jnp.broadcast_to(given, (count,))
+    if how == "mean" and not isinstance(scales, Tracer) and float(jnp.sum(scales)) == 0:
+        raise ValueError(
+            f"merge(how={how!r}) got weights whose sum is zero, which have no mean. Use how='task_arithmetic', with a "
+            f"base."
+        )
+    return scales
+
+
+def _keys(key: Any, paths: Sequence[str], count: int) -> list[Any]:
+    """For each model, a key for each path; None without a key."""
+    if key is None:
+        return [[None] * len(paths)] * count
+    keys = Keys(check_key(key, "merge", "jax.vmap(lambda key: merge(models, key=key, ...))(keys)"))
+    return [keys.of_arrays("merge", number, paths) for number in range(1, count + 1)]
+
+
+def _shared(path: str, leaves: Sequence[Any]) -> Any:
+    """What all models have where nothing can be averaged."""
+    first, *others = leaves
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise ValueError(
+            f"merge cannot tell, while JAX traces it, whether {describe(first)} at {path!r} is equal in all models. "
+            f"Merge `rpx.partition(model)[0]` of each, or outside of `jax.jit`."
+        )
+    if any(not _equal(first, other) for other in others):
+        raise ValueError(
+            f"merge got different values of {describe(first)} at {path!r}, which have no mean. Merge effective trees, "
+            f"`[p.fold(raw) for raw in raws]`, or give each model the same."
+        )
+    return first
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Whether two leaves are known to be equal."""
+    if not is_array(x):
+        return x is y or bool(x == y)
+    return bool(jnp.all(x == y))
