@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax._axes.seen import Seen
 from reparax._tree.raw import OTHER_CHAIN
 
 Places = tuple[int, ...]
@@ -28,7 +29,7 @@ def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., A
         each = jax.vmap(each)
 
     def mapped(*args: Any) -> Any:
-        fronts = jax.tree.map(partial(_to_front, stacked), args)
+        fronts = jax.tree.map(partial(_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
@@ -68,7 +69,9 @@ def each_stacked(w: Any, stacked: Places) -> Iterator[Any]:
         yield from _to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
 
 
-def _to_front(stacked: Places, x: Array) -> Array:
+def _to_front(stacked: Places, x: Any) -> Any:
+    if isinstance(x, Seen):
+        return x.of_index(stacked)
     return jnp.moveaxis(x, _places(stacked, x.ndim), range(len(stacked)))
 
 

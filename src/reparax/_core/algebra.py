@@ -11,12 +11,14 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.origin import Origins, probe
+from reparax._axes.seen import ANY
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
 from reparax._core.plan import ON_TREES, TreeLayer, open_all
 from reparax._core.recompute import recompute
+from reparax._core.sights import by_place
 from reparax._core.value import Static
 from reparax._core.verbs import advanced, closed, followed, opened, rebased, total_log_det, total_penalty
 from reparax._tree.differences import abstract, require_no_differences
@@ -74,7 +76,7 @@ class Parametrization(Static, ABC):
         shown = {*self._for_users, *(each.name for each in dataclasses.fields(self)), *added}
         return [name for name in super().__dir__() if name in shown or name.startswith("_")]
 
-    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+    def init(self, params: PyTree, key: jax.Array | None = None, *, seen: PyTree = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
         Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
@@ -83,6 +85,9 @@ class Parametrization(Static, ABC):
         Args:
           params: The model's parameters.
           key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
+          seen: What each array is multiplied with, as :func:`inputs` finds it, for stages that start from data; for
+            several kinds of moments a tuple of such trees. Each stage gets the entry of its own array. Stages behind
+            it in the chain pass it on for main values that have the axes of their array.
         """
         if key is None and self.random_start:
             raise ValueError(
@@ -95,11 +100,12 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        checked = _checked_key(self, "init", jax.random.key(0) if key is None else key)
+        checked, tree = _checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
+        sights = by_place(call(self, "init"), tree, seen)
         return spread_boxes(
             functools.partial(followed, self._parts),
             params,
-            nest(open_all(self._parts, flatten(params), Keys(checked))),
+            nest(open_all(self._parts, tree, Keys(checked), sights)),
         )
 
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -188,6 +194,9 @@ class Parametrization(Static, ABC):
     def random_start(self) -> bool:
         """Whether another key gives ``init`` another model to train, so that it needs one."""
         return False
+
+    _sees: ClassVar[bool] = False
+    """Whether ``init`` of the stage takes what arrays are multiplied with."""
 
     # What follows is for the plan of a chain. A stage on the whole tree needs none of it.
     @property
@@ -415,7 +424,8 @@ def overrides(stage: Parametrization, *methods: str) -> bool:
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     """``init`` where only the structure of its result, or its nearest point, matters."""
-    return functools.partial(init, key=jax.random.key(0))
+    seen = {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}  # a class may write its own init
+    return functools.partial(init, key=jax.random.key(0), **seen)
 
 
 def require_chains(usage: str, *got: object) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.draws import randoms
 from reparax._core.keys import Keys
 from reparax._numerics.arithmetic import add_up
@@ -22,6 +23,9 @@ from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, path_text
 from reparax._tree.raw import FIXED
 from reparax._tree.values import Values, value_of
+
+Sights = Mapping[Names, Seen]
+"""What arrays are multiplied with, by their places."""
 
 Held = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that its formulas use, the raw values by their names."""
@@ -95,8 +99,8 @@ class Site(ABC):
         return False
 
     @abstractmethod
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        """The raw values of the arrays."""
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        """The raw values of the arrays, of which ``seen`` says what they are multiplied with."""
 
     @abstractmethod
     def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
@@ -153,7 +157,7 @@ class Layer:
         """The layer with the mean over all draws."""
         return replace(self, sites=[replace(site, mean=True) for site in self.sites])
 
-    def open(self, tree: Flat, keys: Keys) -> Flat:
+    def open(self, tree: Flat, keys: Keys, seen: Sights) -> Flat:
         """The tree with raw values instead of the arrays."""
         opening = [site for site in self.sites if any(spot.mark for spot in site.spots.values())]
         starts = [i for i, site in enumerate(opening) if site.starts_random]
@@ -162,10 +166,24 @@ class Layer:
         swaps: list[Swap] = []
         for i, site in enumerate(opening):
             arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
+            known = {name: seen[spot.place] for name, spot in site.spots.items() if spot.place in seen}
             with locate_errors(self.at(site)):
-                values = site.open(arrays, own.get(i))
+                values = site.open(arrays, own.get(i), known)
             swaps += [([s.place], s.opened(values[name], site.stage.raw_values)) for name, s in site.spots.items()]
         return tree.swapped(swaps)
+
+    def opened_sights(self, seen: Sights, before: Flat, after: Flat) -> Sights:
+        """What main values are multiplied with: those with the axes of their array are read as it is."""
+        found, said = dict(seen), self.stage.raw_values
+        spots = [spot for site in self.sites for spot in site.spots.values() if spot.place in seen and spot.mark]
+        for spot in spots:
+            node = (*spot.place, str(spot.mark))
+            for place in ((*node, *fixed, name) for name in said for fixed in ((), (FIXED,))):
+                value = value_of(said, place[-1])
+                same = place in after.arrays and after.arrays[place].shape == before.arrays[spot.place].shape
+                if value.main and value.aligned and same:
+                    found[place] = seen[spot.place]
+        return found
 
     def close(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with the arrays instead of raw values."""

@@ -11,7 +11,7 @@ from jax import Array, export
 
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
-from reparax._core.layers import Layer, Site
+from reparax._core.layers import Layer, Sights, Site
 from reparax._core.value import exactly
 from reparax._tree.flat import Flat, Frame, flatten, nest
 from reparax._tree.paths import Names, PyTree, is_array, is_empty
@@ -38,7 +38,8 @@ class TreeLayer(Layer):
     def at_mean(self) -> Layer:
         return replace(self, mean=True)
 
-    def open(self, tree: Flat, keys: Keys) -> Flat:
+    def open(self, tree: Flat, keys: Keys, seen: Sights) -> Flat:
+        del seen
         return self._called("init", tree, keys)
 
     def close(self, tree: Flat, keys: Keys) -> Flat:
@@ -86,10 +87,12 @@ def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     return tree
 
 
-def open_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
+def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Flat:
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
-        tree = stage._opening(tree).open(tree, keys)
+        layer = stage._opening(tree)
+        before, tree = tree, layer.open(tree, keys, seen)
+        seen = layer.opened_sights(seen, before, tree)
     return tree
 
 

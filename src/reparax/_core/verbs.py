@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
+from reparax._axes.seen import ANY
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
 from reparax._core.pullback import pull_back
+from reparax._core.sights import by_place
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, flatten, graft, nest
 from reparax._tree.paths import PyTree, is_array
@@ -18,7 +20,8 @@ Stages = Sequence[Any]
 
 def opened(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
     """The raw tree of a tree of arrays, without the boxes of new ones."""
-    return nest(open_all(stages, flatten(params), Keys(key)))
+    tree = flatten(params)
+    return nest(open_all(stages, tree, Keys(key), by_place("init", tree, ANY)))
 
 
 def closed(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 
 from reparax._axes.origin import Places, probe
+from reparax._axes.seen import ANY, Seen
 from reparax._numerics.terms import told
 from reparax._stage.remembered import remembered, together
 from reparax._tree.markers import (
@@ -23,9 +24,9 @@ from reparax._tree.markers import (
 )
 
 
-def opened_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
+def opened_values(stage: Any, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
-    values = together(_values, stage, w, key)
+    values = together(_values, stage, w, key, seen if stage._sees else None)
     require_named_arrays("draw_leaf" if stage._draws else "init_leaf", values, stage.raw_values)
     try:
         effective = remembered(_closed_type, stage, types_under(values))
@@ -69,7 +70,7 @@ def facts_of(stage: Any, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] 
     if has_symbols(types) or stage.changes_type:
         return effective, None
     try:
-        values = jax.eval_shape(lambda w: _values(stage, w, None), effective)
+        values = jax.eval_shape(lambda w: _values(stage, w, None, ANY), effective)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return effective, None
     return effective, {name: value.shape for name, value in values.items()}
@@ -77,7 +78,7 @@ def facts_of(stage: Any, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] 
 
 def followed_axes(stage: Any, types: Types) -> dict[str, Places]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe(lambda tree: {"w": _values(stage, tree["w"], None)}, abstract(types))
+    origins = probe(lambda tree: {"w": _values(stage, tree["w"], None, ANY)}, abstract(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -86,11 +87,13 @@ def apply_formula(stage: Any, *args: Any) -> Array:
     return told(stage.apply_leaf, stage.terms_leaf, *args) if stage._tells else stage.apply_leaf(*args)
 
 
-def _values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
+def _values(stage: Any, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array."""
-    if not stage._draws:
-        return stage._over(stage.init_leaf)(w)
-    return stage._over(stage.draw_leaf)(w, stage._each_key(jax.random.key(0) if key is None else key, w))
+    keys = (stage._each_key(jax.random.key(0) if key is None else key, w),) if stage._draws else ()
+    formula = stage.draw_leaf if stage._draws else stage.init_leaf
+    if not stage._sees:
+        return stage._over(formula)(w, *keys)
+    return stage._over(lambda w, seen, *keys: formula(w, *keys, seen=seen))(w, seen, *keys)
 
 
 def _closed_type(stage: Any, types: Types) -> Any:

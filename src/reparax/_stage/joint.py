@@ -1,5 +1,6 @@
 """Stages on several arrays together."""
 
+import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.algebra import AtSites, call
 from reparax._core.layers import Held, Layer, Site, Spot
 from reparax._stage.nodes import find_nodes
@@ -53,12 +55,20 @@ class Joint(AtSites):
 
     arrays: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
-        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
+        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can.
+
+        A stage that learns from data takes what the arrays are multiplied with as well, by their names:
+        ``init_leaves(arrays, *, seen)``.
+        """
 
     @abstractmethod
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
@@ -89,10 +99,11 @@ class Joint(AtSites):
             sites.append(_Group(self, _at(slots, group), spots))
         return Layer(self, who, sites)
 
-    def _opened(self, arrays: dict[str, Array]) -> Held:
+    def _opened(self, arrays: dict[str, Array], seen: Mapping[str, Seen]) -> Held:
         """The raw values for each name, after checking that they reproduce the types of the arrays."""
         try:
-            values = self.init_leaves(arrays)
+            start: Any = self.init_leaves
+            values = start(arrays, seen=seen) if self._sees else start(arrays)
             _require_names("init_leaves", "the values of", values, arrays)
             flat = {value: w for named in values.values() for value, w in named.items()}
             require_named_arrays("init_leaves", flat, self.raw_values)
@@ -140,9 +151,9 @@ class Joint(AtSites):
 class _Group(Site):
     """The stage on one group of arrays."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
         del key
-        return self.stage._opened(arrays)
+        return self.stage._opened(arrays, seen)
 
     def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
         del random

@@ -161,20 +161,26 @@ class Reparametrization(Leafwise):
         inherited = terms is Reparametrization or not issubclass(terms, formula)
         cls._tells = not inherited and formula.apply_leaf is not _sum_of_terms
         cls._update_reads = _read_by_update(cls)
+        starts = ("init_leaf", "draw_leaf")
+        cls._sees = any("seen" in inspect.signature(getattr(cls, name)).parameters for name in starts)
         if (further := _further(cls, "apply_leaf")) and not cls.stochastic:
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
-        start: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(start) and len(_required(start)) > 2:
+        own: Any = cls.__dict__.get("init_leaf")
+        if inspect.isfunction(own) and len(_required(own)) > 2:
             raise TypeError(
-                f"{cls.__name__}.init_leaf takes {', '.join(_required(start))}, but is called with (self, w). If the "
+                f"{cls.__name__}.init_leaf takes {', '.join(_required(own))}, but is called with (self, w). If the "
                 f"start is random, define draw_leaf(self, w, key) instead."
             )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        """The raw values whose effective array is ``w``, or the nearest one to it."""
+        """The raw values whose effective array is ``w``, or the nearest one to it.
+
+        A stage that learns from data takes what the array is multiplied with as well, ``init_leaf(w, *, seen=None)``: a
+        :class:`Seen`, or None if ``init`` got none.
+        """
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:

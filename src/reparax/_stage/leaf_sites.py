@@ -6,6 +6,7 @@ from typing import Any
 
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Site
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
@@ -27,8 +28,8 @@ class OneArray(Site):
 class InPlace(OneArray):
     """A stage that changes an array in place."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        del key
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
         return {"w": arrays}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
@@ -62,8 +63,8 @@ class Values(OneArray):
     def starts_random(self) -> bool:
         return self.stage._draws
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        return {"w": opened_values(self.stage, arrays["w"], key)}
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        return {"w": opened_values(self.stage, arrays["w"], key, seen.get("w"))}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
         if random is None:

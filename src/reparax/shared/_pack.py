@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.algebra import AtSites, call
 from reparax._core.config import arguments
 from reparax._core.layers import Held, Layer, Site, Spot
@@ -148,8 +149,8 @@ class _Rearranged(AtSites):
 class _Cell(Site):
     """The arrays of one cell."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        del key
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
         stage, sizes = self.stage, dict(self.stage.sizes)
         stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}

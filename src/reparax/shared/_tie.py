@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from reparax._axes.seen import Seen
 from reparax._core.algebra import AtSites, call
 from reparax._core.config import code
 from reparax._core.layers import Held, Layer, Site, Spot
@@ -188,8 +189,8 @@ class _Tied(Site):
 
     transform: Transform = field(kw_only=True)
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        del key
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
         return {name: {} for name in arrays}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:

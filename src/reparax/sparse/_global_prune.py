@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Layer, Site
 from reparax._core.value import argument
 from reparax._numerics.arguments import optional
@@ -99,8 +100,8 @@ class GlobalPrune(Reparametrization):
 class _Ranking(Site):
     """All arrays that share one ranking."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> Held:
-        del key
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
         values = {name: self.stage.init_leaf(w) for name, w in arrays.items()}
         return {name: values[name] | mask for name, mask in self.update(values, {}, None).items()}
 

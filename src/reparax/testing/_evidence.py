@@ -92,8 +92,8 @@ class Alone(Parametrization):
     def stage(self) -> Parametrization:
         return stages(self.chain)[self.number]
 
-    def init(self, params: PyTree, key: Array | None = None) -> PyTree:
-        return self.chain.init(params, key)
+    def init(self, params: PyTree, key: Array | None = None, *, seen: PyTree = None) -> PyTree:
+        return self.chain.init(params, key, seen=seen)
 
     def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
         return closed([self.stage], self._seen(raw), key)

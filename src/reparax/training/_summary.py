@@ -10,7 +10,8 @@ import jax
 
 from reparax._core.algebra import Chain, Parametrization, require_chains, with_any_key
 from reparax._core.keys import Keys
-from reparax._core.plan import open_all, walk
+from reparax._core.plan import walk
+from reparax._core.verbs import opened
 from reparax._tree.differences import abstract
 from reparax._tree.flat import flatten
 from reparax._tree.folding import Line, folded
@@ -150,7 +151,8 @@ def _acting(p: Parametrization, params: PyTree) -> dict[str, tuple[str, ...]]:
 
     def watched(params: PyTree) -> PyTree:
         stages, keys = tuple(Chain((p,))), Keys(jax.random.key(0))
-        for layer, before, after in walk("apply", stages, open_all(stages, flatten(params), Keys(None)), keys):
+        raw = flatten(opened(stages, params))
+        for layer, before, after in walk("apply", stages, raw, keys):
             changed = [place for place, x in after.arrays.items() if x is not before.arrays.get(place)]
             for path in dict.fromkeys(map(parameter, changed)):
                 found[path] = (*found.get(path, ()), type(layer.stage).__name__)

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
+from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization, require_chains
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, walk
+from reparax._core.sights import by_place, takes_data
 from reparax._core.verbs import followed
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
@@ -83,13 +85,16 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
     read, keys, kept = _Read(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
     for stage in reversed(tuple(Chain((new,)))):
-        before, tree = tree, open_all([stage], tree, keys)
+        before, tree = tree, open_all([stage], tree, keys, by_place("transfer", tree, ANY))
         known = find_nodes(before, stage.kind)
         for place, node in find_nodes(tree, stage.kind).items():
             if place in known:
                 continue
             around = _within(kept, place)
             values = read.values(stage, node) if around else read.of_base(stage, node, before.arrays.get(place))
+            if values is None and takes_data(stage):  # it starts without data, or says that it cannot
+                started = open_all([stage], before, keys, {}).arrays
+                tree = replace(tree, arrays={**tree.arrays, **{at: started[at] for at in node.inside}})
             if values is not None:
                 kept.update([plain(place)] if around else [])
                 tree = replace(tree, arrays={**tree.arrays, **values})

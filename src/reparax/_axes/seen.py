@@ -1,0 +1,221 @@
+"""What an array was multiplied with: the statistics of data from which stages may start."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+MOMENTS = ("full", "diagonal", "largest")
+"""What :func:`inputs` may collect."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The data that products contracted with an array, over some of its axes.
+
+    A product sees an array as ``batch`` matrices of ``inputs`` rows and ``outputs`` columns, :meth:`matrices`: a row
+    for each number of an example, and a batch for stacked layers, experts, heads or the groups of a convolution, if
+    these have data of their own. All numbers are in float32, and sums over the data.
+
+    Attributes:
+      count: How many examples each matrix has seen, of shape ``(batch,)``.
+      absolute: The sum of the magnitudes of the data, ``(batch, inputs)``.
+      second: The sum of their products, ``(batch, inputs, inputs)``; of their squares, ``(batch, inputs)``, for
+        ``moments="diagonal"``, and for the rows of a table, of which each example reads one.
+      largest: The largest magnitude, ``(batch, inputs)``, for ``moments="largest"``, which has no other entry.
+      slopes: The sum of products of the gradient with respect to the outputs, ``(batch, outputs, outputs)``, or of
+        squares, ``(batch, outputs)``; for ``gradients=True``.
+      shape: The shape of the array, with axes split where an axis is several in the product.
+      of: For each axis of ``shape`` the axis of the array.
+      batch: The axes of ``shape`` of the batch.
+      axes: The axes of ``shape`` of the inputs; the others are outputs.
+    """
+
+    count: Any
+    absolute: Any
+    second: Any
+    largest: Any
+    slopes: Any
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    batch: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes of ``shape`` of the outputs."""
+        return tuple(i for i in range(len(self.shape)) if i not in (*self.batch, *self.axes))
+
+    @property
+    def contracted(self) -> frozenset[int]:
+        """The axes of the array that hold inputs."""
+        return frozenset(self.of[i] for i in self.axes)
+
+    @property
+    def squares(self) -> Any:
+        """The sums of squares of the data, ``(batch, inputs)``."""
+        return self.second if self.second.ndim == 2 else jnp.diagonal(self.second, axis1=1, axis2=2)
+
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of matrices, inputs and outputs."""
+        batch, inputs, outputs = (math.prod(self.shape[i] for i in axes) for axes in (self.batch, self.axes, self.free))
+        return batch, inputs, outputs
+
+    def matrices(self, w: Array) -> Array:
+        """An array as matrices, ``(batch, inputs, outputs)``."""
+        return w.reshape(self.shape).transpose(self.batch + self.axes + self.free).reshape(self.sizes())
+
+    def array(self, matrices: Array, like: Any) -> Array:
+        """The array of the shape of ``like`` that these matrices are."""
+        order = self.batch + self.axes + self.free
+        split = matrices.reshape([self.shape[i] for i in order])
+        return split.transpose([order.index(i) for i in range(len(order))]).reshape(like.shape)
+
+    def of_index(self, stacked: Sequence[int]) -> "Read | None":
+        """What one array of a stack was multiplied with: the data, with the stacked axes in front; None if mixed."""
+        places = [i for axis in stacked for i in range(len(self.of)) if self.of[i] == axis]
+        if set(places) & set(self.axes):
+            return None
+        others = [i for i in self.batch if i not in places]
+        kept = [i for i in range(len(self.shape)) if i not in places]
+
+        def front(x: Any) -> Any:
+            own = [i for i in self.batch if i in places]
+            split = x.reshape([self.shape[i] for i in self.batch] + list(x.shape[1:]))
+            split = jnp.moveaxis(split, [self.batch.index(i) for i in own], range(len(own)))
+            sizes = [self.shape[i] if i in own else 1 for i in places]
+            split = split.reshape(*sizes, math.prod(self.shape[i] for i in others), *x.shape[1:])
+            wide = jnp.broadcast_to(split, (*(self.shape[i] for i in places), *split.shape[len(places) :]))
+            counts = [math.prod(self.shape[i] for i in places if self.of[i] == axis) for axis in stacked]
+            return wide.reshape(*counts, *wide.shape[len(places) :])
+
+        left = sorted({self.of[i] for i in kept})
+        return replace(
+            jax.tree.map(front, self),
+            shape=tuple(self.shape[i] for i in kept),
+            of=tuple(left.index(self.of[i]) for i in kept),
+            batch=tuple(kept.index(i) for i in others),
+            axes=tuple(kept.index(i) for i in self.axes),
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one array was multiplied with, as :func:`inputs` finds it.
+
+    Attributes:
+      reads: For each way in which products contract the array, the data; a tied table has two.
+      gradient: The gradient of the loss with respect to the array, for ``gradients=True``.
+      why: What else reads the array, with the line, in words.
+      stands_in: Whether it stands for any data, where only the types of raw values are wanted.
+    """
+
+    reads: tuple[Read, ...] = ()
+    gradient: Any = None
+    why: tuple[str, ...] = ()
+    stands_in: bool = False
+
+    def read(self, moments: str, w: Any, axes: Collection[int] | None = None) -> Read:
+        """The data that a stage needs for ``w``.
+
+        Args:
+          moments: ``"full"``, ``"diagonal"``, which ``"full"`` has too, ``"largest"`` or ``"slopes"``.
+          w: The array, or its type.
+          axes: The axes of the array that the products contract. Default: any.
+
+        Raises:
+          ValueError: If it is not known.
+        """
+        if self.stands_in:
+            return _any_data(w, axes)
+        wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
+        fitting = [read for read in self.reads if wanted in (None, read.contracted)]
+        what = "data" if wanted is None else f"data contracted with axis {_listed(wanted)}"
+        if not fitting:
+            known = [f"products contract axis {_listed(read.contracted)}" for read in self.reads]
+            why = "; ".join([*known, *self.why]) or "nothing reads it"
+            raise ValueError(
+                f"expected {what} of this array, but {why}. Leave the array out with `where`, or choose other axes."
+            )
+        if len(fitting) > 1:
+            ways = " and ".join(f"axis {_listed(read.contracted)} of {read.shape}" for read in fitting)
+            raise ValueError(
+                f"expected one way in which products read this array, but they contract {ways}. Leave the array out "
+                f"with `where`."
+            )
+        (read,) = fitting
+        held = {"full": read.second, "diagonal": read.second, "largest": read.largest, "slopes": read.slopes}[moments]
+        if held is None or (moments == "full" and held.ndim == 2):
+            argument = "gradients=True" if moments == "slopes" else f"moments={moments!r}"
+            raise ValueError(
+                f"expected {what} with {argument}, but got other moments. Pass {argument} to `rpx.inputs`."
+            )
+        return read
+
+    def slope(self) -> Any:
+        """The gradient of the loss.
+
+        Raises:
+          ValueError: If it is not known.
+        """
+        if self.gradient is None:
+            raise ValueError("expected the gradient of the loss, but got none. Pass gradients=True to `rpx.inputs`.")
+        return self.gradient
+
+    def of_index(self, stacked: Sequence[int]) -> "Seen":
+        """What one array of a stack was multiplied with, with the stacked axes of all data in front."""
+        found = [read.of_index(stacked) for read in self.reads]
+        mixed = ("products mix the stacked axes",) if None in found else ()
+        gradient = None if self.gradient is None else jnp.moveaxis(self.gradient, stacked, range(len(stacked)))
+        return replace(self, reads=tuple(read for read in found if read), gradient=gradient, why=(*self.why, *mixed))
+
+    def joined(self, other: "Seen") -> "Seen":
+        """Both: moments of different kinds of the same products."""
+        ways = [(read.shape, read.batch, read.axes) for read in self.reads]
+        more = {(read.shape, read.batch, read.axes): read for read in other.reads}
+        both = [_filled(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
+        gradient = other.gradient if self.gradient is None else self.gradient
+        return Seen((*both, *more.values()), gradient, tuple(dict.fromkeys(self.why + other.why)), self.stands_in)
+
+
+for cls, data in {Read: ["count", "absolute", "second", "largest", "slopes"], Seen: ["reads", "gradient"]}.items():
+    meta = [each.name for each in fields(cls) if each.name not in data]
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+ANY = Seen(stands_in=True)
+"""Stands for any data, where only the types of raw values are wanted."""
+
+
+def needed(seen: Seen | None, moments: str) -> Seen:
+    """``seen``, for a stage that cannot start without it."""
+    if seen is None:
+        raise ValueError(
+            f"expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+            f"moments={moments!r})(params, batch)` to init."
+        )
+    return seen
+
+
+def _filled(read: Read, other: Read | None) -> Read:
+    """``read`` with the entries of ``other`` that it lacks."""
+    data = ("absolute", "second", "largest", "slopes")
+    lacking = [name for name in data if other is not None and getattr(read, name) is None]
+    return replace(read, **{name: getattr(other, name) for name in lacking})
+
+
+def _any_data(w: Any, axes: Collection[int] | None) -> Read:
+    own = tuple(range(max(w.ndim - 1, 1))) if axes is None else tuple(sorted(i % w.ndim for i in axes))
+    bare = Read(None, None, None, None, None, tuple(w.shape), tuple(range(w.ndim)), (), own)
+    _, inputs, outputs = bare.sizes()
+    one, row = jnp.ones((1,)), jnp.ones((1, inputs))
+    return replace(
+        bare, count=one, absolute=row, second=jnp.eye(inputs)[None], largest=row, slopes=jnp.eye(outputs)[None]
+    )
+
+
+def _listed(axes: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(axes)))

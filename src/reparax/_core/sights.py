@@ -1,0 +1,52 @@
+"""What the arrays of a tree are multiplied with, as ``init`` takes it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reparax._axes.seen import ANY, Seen
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+
+
+def by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
+    """What each array of ``tree`` is multiplied with, from a tree of :class:`Seen`, or from several."""
+    if seen is None:
+        return {}
+    if seen is ANY:
+        return {place: seen for place, x in tree.arrays.items() if is_array(x)}
+    trees = [_entries(who, seen)]
+    if isinstance(seen, Sequence) and not trees[0].keys() <= tree.arrays.keys():
+        trees = [_entries(who, each) for each in seen]
+    found: dict[Names, Seen] = {}
+    for place, entry in (item for each in trees for item in each.items()):
+        if place not in tree.arrays:
+            known = ", ".join(repr(path_text(each)) for each in list(tree.arrays)[:3])
+            raise ValueError(
+                f"{who} got seen for {path_text(place)!r}, which is no array of the parameters: these have {known}. "
+                f"Pass what `rpx.inputs` returned for the same parameters."
+            )
+        found[place] = found[place].joined(entry) if place in found else entry
+    return found
+
+
+def takes_data(stage: Any) -> bool:
+    """Whether ``init`` of a stage takes what arrays are multiplied with."""
+    return stage._sees
+
+
+def _entries(who: str, seen: PyTree) -> dict[Names, Seen]:
+    paths, nodes, _ = named(seen, _is_seen)
+    if odd := [x for x in nodes if not _is_seen(x)]:
+        raise TypeError(
+            f"{who} takes a tree of `rpx.Seen` as seen, but got {_kind(odd[0])}. Pass the result of "
+            f"`rpx.inputs(loss)(params, batch)`."
+        )
+    return dict(zip(paths, nodes, strict=True))
+
+
+def _kind(x: Any) -> str:
+    return f"an array of shape {x.shape}" if is_array(x) else f"{x!r} of type {type(x).__name__}"
+
+
+def _is_seen(x: object) -> bool:
+    return isinstance(x, Seen)
