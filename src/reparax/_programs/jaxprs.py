@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
 Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
+State = list[Any]
+Threaded = Callable[..., tuple[Sequence[Any], State]]
 
 # Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
@@ -284,8 +287,14 @@ def lines(eqn: JaxprEqn) -> list[str]:
 
 def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
+    run = threaded(eqn)
+    return run and (lambda body, *args: run(lambda state, *args: (body(*args), state), [], args)[0])
+
+
+def threaded(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
+    """As :func:`rebound`, with a state that each run of the body takes, and returns after its outputs."""
     function = {"jit": _jit, "scan": _scan, "shard_map": _shard_map}.get(eqn.primitive.name)
-    return function and (lambda body, *args: function(eqn, body, *args))
+    return function and (lambda body, state, args: function(eqn, body, state, args))
 
 
 def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[str, Any]:
@@ -298,28 +307,29 @@ def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[s
     return {name: eqn.params[name] for name in names}
 
 
-def _jit(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
+def _jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     # The other parameters affect compilation only.
     settings = _parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not is_placed(eqn):
-        return body(*args)
-    settings["out_shardings"] = list(settings["out_shardings"])
-    return jax.jit(body, **settings)(*args)
+        return body(state, *args)
+    settings["in_shardings"] = (None, *settings["in_shardings"])
+    settings["out_shardings"] = (list(settings["out_shardings"]), None)
+    return jax.jit(body, **settings)(state, *args)
 
 
-def _scan(eqn: JaxprEqn, body: Body, *args: Any) -> list[Any]:
+def _scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     n_consts, n_carry = counts(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
 
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = body(*consts, *carry, *x)
-        return outs[:n_carry], outs[n_carry:]
+    def step(carry: tuple[State, Sequence[Any]], x: Sequence[Any]) -> Any:
+        outs, state = body(carry[0], *consts, *carry[1], *x)
+        return (state, outs[:n_carry]), outs[n_carry:]
 
     settings = _parameters(eqn, _SCAN, _SCAN_UNREAD)
     if jax.export.is_symbolic_dim(settings["length"]):  # what it slices has this length too
         settings.pop("length")
-    carry, ys = jax.lax.scan(step, list(init), list(xs), **settings)
-    return [*carry, *ys]
+    (state, carry), ys = jax.lax.scan(step, (state, list(init)), list(xs), **settings)
+    return [*carry, *ys], state
 
 
 def chosen(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
@@ -333,16 +343,28 @@ def chosen(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seque
     return jax.lax.platform_dependent(*operands, default=default, **named)
 
 
-def _shard_map(eqn: JaxprEqn, body: Body, *args: Any) -> Sequence[Any]:
-    return sharded(eqn, lambda *shards: tuple(body(*shards)), eqn.params.get("in_specs"), args)
+def _shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+    return sharded(eqn, body, eqn.params.get("in_specs"), state, args)
 
 
-def sharded(eqn: JaxprEqn, body: Callable[..., tuple[Any, ...]], in_specs: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """A ``shard_map`` with another body and other inputs."""
+def sharded(
+    eqn: JaxprEqn, body: Threaded, in_specs: Any, state: State, args: Sequence[Any]
+) -> tuple[Sequence[Any], State]:
+    """A ``shard_map`` with another body and other inputs; the state is the same on all devices."""
     axes = next((name for name in _AXES if name in eqn.params), _AXES[0])
     settings = _parameters(eqn, (*_SHARD_MAP, axes), {"jaxpr"})
-    settings |= {"axis_names": settings.pop(axes), "in_specs": tuple(in_specs)}
-    return jax.shard_map(body, **settings)(*args)
+    everywhere = PartitionSpec()
+    settings |= {
+        "axis_names": settings.pop(axes),
+        "in_specs": (everywhere, *in_specs),
+        "out_specs": (tuple(settings["out_specs"]), everywhere),
+    }
+
+    def shards(state: State, *args: Any) -> tuple[tuple[Any, ...], State]:
+        outs, state = body(state, *args)
+        return tuple(outs), state
+
+    return jax.shard_map(shards, **settings)(state, *args)
 
 
 def varied(eqn: JaxprEqn, x: Any) -> Any:

@@ -20,8 +20,9 @@ True
 A weight is a sum of products of smaller arrays (``_sums``). It starts where arrays of named arguments are multiplied
 (``_makers``), or where a stage declares its terms (``_told``). Transposes, casts and slices of it act on its factors
 (``_moves``). Products with data multiply by one factor after the other (``_uses``). Sums also go into the bodies of
-loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and its cost. ``_reader`` evaluates the
-program twice: first to record what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
+loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and its cost. ``_reader`` follows
+weights through a program, and ``_factoring`` says what to do with them. The program is evaluated twice: first to record
+what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
 """
 
 from reparax.products._explained import Explained as Explained

@@ -47,7 +47,9 @@ def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
         return inside.run(jaxpr, [*consts, *args], facts_in(consts, facts))
     if any(isinstance(x, Sum) for x in args):
         return None
-    return _again(eqn, lambda *args: inside.arrays(jaxpr, [*consts, *args], facts_in(consts, facts)), args, facts)
+    return _again(
+        reader, eqn, lambda *args: inside.arrays(jaxpr, [*consts, *args], facts_in(consts, facts)), args, facts
+    )
 
 
 def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
@@ -59,7 +61,8 @@ def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence
         found.append(known)
         return outs
 
-    outs = jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*args)
+    settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    outs = reader.threaded(lambda body, state: jax.checkpoint(body, **settings)(state, *args), body)
     return outs, list(found[-1])
 
 
@@ -82,7 +85,7 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
         inputs = [_filled(shell, x) if isinstance(x, list) else x for shell, x in pairs]
         return inner.arrays(jaxpr, [*consts, *inputs], facts_in(consts, known))
 
-    return _again(eqn, body, operands, facts)
+    return _again(reader, eqn, body, operands, facts)
 
 
 def _only_stopped(jaxpr: Jaxpr, v: Any) -> bool:
@@ -115,12 +118,14 @@ def passed(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
     return {v: outside.get(inside, inside) for v, inside in zip(eqn.outvars, jaxpr.outvars, strict=True)}
 
 
-def _again(eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+def _again(
+    reader: Any, eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]
+) -> Outs | None:
     """The outputs of the equation with another body, and facts about them."""
-    again = jaxprs.rebound(eqn)
-    if again is None:
+    run = jaxprs.threaded(eqn)
+    if run is None:
         return None
-    outs = list(again(body, *operands))
+    outs = list(reader.threaded(lambda body, state: run(body, state, operands), body))
     return outs, [together(facts) for _ in outs]
 
 
@@ -169,7 +174,11 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
         return lambda *operands: inside.arrays(jaxpr, [*consts, *operands], facts_in(consts, facts[1:]))
 
     branches = [branch(place, *body) for place, body in enumerate(jaxprs.bodies(eqn))]
-    outs = list(jaxprs.chosen(eqn, index, branches, operands))
+
+    def chosen(*bodies: Any, state: Any) -> Any:
+        return jaxprs.chosen(eqn, index, bodies, [state, *operands])
+
+    outs = list(reader.threaded(chosen, *branches))
     return outs, [together(facts) for _ in outs]
 
 
@@ -181,11 +190,11 @@ def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[
             found = _specs(x, specs[i], eqn.params["mesh"].shape)
             operands[i], specs[i] = (reader.array(x, eqn), specs[i]) if found is None else (_arrays(x), found)
 
-    def body(*values: Any) -> tuple[Any, ...]:
+    def body(*values: Any) -> list[Any]:
         inputs = [_local(args[i], x) if isinstance(x, list) else x for i, x in enumerate(values)]
-        return tuple(reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, facts)))
+        return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, facts))
 
-    outs = list(jaxprs.sharded(eqn, body, specs, operands))
+    outs = list(reader.threaded(lambda body, state: jaxprs.sharded(eqn, body, specs, state, operands), body))
     return outs, [together(facts) for _ in outs]
 
 

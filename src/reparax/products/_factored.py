@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from reparax._programs import dependence, jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.roots import with_roots
+from reparax.products._factoring import Factoring
 from reparax.products._facts import Facts
 from reparax.products._plan import Plan
 from reparax.products._reader import Reader
@@ -68,7 +69,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
         traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
         facts = known(traced.program, traced.given)
         plan = planned(traced.program, traced.inputs, facts)
-        return traced.restored(Reader(plan).arrays(traced.program, traced.inputs, facts))
+        return traced.restored(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
 
     return function
 
@@ -108,6 +109,6 @@ def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
 def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:
     """Which weights of a program stay in factors, for inputs of these types."""
     plan = Plan()
-    jax.make_jaxpr(lambda *args: Reader(plan).arrays(program, args, facts))(*inputs)
+    jax.make_jaxpr(lambda *args: Reader(Factoring(plan)).arrays(program, args, facts))(*inputs)
     plan.decide()
     return plan

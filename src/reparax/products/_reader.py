@@ -1,19 +1,53 @@
 """Evaluates a program; weights stay sums of products wherever the equations that read them are linear."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
-from reparax.products import _bodies, _makers, _moves, _multiply, _told, _uses
+from reparax.products import _bodies, _moves
 from reparax.products._facts import NUMBER, Facts, of_equation, of_outputs
-from reparax.products._plan import Plan, Read, Record
 from reparax.products._sums import Sum
+
+Outs = tuple[list[Any], list[Facts]]
+
+AS_IS: Outs = ([], [])
+"""Instead of outputs: the equation is evaluated unchanged."""
+
+
+class Way(Protocol):
+    """What a reader does with weights: where they start, and what happens where they are read.
+
+    Attributes:
+      state: Arrays that go through the program, into the bodies of loops too, and change on the way.
+    """
+
+    state: list[Any]
+
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
+        """Whether weights may start in an equation that reads none."""
+        ...
+
+    def told(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+        """The outputs of an equation of which a stage has said what they are."""
+        ...
+
+    def made(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+        """The outputs of an equation that makes a weight."""
+        ...
+
+    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+        """The array of a product with a weight; None if the equation is no such product."""
+        ...
+
+    def formed(self, reader: "Reader", x: Sum, eqn: JaxprEqn | None) -> Any:
+        """The array of a weight, for an equation that needs it; None for the result of a program."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -21,18 +55,18 @@ class Reader:
     """How programs are evaluated.
 
     Attributes:
-      plan: The plan, which decides which sums are formed.
+      way: What happens to weights.
       times: How often the program runs.
       path: The equations whose bodies contain the program.
       in_formula: Whether one of these is the ``apply`` of a parametrization.
     """
 
-    plan: Plan
+    way: Way
     times: int = 1
     path: tuple[int, ...] = ()
     in_formula: bool = False
 
-    def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> tuple[list[Any], list[Facts]]:
+    def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
         """The outputs, arrays or sums, and facts about them."""
         return _Run(self, jaxpr, args, facts).outs()
 
@@ -41,16 +75,28 @@ class Reader:
         return [self.array(x, None) for x in self.run(jaxpr, args, facts)[0]]
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
-        """``x`` as an array; a sum is formed, and the read is recorded."""
-        if not isinstance(x, Sum):
-            return x
-        self.plan.reads(x, Read(eqn, self.times, self.in_formula))
-        return _multiply.formed(x)
+        """``x`` as an array."""
+        return self.way.formed(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Reader":
         """The reader for a body of an equation, which runs several times."""
         in_formula = self.in_formula or is_apply(eqn)
         return replace(self, times=self.times * times, path=(*self.path, id(eqn), *place), in_formula=in_formula)
+
+    def threaded(self, run: Callable[..., Any], *bodies: Callable[..., Any]) -> Any:
+        """What ``run`` makes of bodies that take the state too, and return it after their outputs."""
+        way = self.way
+
+        def with_state(body: Callable[..., Any]) -> Callable[..., Any]:
+            def threaded(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+                way.state = list(state)
+                outs = body(*args)
+                return outs, way.state
+
+            return threaded
+
+        outs, way.state = run(*map(with_state, bodies), state=way.state)
+        return outs
 
 
 class _Run:
@@ -66,7 +112,7 @@ class _Run:
         self._next: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
-    def outs(self) -> tuple[list[Any], list[Facts]]:
+    def outs(self) -> Outs:
         for eqn in self._jaxpr.eqns:
             self._step(eqn)
         self._flush()
@@ -82,7 +128,7 @@ class _Run:
         facts = [self._known(v) for v in eqn.invars]
         own = of_equation(eqn, facts)
         holds = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
-        if holds or (own.known and own.origins and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts):
+        if holds or self._reader.way.may_start(eqn, facts, own):
             self._flush()
             found = self._special(eqn, [self._value(v) for v in eqn.invars], facts, own)
             if found is not None:
@@ -99,41 +145,24 @@ class _Run:
         self._env |= {v: self._value(passed[v]) for v in eqn.outvars}
         self._reads.subtract(jaxprs.variables(eqn.invars))
 
-    def _special(
-        self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
-    ) -> tuple[list[Any], list[Facts]] | None:
+    def _special(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Outs | None:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
-        alone = _told.tells(eqn) and own.known and not any(self._reads[v] for v in eqn.outvars[1:])
-        told = _told.told(self._reader, eqn, args, facts) if alone else None
+        reader = self._reader
+        alone = not any(self._reads[v] for v in eqn.outvars[1:])
+        told = reader.way.told(reader, eqn, args, facts) if alone else None
         if told is not None:
-            made = self._new(eqn, args, facts, own, told)
-            return None if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
+            return _unless_as_is(told)
         body = _bodies.rule(eqn)
         if body is not None:
-            return body(self._reader, eqn, args, facts)
+            return body(reader, eqn, args, facts)
         moved = _moves.moved(eqn, args)
         if moved is not None:
             return moved, [own for _ in moved]
-        made = _makers.made(eqn, args, facts) if own.known else None
+        made = reader.way.made(reader, eqn, args, facts)
         if made is not None:
-            made = self._new(eqn, args, facts, own, made)
-            return None if made is None else ([made], [own])
-        use = _uses.use(eqn, args)
-        if use is None:
-            return None
-        read = Read(eqn, self._reader.times, self._reader.in_formula, use.factored, use.formed)
-        self._reader.plan.reads(use.weight, read)
-        return [use.array()], [own]
-
-    def _new(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum) -> Sum | None:
-        """A new sum; None if the plan forms it."""
-        reader, plan = self._reader, self._reader.plan
-        made = replace(made, root=(*reader.path, id(eqn)))
-        if not plan.is_decided:
-            parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
-            cost = reader.times * _makers.forming(eqn, facts) + sum(plan.records[each].forming for each in parents)
-            plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
-        return None if plan.forms(made.root) else made
+            return _unless_as_is(made)
+        used = reader.way.used(reader, eqn, args)
+        return None if used is None else ([used], [own])
 
     def _flush(self) -> None:
         eqns, self._next = self._next, []
@@ -154,3 +183,7 @@ class _Run:
         if v not in self._formed:
             self._formed[v] = self._reader.array(x, next(eqn for eqn in eqns if v in jaxprs.variables(eqn.invars)))
         return self._formed[v]
+
+
+def _unless_as_is(outs: Outs) -> Outs | None:
+    return None if outs is AS_IS else outs
