@@ -66,7 +66,11 @@ STAGES = {
     "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.Invertible(least=0.5)],
     "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
-    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2))],
+    "LoRA": [
+        rpx.LoRA(8),
+        rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2)),
+        rpx.LoRA(2, start="corda_kpm"),
+    ],
     "LowRank": [rpx.LowRank(1)],
     "MagnitudePrune": [
         rpx.MagnitudePrune(0.5, axis=0, order=math.inf),

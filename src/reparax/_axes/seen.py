@@ -102,6 +102,31 @@ class Read:
             axes=tuple(kept.index(i) for i in self.axes),
         )
 
+    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> "Read":
+        """The data of the matrix whose rows and columns these axes of the array are, in the order of its rows."""
+        places = [i for axis in (*rows, *columns) for i in range(len(self.of)) if self.of[i] == axis]
+        inputs, outputs = (sorted(axes, key=places.index) for axes in (self.axes, self.free))
+
+        def ordered(x: Any, before: Sequence[int], after: Sequence[int]) -> Any:
+            if x is None or list(before) == list(after):
+                return x
+            axes = x.ndim - 1  # one of a diagonal, two of a matrix
+            split = x.reshape(-1, *[self.shape[i] for i in before] * axes)
+            order = [1 + n * len(before) + before.index(i) for n in range(axes) for i in after]
+            return split.transpose(0, *order).reshape(x.shape)
+
+        return replace(
+            self,
+            absolute=ordered(self.absolute, self.axes, inputs),
+            second=ordered(self.second, self.axes, inputs),
+            largest=ordered(self.largest, self.axes, inputs),
+            slopes=ordered(self.slopes, self.free, outputs),
+            shape=tuple(self.shape[i] for i in places),
+            of=tuple(int(self.of[i] in columns) for i in places),
+            batch=tuple(places.index(i) for i in self.batch),
+            axes=tuple(places.index(i) for i in inputs),
+        )
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -156,12 +181,14 @@ class Seen:
             )
         return read
 
-    def slope(self) -> Any:
-        """The gradient of the loss.
+    def slope(self, w: Any) -> Any:
+        """The gradient of the loss with respect to ``w``.
 
         Raises:
           ValueError: If it is not known.
         """
+        if self.stands_in:
+            return jnp.ones(w.shape)
         if self.gradient is None:
             raise ValueError("expected the gradient of the loss, but got none. Pass gradients=True to `rpx.inputs`.")
         return self.gradient
@@ -172,6 +199,16 @@ class Seen:
         mixed = ("products mix the stacked axes",) if None in found else ()
         gradient = None if self.gradient is None else jnp.moveaxis(self.gradient, stacked, range(len(stacked)))
         return replace(self, reads=tuple(read for read in found if read), gradient=gradient, why=(*self.why, *mixed))
+
+    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> "Seen":
+        """What the array is multiplied with, where these axes are merged to the rows and columns of a matrix."""
+        if self.stands_in or (tuple(rows), tuple(columns)) == ((0,), (1,)):
+            return self
+        gradient = self.gradient
+        if gradient is not None:
+            size = math.prod(gradient.shape[axis] for axis in rows)
+            gradient = gradient.transpose(*rows, *columns).reshape(size, -1)
+        return replace(self, reads=tuple(read.as_matrix(rows, columns) for read in self.reads), gradient=gradient)
 
     def joined(self, other: "Seen") -> "Seen":
         """Both: moments of different kinds of the same products."""
@@ -193,9 +230,10 @@ ANY = Seen(stands_in=True)
 def needed(seen: Seen | None, moments: str) -> Seen:
     """``seen``, for a stage that cannot start without it."""
     if seen is None:
+        argument = "gradients=True" if moments == "gradients" else f"moments={moments!r}"
         raise ValueError(
             f"expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
-            f"moments={moments!r})(params, batch)` to init."
+            f"{argument})(params, batch)` to init."
         )
     return seen
 

@@ -15,6 +15,7 @@ import jax
 from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
+from reparax._axes.seen import Seen
 from reparax._core.value import argument
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
@@ -103,7 +104,8 @@ class RowsAndColumns(Reparametrization):
                 made = formula(taken, *others)
             else:
                 groups = self._groups(x.ndim)
-                made, sizes = formula(_merged(x, *groups), *others), _sizes(x, groups)
+                merged = [each.as_matrix(*groups) if isinstance(each, Seen) else each for each in others]
+                made, sizes = formula(_merged(x, *groups), *merged), _sizes(x, groups)
             if isinstance(made, Mapping):
                 return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
             if isinstance(x, Mapping) and made.ndim not in (0, 2):

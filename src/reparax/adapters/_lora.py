@@ -2,17 +2,18 @@
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._axes.seen import Seen
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
-from reparax._numerics.linalg import no_rank, product
+from reparax._numerics.linalg import product
 from reparax._stage.matrices import RowsAndColumns
 from reparax._stage.varied import per_array
 from reparax._tree.values import Values, fixed, main
+from reparax.adapters._starts import STARTS
 
 
 class LoRA(RowsAndColumns):
@@ -28,6 +29,7 @@ class LoRA(RowsAndColumns):
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
     rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
+    EVA, CorDA, LoRA-GA               ``Freeze() >> LoRA(8, start="eva")``, ``"corda"``, ``"lora_ga"``, from data
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
     QLoRA                             ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
@@ -36,9 +38,15 @@ class LoRA(RowsAndColumns):
     ``Freeze`` also freezes the rest of the model, such as biases, norms and tables of embeddings. If one array holds
     all layers, as under a scan, give each stage but ``Freeze`` ``stacked=0``. ``rpx.partition(raw)[0]`` is what trains.
 
+    With ``start="pissa"``, ``"olora"``, ``"corda"`` and ``"lora_ga"`` the base becomes what is left of W: save the
+    whole raw tree. PEFT's EVA takes the mean of the inputs away before it looks for directions, and may give arrays
+    different ranks; its LoRA-GA leaves A unscaled, and scales B by the gradient's singular values as well. Here LoRA-GA
+    is as in its paper.
+
     Args:
       rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
-        layer of two outputs, except with ``start="pissa"`` or ``"olora"``.
+        layer of two outputs, if B starts at zero. With ``start="eva"`` it is at most the number of rows, with
+        ``"lora_ga"`` at most half of ``min(rows, columns)``.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
       divisor: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
       start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
@@ -46,6 +54,16 @@ class LoRA(RowsAndColumns):
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
         ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
         :math:`c A B`.
+
+        The others start from data: ``init(params, seen=rpx.inputs(loss, ...)(params, batch))``. ``"eva"``: A has the
+        directions of length 1 in which the inputs are largest, B is zero. ``"corda"``: with the mean C of
+        :math:`x x^T` over the inputs, the ``r`` largest singular values of :math:`C W` move from the base into
+        :math:`c A B`, and C is taken away from A; ``"corda_kpm"`` takes the smallest, to keep what the model knows of
+        these data. C gets as much of the identity as its inverse needs. ``"lora_ga"``: of the gradient's singular
+        vectors, A has the first ``r`` on the side of the rows, B the next ``r`` on that of the columns, both times
+        :math:`\text{columns}^{1/4} / 4`; the base is W without :math:`c A B`, and a first step goes along the nearest
+        matrix of rank :math:`2 r` to the gradient. Of what the data leave open, such as a rank beyond what they span,
+        any choice is made; NaN in them is NaN in the factors.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
@@ -65,15 +83,16 @@ class LoRA(RowsAndColumns):
 
     References:
       Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022; Kalajdzievski, *A Rank Stabilization Scaling
-      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Liu,
-      Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*,
-      2023.
+      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Paischer,
+      Hauzenberger, Schmied, Alkin, Deisenroth and Hochreiter, *Explained Variance Adaptation* (EVA), 2024; Yang, Li,
+      Zhou, Song, Wu, Nie and Ghanem, *CorDA*, 2024; Wang, Yu and Li, *LoRA-GA*, 2024; Liu, Wang, Yin, Molchanov, Wang,
+      Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*, 2023.
     """
 
     rank: int = argument(check_positive_whole)
     alpha: Any = argument(per_array(optional(check_number)), default=None)
     divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
-    start: str = argument(one_of("kaiming", "gaussian", "pissa", "olora"), default="kaiming", kw_only=True)
+    start: str = argument(one_of(*STARTS), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),
@@ -84,30 +103,24 @@ class LoRA(RowsAndColumns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.start in ("pissa", "olora"):
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and STARTS[self.start].moves:
             raise ValueError(
                 f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into factors that alpha "
                 f"multiplies. Use another alpha, or start='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w) if self.start in ("pissa", "olora") or 0 in w.shape else None
+        return STARTS[self.start].refuses(self.rank, w)
 
     @property
     def random_start(self) -> bool:
-        return self.start in ("kaiming", "gaussian")
+        return STARTS[self.start].random
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        x = widened(w)
-        if self.start == "pissa":
-            a, b = _principal(x, self.rank, self._factor(x))
-        elif self.start == "olora":
-            a, b = _triangular(x, self.rank)
-        else:
-            a, b = self._drawn(x, key), jnp.zeros((self.rank, w.shape[1]), x.dtype)
-            return {"a": a.astype(w.dtype), "b": b.astype(w.dtype), "w": w}
-        a, b = a.astype(w.dtype), b.astype(w.dtype)
-        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
+    def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
+        start, x = STARTS[self.start], widened(w)
+        factors = start.factors(x, self.rank, self._factor(x), start.given(x, key, seen))
+        a, b = (each.astype(w.dtype) for each in factors)
+        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype) if start.moves else w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["w"])
@@ -122,27 +135,3 @@ class LoRA(RowsAndColumns):
     def _difference(self, a: Array, b: Array) -> Array:
         a, b = widened(a), widened(b)
         return self._factor(a).astype(a.dtype) * product(a, b)
-
-    def _drawn(self, x: Array, key: Array) -> Array:
-        """The initial A, if B starts at zero."""
-        shape = (x.shape[0], self.rank)
-        if self.start == "gaussian":
-            return jax.random.normal(key, shape, x.dtype) / self.rank
-        bound = x.shape[0] ** -0.5
-        real = jax.random.uniform(key, shape, x.real.dtype, -bound, bound)
-        return real.astype(x.dtype)
-
-
-def _principal(x: Array, rank: int, factor: Array) -> tuple[Array, Array]:
-    """The factors of the largest singular values."""
-    left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-    root = jnp.sqrt(singular[:rank] / jnp.abs(factor))
-    other = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
-    a = left[:, :rank] * (jnp.sign(factor) * root).astype(x.dtype)[None]
-    return a, other.astype(x.dtype)[:, None] * right[:rank]
-
-
-def _triangular(x: Array, rank: int) -> tuple[Array, Array]:
-    """The first rows and columns of the QR decomposition of the transposed matrix."""
-    q, r = jnp.linalg.qr(x.T)
-    return r[:rank].T, q[:, :rank].T

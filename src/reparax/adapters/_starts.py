@@ -1,0 +1,206 @@
+"""Where low-rank adapters start: for each word of ``start``, a formula for the two factors.
+
+A formula takes the matrix, the rank, the number c that multiplies the product, and what is given: a key, or what the
+data say.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.seen import Seen, needed
+from reparax._numerics.linalg import identity, no_rank, product
+
+Factors = tuple[Array, Array]
+
+GAMMA = 16
+"""The number of the paper on LoRA-GA by which a step of the adapter is as stable as one of the matrix."""
+
+
+# What is given. ----------------------------------------------------------------------------------------------------
+
+
+def _nothing(x: Array, key: Array, seen: Seen | None) -> None:
+    del x, key, seen
+
+
+def _key(x: Array, key: Array, seen: Seen | None) -> Array:
+    del x, seen
+    return key
+
+
+def _moments(x: Array, key: Array, seen: Seen | None) -> Array:
+    """The mean of the products of the rows' inputs."""
+    del key
+    read = needed(seen, "full").read("full", x, axes=(0,))
+    matrices, inputs, _ = read.sizes()
+    if matrices != 1 or inputs != x.shape[0]:
+        raise ValueError(
+            f"expected one input for each of {x.shape[0]} rows, but products read this array as {matrices} matrices of "
+            f"{inputs} inputs. Give the axes of these matrices as `stacked`, or leave it out with `where`."
+        )
+    return (read.second[0] / jnp.maximum(read.count[0], 1)).astype(x.dtype)
+
+
+def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:
+    del key
+    return needed(seen, "gradients").slope(x).astype(x.dtype)
+
+
+# Formulas. ---------------------------------------------------------------------------------------------------------
+
+
+def _uniform(x: Array, rank: int, factor: Array, key: Array) -> Factors:
+    """Uniform numbers with the bound of PEFT, and zero."""
+    del factor
+    bound = x.shape[0] ** -0.5
+    real = jax.random.uniform(key, (x.shape[0], rank), x.real.dtype, -bound, bound)
+    return real.astype(x.dtype), _zero(x, rank)
+
+
+def _normal(x: Array, rank: int, factor: Array, key: Array) -> Factors:
+    """Normal numbers, and zero."""
+    del factor
+    return jax.random.normal(key, (x.shape[0], rank), x.dtype) / rank, _zero(x, rank)
+
+
+def _principal(x: Array, rank: int, factor: Array, given: None = None) -> Factors:
+    """The factors of the largest singular values."""
+    del given
+    left, singular, right = _directions(x, slice(rank))
+    return _balanced(left, singular, right, factor)
+
+
+def _triangular(x: Array, rank: int, factor: Array, given: None) -> Factors:
+    """The first rows and columns of the QR decomposition of the transposed matrix."""
+    del factor, given
+    q, r = jnp.linalg.qr(x.T)
+    return r[:rank].T, q[:, :rank].T
+
+
+def _explained(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
+    """The directions in which the inputs are largest, and zero."""
+    del factor
+    _, directions = jnp.linalg.eigh(moments)
+    return directions[:, ::-1][:, :rank], _zero(x, rank)
+
+
+def _weighted(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
+    """The factors of the largest singular values of C x, with the moments C taken away from them again."""
+    regular, inverse = _regular(moments)
+    a, b = _principal(product(regular, x), rank, factor)
+    return product(inverse, a), b
+
+
+def _spared(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
+    """The same with the smallest singular values."""
+    regular, inverse = _regular(moments)
+    left, singular, right = _directions(product(regular, x), slice(-rank, None))
+    a, b = _balanced(left, singular, right, factor)
+    return product(inverse, a), b
+
+
+def _descending(x: Array, rank: int, factor: Array, gradient: Array) -> Factors:
+    """The first directions of the gradient on the side of the rows, and the next ones on that of the columns."""
+    del factor
+    left, _, right = _directions(gradient, slice(2 * rank))
+    size = x.shape[1] ** 0.25 / GAMMA**0.5
+    return size * left[:, :rank], size * right[rank:]
+
+
+def _zero(x: Array, rank: int) -> Array:
+    return jnp.zeros((rank, x.shape[1]), x.dtype)
+
+
+def _directions(x: Array, which: slice) -> tuple[Array, Array, Array]:
+    """Some of the singular vectors, as columns and as rows, and their singular values."""
+    left, singular, right = jnp.linalg.svd(x, full_matrices=False)
+    return left[:, which], singular[which], right[which]
+
+
+def _balanced(left: Array, singular: Array, right: Array, factor: Array) -> Factors:
+    """Factors of equal norms whose product, times ``factor``, has these singular values."""
+    root = jnp.sqrt(singular / jnp.abs(factor))
+    other = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
+    a = left * (jnp.sign(factor) * root).astype(left.dtype)[None]
+    return a, other.astype(right.dtype)[:, None] * right
+
+
+def _regular(moments: Array) -> tuple[Array, Array]:
+    """The moments, with as much of the identity that their inverse is accurate, and the inverse."""
+    one = identity(moments)
+    mean = jnp.trace(moments) / moments.shape[0]
+    mean = jnp.where(mean == 0, 1, mean)
+
+    def inverted(share: Array) -> tuple[Array, Array, Array]:
+        regular = moments + share * mean * one
+        return share, regular, jnp.linalg.inv(regular)
+
+    def inaccurate(state: tuple[Array, Array, Array]) -> Array:
+        _, regular, inverse = state
+        return jnp.linalg.norm(product(regular, inverse) - one) >= 0.05
+
+    start = inverted(jnp.asarray(0.01, moments.dtype))
+    _, regular, inverse = jax.lax.while_loop(inaccurate, lambda state: inverted(2 * state[0]), start)
+    return regular, inverse
+
+
+# Which ranks fit. --------------------------------------------------------------------------------------------------
+
+
+def _of_half(rank: int, w: Array) -> str | None:
+    if 2 * rank <= min(w.shape):
+        return None
+    return (
+        f"expected 1 <= rank <= min{tuple(w.shape)} / 2 = {min(w.shape) // 2}, as each factor has directions of its "
+        f"own, got rank {rank}. Narrow the stage with `where`, or change `rank`."
+    )
+
+
+def _of_rows(rank: int, w: Array) -> str | None:
+    if rank <= w.shape[0]:
+        return None
+    return (
+        f"expected 1 <= rank <= {w.shape[0]}, the number of inputs, got rank {rank}. Narrow the stage with `where`, or "
+        f"change `rank`."
+    )
+
+
+def _any(rank: int, w: Array) -> str | None:
+    return no_rank(rank, w) if 0 in w.shape else None
+
+
+# The table. --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """A formula for the factors, and what it needs."""
+
+    factors: Callable[[Array, int, Array, Any], Factors]
+    given: Callable[[Array, Array, Seen | None], Any] = _nothing
+    moves: bool = False
+    """Whether a part of the base moves into the factors; if not, one of them starts at zero."""
+    refuses: Callable[[int, Array], str | None] = _any
+    """Why a rank does not fit a matrix, or None."""
+
+    @property
+    def random(self) -> bool:
+        """Whether the formula takes a key."""
+        return self.given is _key
+
+
+STARTS = {
+    "kaiming": Start(_uniform, _key),
+    "gaussian": Start(_normal, _key),
+    "pissa": Start(_principal, moves=True, refuses=no_rank),
+    "olora": Start(_triangular, moves=True, refuses=no_rank),
+    "eva": Start(_explained, _moments, refuses=_of_rows),
+    "corda": Start(_weighted, _moments, moves=True, refuses=no_rank),
+    "corda_kpm": Start(_spared, _moments, moves=True, refuses=no_rank),
+    "lora_ga": Start(_descending, _gradient, moves=True, refuses=_of_half),
+}
