@@ -76,11 +76,12 @@ STAGES = {
         rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
         rpx.MagnitudePrune(count=4, axis="mlp", order=1),
         rpx.MagnitudePrune((0.25, 0.5)),
+        rpx.MagnitudePrune(0.5, fit="sparsegpt", percdamp=0.1),
     ],
     "Mask": [rpx.Mask()],
     "Mean": [rpx.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.MaxNorm(3, axis=None), rpx.MaxNorm(1e-300, axis=("a", "b"))],
-    "NofM": [rpx.NofM(0, 1, along="x")],
+    "NofM": [rpx.NofM(0, 1, along="x"), rpx.NofM(2, 4, along=0, fit="wanda")],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
         rpx.Pack("haiku.lstm", at="lstm(/.*)?"),
@@ -107,7 +108,11 @@ STAGES = {
         rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.Stiefel("expm")],
-    "Stored": [rpx.Stored("int8"), rpx.Stored("nf4", block=64, double_quant=True, where="a|b")],
+    "Stored": [
+        rpx.Stored("int8"),
+        rpx.Stored("nf4", block=64, double_quant=True, where="a|b"),
+        rpx.Stored("int4", block=64, fit="gptq", act_order=True, percdamp=0.1),
+    ],
     "Symmetric": [rpx.Symmetric(where=".*")],
     "Tie": [
         rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sights
 from errors import raises
 
 import reparax as rpx
@@ -136,6 +137,21 @@ def test_other_weights_are_rounded_and_read_back(kind):
     p, raw = rpx.from_quantized(written, config, weights, names=names)
     got, want = p.apply(raw), stage.apply(stage.init(weights))
     np.testing.assert_array_equal(got["layers"]["up"]["kernel"], want["layers"]["up"]["kernel"])
+
+
+@pytest.mark.parametrize("fit", ["gptq", "awq"])
+def test_weights_that_learned_from_data_are_written(fit):
+    weights = {"dense": {"kernel": jnp.asarray(RNG.standard_normal((64, 8)), jnp.float32)}}
+    p = rpx.Stored("gguf:q8_0", fit=fit)
+    data = sights.seen(sights.correlated(90, 64), shape=(64, 8))
+    raw = p.init(weights, seen={"dense": {"kernel": data}})
+    written = rpx.to_quantized(p, raw, "gguf:q8_0")
+    read, again = rpx.from_quantized(
+        written, {"quant_method": "gguf", "types": dict.fromkeys(written, "Q8_0")}, weights
+    )
+    got, want = read.apply(again)["dense"]["kernel"], p.apply(raw)["dense"]["kernel"]
+    # A file holds no factors of inputs, so that numbers by AWQ are rounded once more.
+    np.testing.assert_allclose(got, want, atol={"gptq": 0, "awq": 0.02}[fit])
 
 
 def nf4(**said):

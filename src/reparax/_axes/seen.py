@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 MOMENTS = ("full", "diagonal", "largest")
 """What :func:`inputs` may collect."""
@@ -60,6 +61,11 @@ class Read:
         """The sums of squares of the data, ``(batch, inputs)``."""
         return self.second if self.second.ndim == 2 else jnp.diagonal(self.second, axis1=1, axis2=2)
 
+    @property
+    def moments(self) -> Any:
+        """The mean of the products of the data, or of their squares, as ``second``."""
+        return self.second / self.count.reshape(-1, *(1,) * (self.second.ndim - 1))
+
     def sizes(self) -> tuple[int, int, int]:
         """The numbers of matrices, inputs and outputs."""
         batch, inputs, outputs = (math.prod(self.shape[i] for i in axes) for axes in (self.batch, self.axes, self.free))
@@ -74,6 +80,12 @@ class Read:
         order = self.batch + self.axes + self.free
         split = matrices.reshape([self.shape[i] for i in order])
         return split.transpose([order.index(i) for i in range(len(order))]).reshape(like.shape)
+
+    def each_input(self, numbers: Array, like: Any) -> Array:
+        """Numbers for each input, ``(batch, inputs)``, in a shape that broadcasts against the array."""
+        whole = self.array(jnp.broadcast_to(numbers[..., None], self.sizes()), like)
+        own = {self.of[i] for i in (*self.batch, *self.axes)}
+        return whole[tuple(slice(None) if axis in own else slice(1) for axis in range(whole.ndim))]
 
     def of_index(self, stacked: Sequence[int]) -> "Read | None":
         """What one array of a stack was multiplied with: the data, with the stacked axes in front; None if mixed."""
@@ -236,6 +248,25 @@ def needed(seen: Seen | None, moments: str) -> Seen:
             f"{argument})(params, batch)` to init."
         )
     return seen
+
+
+def require_data(seen: Seen) -> None:
+    """Requires data that are finite and of one example at least, where their numbers are known."""
+    with jax.ensure_compile_time_eval():
+        for read in seen.reads:
+            numbers = jax.tree.leaves(read)
+            if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in numbers):
+                continue
+            if not jnp.all(read.count > 0):
+                raise ValueError(
+                    "expected what this array is multiplied with, got the moments of no example. Pass `rpx.inputs` a "
+                    "batch with data, or leave the array out with `where`."
+                )
+            if not all(jnp.all(jnp.isfinite(x)) for x in numbers):
+                raise ValueError(
+                    "expected moments of finite data, got NaN or infinity. Correct the batch that `rpx.inputs` got, or "
+                    "leave the array out with `where`."
+                )
 
 
 def _filled(read: Read, other: Read | None) -> Read:

@@ -44,6 +44,11 @@ def check_positive_number(value: Any, who: str, name: str) -> Any:
     return checked
 
 
+def check_known_positive(value: Any, who: str, name: str) -> float:
+    """Like :func:`check_positive_number`, for a number that must be known when the stage is built."""
+    return check_positive_number(check_known_number(value, who, name), who, name)
+
+
 def check_flag(value: Any, who: str, name: str) -> bool:
     """``value``, which must be True or False."""
     if not isinstance(value, bool | np.bool_):

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from reparax._axes.origin import Places, probe
-from reparax._axes.seen import ANY, Seen
+from reparax._axes.seen import ANY, Seen, require_data
 from reparax._numerics.terms import told
 from reparax._stage.remembered import remembered, together
 from reparax._tree.markers import (
@@ -26,7 +26,10 @@ from reparax._tree.markers import (
 
 def opened_values(stage: Any, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
-    values = together(_values, stage, w, key, seen if stage._sees else None)
+    known = seen if stage._sees else None
+    if known is not None:
+        require_data(known)
+    values = together(_values, stage, w, key, known)
     require_named_arrays("draw_leaf" if stage._draws else "init_leaf", values, stage.raw_values)
     try:
         effective = remembered(_closed_type, stage, types_under(values))

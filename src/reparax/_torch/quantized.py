@@ -200,9 +200,10 @@ def to_quantized(
 ) -> dict[str, np.ndarray]:
     r"""The weights of a raw tree as tensors of GGUF, in which matrices are stored in one format.
 
-    A matrix that ``p`` holds in this format keeps its codes and scales: a file that :func:`from_quantized` has read is
-    written bit for bit. All other matrices are rounded as :class:`Stored` rounds them, where their inputs are a
-    multiple of 32; what is left is written in float32. Adapters are merged first, as by ``p.fold(raw)``.
+    A matrix that ``p`` holds in this format, but not by ``fit="awq"``, keeps its codes and scales: a file that
+    :func:`from_quantized` has read is written bit for bit. All other matrices are rounded as :class:`Stored` rounds
+    them, where their inputs are a multiple of 32; what is left is written in float32. Adapters are merged first, as by
+    ``p.fold(raw)``.
 
     Args:
       p: The chain.
@@ -238,7 +239,8 @@ def to_quantized(
         place, shape = places[entry.path], permute(entry.shape, entry.layout)
         own = (*place, "@stored", FIXED)
         maker = stages.get(place)
-        if len(shape) == 2 and isinstance(maker, Stored) and maker.format == format:
+        own_codes = isinstance(maker, Stored) and maker.format == format
+        if len(shape) == 2 and own_codes and (*own, "channel") not in known:  # no file can hold factors of inputs
             held = {path[-1]: x for path, x in known.items() if path[:-1] == own}
         elif len(shape) == 2 and shape[1] % 32 == 0:
             count = len(entry.index)

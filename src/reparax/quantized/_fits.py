@@ -12,10 +12,35 @@ from reparax.quantized._numbers import Numbers
 FITS = ("absmax", "rms", "fixed", "power", "hqq")
 largest_of = functools.partial(jnp.max, initial=0.0)
 
+Entries = dict[str, Array]
+"""``scale`` of each entry, and ``zero``, ``offset`` and ``channel`` where there are some, in shapes that broadcast."""
+
 
 def divided(x: Array, scale: Array) -> Array:
     """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
     return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+
+
+def in_units(x: Array, entries: Entries) -> Array:
+    """``x`` in units of its scales, from its zeros on."""
+    if "channel" in entries:
+        x = divided(x, entries["channel"].astype(x.dtype))
+    if "offset" in entries:
+        x = x + entries["offset"].astype(x.dtype)
+    x = divided(x, entries["scale"].astype(x.dtype))
+    return x + entries["zero"].astype(x.dtype) if "zero" in entries else x
+
+
+def from_units(numbers: Array, entries: Entries) -> Array:
+    """The entries of ``numbers`` that are in units of their scales."""
+    scale = entries["scale"]
+    x = numbers.astype(scale.dtype)
+    if "zero" in entries:
+        x = x - entries["zero"].astype(scale.dtype)
+    x = x * scale
+    if "offset" in entries:
+        x = x - entries["offset"]
+    return x * entries["channel"].astype(x.dtype) if "channel" in entries else x
 
 
 def reached(x: Array, blocks: Blocks, fit: str, reach: float) -> Array:

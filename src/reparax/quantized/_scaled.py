@@ -10,8 +10,7 @@ from reparax._axes.numbers import Axes, check_features, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import (
     check_flag,
-    check_known_number,
-    check_positive_number,
+    check_known_positive,
     check_positive_whole,
     one_of,
     optional,
@@ -19,7 +18,18 @@ from reparax._numerics.arguments import (
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
 from reparax.quantized._blocks import Blocks
-from reparax.quantized._fits import FITS, divided, hqq, largest_of, power_above, range_of, reached
+from reparax.quantized._fits import (
+    FITS,
+    Entries,
+    divided,
+    from_units,
+    hqq,
+    in_units,
+    largest_of,
+    power_above,
+    range_of,
+    reached,
+)
 from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
 
 
@@ -27,10 +37,6 @@ def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
     if isinstance(value, tuple | list) and value:
         return tuple(check_positive_whole(each, who, name) for each in value)
     return check_positive_whole(value, who, name)
-
-
-def _check_reach(value: Any, who: str, name: str) -> float:
-    return check_positive_number(check_known_number(value, who, name), who, name)
 
 
 class Scaled(Reparametrization):
@@ -41,7 +47,7 @@ class Scaled(Reparametrization):
     block: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
     fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
-    reach: float = argument(_check_reach, default=1.0, kw_only=True)
+    reach: float = argument(check_known_positive, default=1.0, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -128,40 +134,40 @@ class Scaled(Reparametrization):
             sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
         return Blocks(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
-    def _held(self, w: Array) -> dict[str, Array]:
-        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
-        row, x, blocks = self._format, widened(w), self._blocks(w)
+    def _held(self, w: Array, dtype: Any = None) -> dict[str, Array]:
+        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
+        row, x, blocks, dtype = self._format, widened(w), self._blocks(w), dtype or w.dtype
         numbers = row.numbers
         if not row.zero:
             extent = reached(x, blocks, self.fit, self.reach)
-            return self._held_scales("scale", "unit", extent, numbers.top, w)
+            return self._held_scales("scale", "unit", extent, numbers.top, dtype)
         low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
-        held = self._held_scales("scale", "unit", high - low, numbers.top - numbers.low, w)
+        held = self._held_scales("scale", "unit", high - low, numbers.top - numbers.low, dtype)
         if row.zero == "offset":
-            return {**held, **self._held_scales("offset", "offset_unit", numbers.low - low, 1.0, w)}
+            return {**held, **self._held_scales("offset", "offset_unit", numbers.low - low, 1.0, dtype)}
         scale = self._read(held, "scale", "unit")
         zero = divided(-low, scale.astype(x.dtype))
         if self.fit == "hqq":
             zero = hqq(x, scale.astype(x.dtype), zero, blocks, numbers)
         else:
             zero = jnp.clip(jnp.round(zero), numbers.low, numbers.top)
-        return {**held, "zero": zero.astype(w.dtype)}
+        return {**held, "zero": zero.astype(dtype)}
 
-    def _held_scales(self, name: str, unit: str, extent: Array, parts: float, w: Array) -> dict[str, Array]:
+    def _held_scales(self, name: str, unit: str, extent: Array, parts: float, dtype: Any) -> dict[str, Array]:
         """The scales at which ``parts`` of them make ``extent``."""
         if self._scales is not None and self._scales.dtype == "exponent":
             shift = 127 - (_exponent(jnp.full((), parts)) - 127)
             codes = jnp.clip(_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
-            return {name: codes, unit: jnp.ones((1,) * extent.ndim, w.dtype)}
+            return {name: codes, unit: jnp.ones((1,) * extent.ndim, dtype)}
         # XLA compiles a division by a constant to this product; written out, eager results are the same.
         scale = extent * (1 / parts)
         scale = power_above(scale) if self.fit == "power" else scale
         if self._scales is None:
-            return {name: _narrowed(scale, w.dtype)}
+            return {name: _narrowed(scale, dtype)}
         if self._scales.dtype == "float16":
-            return {name: _narrowed(scale, jnp.float16), unit: jnp.ones((1,) * scale.ndim, w.dtype)}
+            return {name: _narrowed(scale, jnp.float16), unit: jnp.ones((1,) * scale.ndim, dtype)}
         over = self._over_units(scale)
-        one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), w.dtype)
+        one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), dtype)
         codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
@@ -186,28 +192,27 @@ class Scaled(Reparametrization):
             held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
         return held.astype(one.dtype) * self._over_units(held).spread(one)
 
-    def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
-        x, blocks = widened(w), self._blocks(w)
-        if "offset" in held:
-            x = x + blocks.spread(self._read(held, "offset", "offset_unit")).astype(x.dtype)
-        units = divided(x, blocks.spread(self._read(held, "scale", "unit")).astype(x.dtype))
+    def _entries(self, held: dict[str, Array], blocks: Blocks) -> Entries:
+        """The scale of each entry, with its zero, its offset and its factor where there are some."""
+        found = {"scale": blocks.spread(self._read(held, "scale", "unit"))}
         if "zero" in held:
-            units = units + blocks.spread(widened(held["zero"])).astype(x.dtype)
+            found["zero"] = blocks.spread(widened(held["zero"]))
+        if "offset" in held:
+            found["offset"] = blocks.spread(self._read(held, "offset", "offset_unit"))
+        if "channel" in held:
+            found["channel"] = widened(held["channel"])
+        return found
+
+    def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
+        x = widened(w)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        return self._format.numbers.encode(units, noise)
+        return self._format.numbers.encode(in_units(x, self._entries(held, self._blocks(w))), noise)
 
     def _decoded(self, codes: Array, held: dict[str, Array]) -> Array:
         """The array of ``codes``."""
-        dtype = held["unit" if self._scales else "scale"].dtype
-        blocks = self._blocks(codes)
-        scale = blocks.spread(self._read(held, "scale", "unit"))
-        x = self._format.numbers.decode(codes).astype(scale.dtype)
-        if "zero" in held:
-            x = x - blocks.spread(widened(held["zero"])).astype(scale.dtype)
-        x = x * scale
-        if "offset" in held:
-            x = x - blocks.spread(self._read(held, "offset", "offset_unit"))
-        return x.astype(dtype)
+        entries = self._entries(held, self._blocks(codes))
+        x = from_units(self._format.numbers.decode(codes), entries)
+        return x.astype(held["unit" if self._scales else "scale"].dtype)
 
 
 def _exponent(x: Array) -> Array:

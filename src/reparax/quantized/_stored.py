@@ -5,12 +5,20 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._axes.numbers import other_axes
+from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
-from reparax._numerics.arguments import one_of
+from reparax._numerics.arguments import check_flag, check_known_positive, one_of
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import OTHERS, Values, fixed, main
+from reparax.quantized._awq import awq
+from reparax.quantized._fits import FITS
+from reparax.quantized._gptq import gptq
 from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
+
+LEARNED = {"awq": ("diagonal", awq), "gptq": ("full", gptq)}
+"""What finds scales from data, and the moments that it needs."""
 
 
 class Stored(Scaled):
@@ -47,6 +55,16 @@ class Stored(Scaled):
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
+    Two ways to round learn from what the weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen
+    = rpx.inputs(loss)(params, batch)``. ``fit="gptq"`` rounds one input after the other, each with the change of least
+    squares of those that follow, which makes up for its error. A block finds its scales when it is its turn; if scales
+    have a unit in common, or with ``act_order``, they are found beforehand. ``fit="awq"`` multiplies each input's
+    weights by a power of the input's mean magnitude before rounding, the best of twenty, and holds the inverse as
+    ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only. Both
+    ways minimize the squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean
+    M of ``x x^T``. On the same data, it is at most that of ``fit="absmax"``. The axis that is cut into blocks must be
+    the one that products contract. Rounding a second time may give other numbers, unlike without data.
+
     ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
     few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
 
@@ -62,8 +80,10 @@ class Stored(Scaled):
       fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
         the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1;
         ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with
-        zeros by half-quadratic quantization, for formats with zeros.
+        zeros by half-quadratic quantization, for formats with zeros. ``"gptq"`` and ``"awq"`` as above, from data.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
+      act_order: With ``fit="gptq"``, whether inputs are rounded in the order of their size, the largest first.
+      percdamp: With ``fit="gptq"``, what is added to the diagonal of the inputs' second moments, in units of its mean.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
         ``init`` needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
@@ -84,10 +104,15 @@ class Stored(Scaled):
       Dettmers, Lewis, Belkada and Zettlemoyer, *LLM.int8()*, 2022; Dettmers, Pagnoni, Holtzman and Zettlemoyer,
       *QLoRA*, 2023; Micikevicius et al., *FP8 Formats for Deep Learning*, 2022; *OCP Microscaling Formats (MX)*,
       version 1.0, 2023; Dettmers, Lewis, Shleifer and Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*,
-      2022; Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023.
+      2022; Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023; Frantar, Ashkboos,
+      Hoefler and Alistarh, *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers*, 2023;
+      Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, *AWQ: Activation-aware Weight Quantization*, 2024.
     """
 
+    fit: str = argument(one_of(*FITS, *LEARNED), default="absmax", kw_only=True)
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+    act_order: bool = argument(check_flag, default=False, kw_only=True)
+    percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -97,14 +122,25 @@ class Stored(Scaled):
     def _draws(self) -> bool:
         return self.rounding == "stochastic"
 
+    def _require_fields_fit(self, who: str) -> None:
+        super()._require_fields_fit(who)
+        if self.fit in LEARNED and self.rounding == "stochastic":
+            raise ValueError(
+                f"{who} got rounding='stochastic' with fit={self.fit!r}, which finds the best of the nearest numbers. "
+                f"Leave rounding out, or use fit='absmax'."
+            )
+        if self.fit != "gptq" and (self.act_order or self.percdamp != 0.01):
+            name = "act_order" if self.act_order else "percdamp"
+            raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
+
     def refuse_leaf(self, w: Array) -> str | None:
         return super().refuse_leaf(w) or self._broken(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._stored(w, None)
+    def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
+        return self._stored(w, None, seen)
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._stored(w, key)
+    def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
+        return self._stored(w, key, seen)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         scales, numbers = self._scales, self._format.numbers
@@ -118,9 +154,29 @@ class Stored(Scaled):
         q = values["q"]
         return self._decoded(unpacked(q, numbers.bits, self._cut(q)), values)
 
-    def _stored(self, w: Array, key: Array | None) -> dict[str, Array]:
-        held = self._held(w)
-        return {"q": packed(self._encoded(w, held, key), self._format.numbers.bits, self._cut(w)), **held}
+    @property
+    def _scales_follow(self) -> bool:
+        """Whether the scales of a block may depend on those of the blocks before it: each stands by itself."""
+        alone = self._scales is None or self._scales.dtype in ("exponent", "float16")
+        return isinstance(self._block, int) and alone and not self.act_order
+
+    def _stored(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+        if self.fit not in LEARNED:
+            return self._values_of(w, self._held(w), key)
+        moments, start = LEARNED[self.fit]
+        return start(self, w, needed(seen, moments).read(moments, w, self._inputs(w)))
+
+    def _inputs(self, w: Array) -> tuple[int, ...] | None:
+        """The axes that inputs must lie along, or None for any."""
+        if isinstance(self._block, int):
+            return (self._cut(w),)
+        if self.fit == "gptq":
+            return None
+        return (self._cut(w),) if self.axis is None else other_axes(self.axis, w)
+
+    def _values_of(self, x: Array, held: dict[str, Array], key: Array | None = None) -> dict[str, Array]:
+        """The raw values of ``x``, rounded in scales that are known."""
+        return {"q": packed(self._encoded(x, held, key), self._format.numbers.bits, self._cut(x)), **held}
 
     def _broken(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""

@@ -51,7 +51,7 @@ def require_one(stage: Pruning) -> None:
         )
 
 
-def left(stage: Pruning, size: int) -> Any:
+def left(stage: Pruning, size: Any) -> Any:
     """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
     if stage.count is not None:
         return size - stage.count

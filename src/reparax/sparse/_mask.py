@@ -6,13 +6,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import Axis, check_axis, position
+from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_whole
+from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
+from reparax._stage.learned import better
 from reparax._tree.values import Values, fixed, main
+from reparax.sparse._learned import FITS, MOMENTS, each_column, require_fit, sparsegpt, wanda
 
 
 def masking(w: Array, kept: Array) -> dict[str, Array]:
@@ -69,10 +71,16 @@ class NofM(Constraint):
     masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
     back; :func:`reset_moments` then sets their momentum to zero.
 
+    With ``fit="wanda"`` or ``fit="sparsegpt"``, ``init`` learns from what the weights are multiplied with, as for
+    :class:`MagnitudePrune`; masks of SparseGPT are chosen for a group at a time. Groups must lie along the axis that
+    products contract: ``along=0`` for a kernel ``(in, out)``.
+
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
       along: The axis along which groups are formed.
+      fit: How weights are chosen: ``"magnitude"``, or from data ``"wanda"`` or ``"sparsegpt"``.
+      percdamp: As for :class:`MagnitudePrune`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -85,18 +93,21 @@ class NofM(Constraint):
 
     References:
       Zhou, Ma, Zhu, Liu, Zhang, Yuan, Sun and Li, *Learning N:M Fine-grained Structured Sparse Neural Networks From
-      Scratch*, 2021.
+      Scratch*, 2021; and those of :class:`MagnitudePrune`.
     """
 
     n: int = argument(check_whole)
     m: int = argument(check_whole)
     along: Axis = argument(check_axis, default=-1, kw_only=True)
+    fit: str = argument(one_of(*FITS), default="magnitude", kw_only=True)
+    percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_fit(self)
         if not 0 <= self.n <= self.m or self.m < 1:
             raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
@@ -108,18 +119,28 @@ class NofM(Constraint):
             )
         return None
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return masking(w, self._kept(w))
+    def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
+        plain = masking(w, self._kept(jnp.abs(widened(w))))
+        if self.fit == "magnitude":
+            return plain
+        read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
+        if self.fit == "wanda":
+            return masking(*wanda(w, read, self._kept))
+
+        def keep(scores: Array, real: Array) -> Array:
+            del real
+            return each_column(scores, self.n)
+
+        return better(self, read, w, masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp)), plain)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"mask": masking(values["w"], self._kept(values["w"]))["mask"]}
+        return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
 
-    def _kept(self, w: Array) -> Array:
-        axis = position(self.along, w)
-        scores = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
-        groups = scores.reshape(*scores.shape[:-1], scores.shape[-1] // self.m, self.m)
-        kept = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
-        return jnp.moveaxis(kept.reshape(scores.shape), -1, axis)
+    def _kept(self, scores: Array) -> Array:
+        axis = position(self.along, scores)
+        rows = jnp.moveaxis(scores, axis, -1)
+        groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
+        return jnp.moveaxis(each_column(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)

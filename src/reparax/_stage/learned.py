@@ -1,0 +1,23 @@
+"""Stages whose start depends on data."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.seen import Read
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.compensation import output_error
+
+
+def lost(read: Read, w: Array, near: Array) -> Array:
+    """The squared error of outputs, a mean over the data, if ``near`` is read instead of ``w``."""
+    return output_error(read.matrices(widened(near) - widened(w)), read.moments)
+
+
+def better(stage: Any, read: Read, w: Array, learned: dict[str, Array], plain: dict[str, Array]) -> dict[str, Array]:
+    """The raw values that were learned from data, or the plain ones if these lose less on the same data."""
+    worse = lost(read, w, stage.apply_leaf(learned)) > lost(read, w, stage.apply_leaf(plain))
+    return jax.tree.map(partial(jnp.where, worse), plain, learned)

@@ -1,0 +1,72 @@
+"""Masks by what weights are multiplied with: Wanda and SparseGPT."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.seen import Read
+from reparax._numerics.arithmetic import widened
+from reparax._numerics.compensation import compensated
+from reparax._numerics.select import largest
+
+MOMENTS = {"wanda": "diagonal", "sparsegpt": "full"}
+"""The moments that a way to find masks needs."""
+FITS = ("magnitude", *MOMENTS)
+INPUTS = 128
+"""The inputs of a block that share a ranking, as in the paper on SparseGPT."""
+
+
+def require_fit(stage: Any) -> None:
+    """Requires fields that fit ``stage.fit``."""
+    who = type(stage).__name__
+    if stage.fit != "sparsegpt" and stage.percdamp != 0.01:
+        raise ValueError(f"{who} got percdamp={stage.percdamp} with fit={stage.fit!r}. Use it with fit='sparsegpt'.")
+    if stage.fit != "magnitude" and stage.outside == "refuse":
+        raise ValueError(
+            f"{who} got outside='refuse' with fit={stage.fit!r}, whose image depends on data. Leave outside out."
+        )
+
+
+def each_column(scores: Array, count: Any) -> Array:
+    """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
+    chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
+    return chosen(scores.mT).mT
+
+
+def wanda(w: Array, read: Read, keep: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """The weights, and which are kept by ``keep(scores)``: magnitudes times root mean squares of inputs."""
+    scores = jnp.abs(widened(w)) * read.each_input(jnp.sqrt(read.squares / read.count[:, None]), w)
+    return jnp.where(jnp.isnan(scores), scores.astype(w.dtype), w), keep(scores)  # NaN of the data is not hidden
+
+
+def sparsegpt(
+    w: Array, read: Read, keep: Callable[[Array, Array], Array], *, size: int, percdamp: float
+) -> tuple[Array, Array]:
+    """The weights that make up for those that are pruned, and which of them are kept.
+
+    Args:
+      w: The weights.
+      read: What they are multiplied with.
+      keep: Which weights of a block of ``size`` inputs stay, ``keep(scores, real)``; scores are -1 for inputs that fill
+        up the last block, and ``real`` is False for these.
+      size: The number of inputs of a block.
+      percdamp: As for :func:`compensated`.
+    """
+    x = widened(w)
+
+    def plan(block: Array, diagonal: Array, real: Array) -> Array:
+        scores = jnp.square(block / diagonal[:, None])
+        return keep(jnp.where(real[:, None], scores, -jnp.ones_like(scores)), real)
+
+    def nearest(row: Array, kept: Array) -> Array:
+        return jnp.where(kept, row, jnp.zeros_like(row))
+
+    def one(w: Array, moments: Array) -> tuple[Array, Array]:
+        real = jnp.ones(len(w), bool)
+        return compensated(w, moments, plan, nearest, size=size, percdamp=percdamp, given=real)
+
+    found, kept = jax.vmap(one)(read.matrices(x), read.moments.astype(x.dtype))
+    return read.array(found, w).astype(w.dtype), read.array(kept, w)

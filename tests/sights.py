@@ -1,0 +1,37 @@
+"""What arrays are multiplied with, counted in numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from reparax._axes.seen import Read, Seen
+
+
+def correlated(count, inputs, seed=0):
+    """Data whose inputs differ in size and depend on each other."""
+    rng = np.random.default_rng(seed)
+    mixed = rng.standard_normal((count, inputs)) @ rng.standard_normal((inputs, inputs))
+    return (mixed * np.exp(rng.standard_normal(inputs))).astype(np.float32)
+
+
+def seen(*batches, shape, axes=(0,), batch=(), full=True):
+    """The entry of an array of that shape, for data ``(examples, inputs)`` of each index of the batch axes."""
+    x = np.stack(batches).astype(np.float32)
+    second = np.einsum("bnk,bnl->bkl", x, x) if full else np.sum(x**2, axis=1)
+    count, absolute = np.full(len(x), x.shape[1], np.float32), np.sum(np.abs(x), axis=1)
+    read = Read(
+        count=jnp.asarray(count),
+        absolute=jnp.asarray(absolute),
+        second=jnp.asarray(second),
+        largest=None,
+        slopes=None,
+        shape=shape,
+        of=tuple(range(len(shape))),
+        batch=batch,
+        axes=axes,
+    )
+    return Seen((read,))
+
+
+def output_error(x, change):
+    """The mean squared error of the outputs of a matrix ``(inputs, outputs)``, by its definition."""
+    return np.mean(np.sum((np.asarray(x, np.float64) @ np.asarray(change, np.float64)) ** 2, axis=1))
