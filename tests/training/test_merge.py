@@ -10,6 +10,7 @@ from errors import raises
 from flax import nnx
 
 import reparax as rpx
+from reparax._axes.seen import Read, Seen
 
 PART = 0.4
 
@@ -186,8 +187,91 @@ def test_trees_of_libraries(make):
             np.testing.assert_allclose(x, (y + z) / 2, rtol=1e-5, atol=1e-6)
 
 
+# By the data of each model. ----------------------------------------------------------------------------------------
+
+DATA = [np.random.default_rng(10 + i).standard_normal((20 + 10 * i, 6)).astype(np.float32) for i in range(3)]
+KERNELS = [{"w": model["dense"]["kernel"], "b": model["dense"]["bias"]} for model in MODELS]
+
+
+def seen_of(x, shape=(6, 5), batch=(), axes=(0,), *, squares=False):
+    """What a weight of this shape is multiplied with, for inputs ``(batch, examples, inputs)``."""
+    x = np.asarray(x, np.float32) if batch else np.asarray(x, np.float32)[None]
+    second = np.square(x).sum(1) if squares else np.einsum("bni,bnj->bij", x, x)
+    count = jnp.full(len(x), float(x.shape[1]))
+    read = Read(count, None, jnp.asarray(second), None, None, shape, tuple(range(len(shape))), batch, axes)
+    return {"w": Seen((read,))}
+
+
+def numpy_of(models):
+    return [np.asarray(model["w"], np.float64) for model in models]
+
+
+def test_regmean_is_least_squares_on_the_outputs_of_each_model():
+    got = rpx.merge(KERNELS, "regmean", weights=(1, 2, 0.5), seen=list(map(seen_of, DATA)), off_diagonal=1)
+    rows = [np.sqrt(w) * x for w, x in zip((1, 2, 0.5), DATA, strict=True)]
+    outputs = [x @ w for x, w in zip(rows, numpy_of(KERNELS), strict=True)]
+    want = np.linalg.lstsq(np.concatenate(rows), np.concatenate(outputs))[0]
+    np.testing.assert_allclose(got["w"], want, atol=1e-4)
+    np.testing.assert_allclose(got["b"], np.average([m["b"] for m in KERNELS], 0, (1, 2, 0.5)), atol=1e-5)
+
+
+def test_regmean_takes_less_of_the_moments_of_two_inputs():
+    got = rpx.merge(KERNELS, "regmean", seen=list(map(seen_of, DATA)))["w"]
+    grams = [0.9 * x.T @ x + 0.1 * np.diag(np.diag(x.T @ x)) for x in map(np.float64, DATA)]
+    want = np.linalg.solve(sum(grams), sum(g @ w for g, w in zip(grams, numpy_of(KERNELS), strict=True)))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_regmean_of_diagonal_moments_weighs_each_row():
+    seen = [seen_of(x, squares=True) for x in DATA]
+    got = rpx.merge(KERNELS, "regmean", seen=seen)["w"]
+    squares = [np.square(x).sum(0)[:, None] for x in DATA]
+    want = sum(s * w for s, w in zip(squares, numpy_of(KERNELS), strict=True)) / sum(squares)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    nearly = rpx.merge(KERNELS, "regmean", seen=list(map(seen_of, DATA)), off_diagonal=1e-9)["w"]
+    np.testing.assert_allclose(nearly, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_inputs_that_no_model_saw_get_the_mean(size, squares):
+    data = [size * x * np.array([1, 0, 1, 1, 0, 1e-3]) for x in DATA]
+    got = rpx.merge(KERNELS, "regmean", seen=[seen_of(x, squares=squares) for x in data])["w"]
+    mean = np.mean(numpy_of(KERNELS), 0)
+    np.testing.assert_allclose(got[jnp.array([1, 4])], mean[[1, 4]], atol=1e-5)
+    assert np.abs(np.asarray(got) - mean)[[0, 2, 3, 5]].min(1).all()
+
+
+def test_of_data_that_span_less_regmean_keeps_the_outputs():
+    data = [x[:, :2] @ np.ones((2, 6)) for x in DATA]
+    got = rpx.merge(KERNELS, "regmean", seen=list(map(seen_of, data)), off_diagonal=1)["w"]
+    total = sum(float(np.square(x[:, :2].sum(1)).sum()) for x in DATA)
+    want = sum(np.square(x[:, :2].sum(1)).sum() * w.sum(0) for x, w in zip(DATA, numpy_of(KERNELS), strict=True))
+    np.testing.assert_allclose(np.asarray(got).sum(0), want / total, atol=1e-3)
+
+
+def test_regmean_of_stacked_and_turned_kernels_is_that_of_each():
+    models = [{"w": jnp.stack([KERNELS[i]["w"].T, KERNELS[i + 1]["w"].T])} for i in range(2)]
+    seen = [seen_of(np.stack([DATA[i][:20], DATA[i + 1][:20]]), (2, 5, 6), (0,), (2,)) for i in range(2)]
+    got = rpx.merge(models, "regmean", seen=seen)["w"]
+    want = [
+        rpx.merge(KERNELS[i : i + 2], "regmean", seen=[seen_of(x[:20]) for x in DATA[i : i + 2]])["w"] for i in range(2)
+    ]
+    for layer, each in zip(got, want, strict=True):
+        np.testing.assert_allclose(layer.T, each, atol=1e-4)
+
+
+def test_an_array_that_is_read_in_two_ways_gets_the_mean():
+    models = [model | {"tied": model["w"]} for model in KERNELS]
+    both = [seen_of(x) | {"tied": Seen(seen_of(x)["w"].reads * 2)} for x in DATA]
+    got = rpx.merge(models, "regmean", seen=both)
+    np.testing.assert_allclose(got["tied"], np.mean(numpy_of(KERNELS), 0), atol=1e-5)
+    assert not np.allclose(got["w"], got["tied"], atol=1e-2)
+
+
 # Errors. -----------------------------------------------------------------------------------------------------------
 
+LARGEST = Seen((Read(jnp.ones(1), None, None, jnp.ones((1, 6)), None, (6, 5), (0, 1), (), (0,)),))
 TIES = {"how": "ties", "base": BASE, "density": 0.5}
 ERRORS = {
     "one": (
@@ -205,8 +289,8 @@ ERRORS = {
     "how": (
         lambda: rpx.merge(MODELS, "dare"),
         ValueError,
-        "merge takes how='mean', 'task_arithmetic', 'magnitude_prune', 'ties', 'dare_linear' or 'dare_ties', but got "
-        "'dare'.",
+        "merge takes how='mean', 'regmean', 'task_arithmetic', 'magnitude_prune', 'ties', 'dare_linear' or "
+        "'dare_ties', but got 'dare'.",
     ),
     "sign": (
         lambda: rpx.merge(MODELS, **TIES, majority_sign_method="most"),
@@ -227,6 +311,44 @@ ERRORS = {
         lambda: rpx.merge(MODELS, "dare_ties", base=BASE, density=0.5),
         ValueError,
         "merge(how='dare_ties') needs a key to draw what stays, `key=jax.random.key(0)`.",
+    ),
+    "no data": (
+        lambda: rpx.merge(KERNELS, "regmean"),
+        ValueError,
+        "merge(how='regmean') needs the data of each model, `seen=[rpx.inputs(loss)(model, batch), ...]`.",
+    ),
+    "data of one": (
+        lambda: rpx.merge(KERNELS, "regmean", seen=seen_of(DATA[0])),
+        ValueError,
+        "merge takes as seen a tree for each of 3 models, but got a dict.",
+    ),
+    "data of nothing": (
+        lambda: rpx.merge(KERNELS, "regmean", seen=[{"w": Seen()}] * 3),
+        ValueError,
+        "merge(how='regmean') found no array that products read in all models. Pass what `rpx.inputs` returns for the "
+        "effective tree of each model.",
+    ),
+    "data of others": (
+        lambda: rpx.merge(KERNELS, "regmean", seen=[{"v": Seen()}] * 3),
+        ValueError,
+        "merge: seen[0] got seen for 'v', which is no array of the parameters: these have 'b', 'w'. Pass what "
+        "`rpx.inputs` returned for the same parameters.",
+    ),
+    "moments": (
+        lambda: rpx.merge(KERNELS, "regmean", seen=[{"w": LARGEST}] * 3),
+        ValueError,
+        "merge at 'w': expected data with moments='diagonal', but got other moments. Pass moments='diagonal' to "
+        "`rpx.inputs`.",
+    ),
+    "negative weights": (
+        lambda: rpx.merge(KERNELS, "regmean", weights=(1, 1, -1), seen=list(map(seen_of, DATA))),
+        ValueError,
+        "merge(how='regmean') takes weights of which none is negative and some are not zero.",
+    ),
+    "off diagonal": (
+        lambda: rpx.merge(KERNELS, "regmean", seen=list(map(seen_of, DATA)), off_diagonal=0),
+        ValueError,
+        "merge got off_diagonal=0.0, but takes a number greater than 0 and at most 1.",
     ),
     "needless": (
         lambda: rpx.merge(MODELS, density=0.5),

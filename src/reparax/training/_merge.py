@@ -14,12 +14,14 @@ from reparax._core.keys import Keys, check_key
 from reparax._numerics.arguments import check_known_number, one_of
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.paths import PyTree, describe, is_array, named, path_text
+from reparax.training._regression_mean import reads_of_all, regressed
 from reparax.training._task_vectors import agreeing_mean, dropped, trimmed, weighted_mean, weighted_sum
 
 GIVE = {
     "base": "the model that all of them were before training, `base=params`",
     "density": "the part of each difference that stays, such as `density=0.2`",
     "key": "a key to draw what stays, `key=jax.random.key(0)`",
+    "seen": "the data of each model, `seen=[rpx.inputs(loss)(model, batch), ...]`",
 }
 """What to do where an argument is missing."""
 
@@ -35,6 +37,7 @@ class _Way:
 
 _WAYS = {
     "mean": _Way(()),
+    "regmean": _Way(("seen",)),
     "task_arithmetic": _Way(("base",)),
     "magnitude_prune": _Way(("base", "density"), lambda task, density, key: trimmed(task, density)),
     "ties": _Way(("base", "density"), lambda task, density, key: trimmed(task, density), agreeing_mean),
@@ -52,6 +55,8 @@ def merge(
     density: float | None = None,
     majority_sign_method: str = "total",
     key: Array | None = None,
+    seen: Sequence[PyTree] | None = None,
+    off_diagonal: float = 0.9,
 ) -> PyTree:
     r"""Merges models of one structure into one that has learned what each of them has.
 
@@ -60,6 +65,8 @@ def merge(
 
     =======================  =========================================================================================
     ``"mean"``               :math:`\sum_i \lambda_i W_i / \sum_i \lambda_i`, a model soup
+    ``"regmean"``            the W nearest in what it computes from each model's own data,
+                             :math:`\min_W \sum_i \lambda_i \| X_i (W - W_i) \|^2`
     ``"task_arithmetic"``    :math:`W_0 + \sum_i \lambda_i \tau_i`; a negative weight takes away what was learned
     ``"magnitude_prune"``    the same, after the smallest entries of each array of :math:`\tau_i` became zero: a part
                              ``density`` of them stays
@@ -73,6 +80,9 @@ def merge(
     small is decided for each array; the paper of TIES looks at all arrays together. Weights of 1 are the papers' TIES
     and DARE; one number is their :math:`\lambda`. Half-precision arrays are computed in float32.
 
+    ``"regmean"`` merges arrays that products read in one way; all others, such as biases, norms and tied tables, get
+    the mean. So do inputs that were zero in all data.
+
     Merge effective trees, ``[p.fold(raw) for raw in raws]``: a mean of raw values is the mean of the weights only if
     the weights are linear in them, which an adapter's factors are not. What models share needs no care: an array that
     is equal in all of them stays, bit for bit, in a mean.
@@ -81,13 +91,19 @@ def merge(
       models: Two or more trees of one structure, shape by shape and dtype by dtype; one is enough with a base. Leaves
         that are not floating or complex arrays, such as counters, keys and functions, must be equal.
       how: One of the words above.
-      weights: One number, or one for each model; they may be traced, and have gradients. Default: 1.
+      weights: One number, or one for each model; they may be traced, and have gradients, but not in ``"regmean"``.
+        Default: 1.
       base: The model that all of them were before training.
       density: The part of the entries that stays, more than 0 and at most 1.
       majority_sign_method: The sign of the majority is that of the sum of the differences, ``"total"``, or of the
         sum of their signs, ``"frequency"``.
       key: A key for ``"dare_linear"`` and ``"dare_ties"``. What is dropped depends on it, on the path and on the number
         of the model.
+
+      seen: For ``"regmean"``, what the arrays of each model are multiplied with, by :func:`inputs`: a tree for each
+        model, of full moments or of diagonal ones. A model with more data counts more.
+      off_diagonal: For ``"regmean"``, what multiplies the moments of two different inputs. 1 is the formula above; the
+        paper takes less, as data tell these moments less well.
 
     Returns:
       A tree like each of the models.
@@ -106,13 +122,14 @@ def merge(
       Array([2., 4., 2.], dtype=float32)
 
     References:
-      Wortsman et al., *Model Soups*, 2022; Ilharco et al., *Editing Models with Task Arithmetic*, 2023; Yadav, Tam,
-      Choshen, Raffel and Bansal, *TIES-Merging*, 2023; Yu, Yu, Yu, Huang and Li, *Language Models are Super Mario*
+      Wortsman et al., *Model Soups*, 2022; Jin, Ren, Preotiuc-Pietro and Cheng, *Dataless Knowledge Fusion by Merging
+      Weights of Language Models* (RegMean), 2023; Ilharco et al., *Editing Models with Task Arithmetic*, 2023; Yadav,
+      Tam, Choshen, Raffel and Bansal, *TIES-Merging*, 2023; Yu, Yu, Yu, Huang and Li, *Language Models are Super Mario*
       (DARE), 2024.
     """
     way = _WAYS[one_of(*_WAYS)(how, "merge", "how")]
     one_of("total", "frequency")(majority_sign_method, "merge", "majority_sign_method")
-    _require_arguments(how, way, {"base": base, "density": density, "key": key})
+    _require_arguments(how, way, {"base": base, "density": density, "key": key, "seen": seen})
     if isinstance(models, Mapping) or len(models) < (2 if base is None else 1):
         got = "one tree" if isinstance(models, Mapping) else f"a list of {len(models)}"
         raise ValueError(
@@ -120,9 +137,11 @@ def merge(
             f"`merge([first, second])`."
         )
     paths, trees = _leaves([*models, *([] if base is None else [base])], len(models))
-    part = 1.0 if density is None else _density(density)
+    part = 1.0 if density is None else _part("density", density)
     scales = _scales(how, weights, len(models))
     keys = _keys(key, paths, len(models))
+    reads = {} if seen is None else reads_of_all(models, seen)
+    scale = _part("off_diagonal", off_diagonal)
 
     def merged(i: int, arrays: Sequence[Any]) -> Any:
         first = arrays[0]
@@ -135,6 +154,8 @@ def merge(
             )
         wide = [widened(jnp.asarray(x)) for x in arrays]
         own = scales.astype(wide[0].dtype)
+        if paths[i] in reads:
+            return regressed(wide, reads[paths[i]], own, scale).astype(first.dtype)
         if base is None:
             return weighted_mean(jnp.stack(wide), own).astype(first.dtype)
         *after, before = wide
@@ -180,10 +201,10 @@ def _leaves(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[A
     return texts, found
 
 
-def _density(density: float) -> float:
-    checked = check_known_number(density, "merge", "density")
+def _part(name: str, value: float) -> float:
+    checked = check_known_number(value, "merge", name)
     if not 0 < checked <= 1:
-        raise ValueError(f"merge got density={checked}, but takes a number greater than 0 and at most 1.")
+        raise ValueError(f"merge got {name}={checked}, but takes a number greater than 0 and at most 1.")
     return checked
 
 
@@ -195,11 +216,15 @@ def _scales(how: str, weights: Any, count: int) -> Array:
             f"merge takes one weight, or one for each of {count} models, but got weights of shape {given.shape}."
         )
     scales = jnp.broadcast_to(given, (count,))
-    if how == "mean" and not isinstance(scales, Tracer) and float(jnp.sum(scales)) == 0:
+    if isinstance(scales, Tracer):
+        return scales
+    if how == "mean" and float(jnp.sum(scales)) == 0:
         raise ValueError(
             f"merge(how={how!r}) got weights whose sum is zero, which have no mean. Use how='task_arithmetic', with a "
             f"base."
         )
+    if how == "regmean" and not (scales >= 0).all() & (scales > 0).any():
+        raise ValueError(f"merge(how={how!r}) takes weights of which none is negative and some are not zero.")
     return scales
 
 

@@ -1,0 +1,127 @@
+"""Starts of LoRA from data against PEFT's, for the same data."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reparax as rpx
+from reparax._axes.seen import Read, Seen
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+    lora = pytest.importorskip("peft.tuners.lora")
+    corda = pytest.importorskip("peft.tuners.lora.corda")
+    eva = pytest.importorskip("peft.tuners.lora.eva")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RANK, ALPHA = 3, 6
+DRAW = np.random.default_rng(0)
+MIX = DRAW.standard_normal((12, 12)) * np.geomspace(1, 30, 12)
+HALF = (DRAW.standard_normal((64, 12)) @ MIX).astype(np.float32)
+X = np.concatenate([HALF, -HALF])  # of mean zero, which PEFT takes away for EVA
+TARGET = DRAW.standard_normal((128, 8)).astype(np.float32)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(12, 8, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def kernel():
+    return jnp.asarray(Net().layer.weight.detach().numpy().T)
+
+
+def start_of(start, gradient=None):
+    """Our factors and base, as a kernel's."""
+    read = Read(jnp.full(1, 128.0), None, jnp.asarray(X.T @ X)[None], None, None, (12, 8), (0, 1), (), (0,))
+    seen = {"w": Seen((read,), None if gradient is None else jnp.asarray(gradient))}
+    raw = rpx.LoRA(RANK, ALPHA, start=start).init({"w": kernel()}, seen=seen)
+    held = raw["w"]["@lora"]
+    return np.asarray(held["a"]), np.asarray(held["b"]), np.asarray(held["@fixed"]["w"])
+
+
+def start_of_peft(model):
+    """PEFT's factors and base, in the same layout."""
+    layer = model.base_model.model.layer
+    parts = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight
+    return [part.detach().numpy().T for part in parts]
+
+
+def up_to_sign(got, want, axis, **tolerance):
+    sign = np.sign(np.sum(got * want, axis, keepdims=True))
+    np.testing.assert_allclose(got, sign * want, **tolerance)
+
+
+def test_eva_is_that_of_peft():
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["layer"],
+        init_lora_weights="eva",
+        eva_config=peft.EvaConfig(rho=1.0),
+    )
+    model = peft.get_peft_model(Net(), config)
+    loader = [{"x": torch.from_numpy(X)}]
+    eva.initialize_lora_eva_weights(
+        model, loader, prepare_model_inputs_fn=None, prepare_layer_inputs_fn=None, show_progress_bar=False
+    )
+    a, b, w = start_of("eva")
+    theirs = start_of_peft(model)
+    up_to_sign(a, theirs[0], 0, atol=2e-3)
+    assert not b.any()
+    assert not theirs[1].any()
+    np.testing.assert_array_equal(w, theirs[2])
+
+
+@pytest.mark.parametrize("mode", ["ipm", "kpm"])
+def test_corda_is_that_of_peft(mode, tmp_path):
+    file = str(tmp_path / "moments.pt")
+    torch.save({"layer": torch.from_numpy(X.T @ X / 128)}, file)
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["layer"],
+        init_lora_weights="corda",
+        corda_config=lora.config.CordaConfig(corda_method=mode, covariance_file=file),
+    )
+    net = Net()
+    corda.preprocess_corda(net, config)
+    theirs = start_of_peft(peft.get_peft_model(net, config))
+    ours = start_of("corda" if mode == "ipm" else "corda_kpm")
+    sign = np.sign(np.sum(ours[0] * theirs[0], 0))
+    np.testing.assert_allclose(ours[0], sign * theirs[0], rtol=2e-3, atol=2e-3 * np.abs(theirs[0]).max())
+    np.testing.assert_allclose(ours[1], sign[:, None] * theirs[1], rtol=2e-3, atol=2e-3 * np.abs(theirs[1]).max())
+    np.testing.assert_allclose(ours[2], theirs[2], atol=1e-4)
+
+
+def test_lora_ga_takes_the_directions_of_peft_at_the_scale_of_the_paper():
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["layer"],
+        init_lora_weights="lora_ga",
+        lora_ga_config=lora.LoraGAConfig(),
+    )
+    net = Net()
+
+    def step():
+        ((net(torch.from_numpy(X)) - torch.from_numpy(TARGET)) ** 2).mean().backward()
+
+    lora.preprocess_loraga(net, config, step)
+    gradient = net.layer._peft_loraga_grad.numpy().T.copy()
+    theirs = start_of_peft(peft.get_peft_model(net, config))
+    a, b, w = start_of("lora_ga", gradient)
+    size, singular = 8**0.25 / 4, np.linalg.svd(gradient)[1]
+    up_to_sign(a, size * theirs[0], 0, atol=1e-3)
+    up_to_sign(b, theirs[1] / singular[RANK : 2 * RANK, None], 1, atol=1e-3)
+    np.testing.assert_allclose(w + 2 * a @ b, kernel(), atol=1e-5)
