@@ -267,3 +267,19 @@ CASES = {
     "cudnn lstm": (rpx.CudnnLSTM(3, 2, biases=1), vector),
     "low rank twice": (rpx.LowRank(1, where=".*(dense|out)/kernel") >> LOW_RANK, model),
 }
+
+LEARNING = {
+    "gptq and awq": (
+        rpx.Stored("int4", block=4, fit="gptq", where="dense/kernel")
+        >> rpx.Stored("uint4", axis=-1, fit="gptq", act_order=True, where="out/kernel")
+        >> rpx.Stored("int8", axis=-1, fit="awq", where="conv/kernel"),
+        model,
+    ),
+    "masks from data": (
+        rpx.MagnitudePrune(0.5, fit="sparsegpt", where="dense/kernel")
+        >> rpx.NofM(2, 4, along=0, fit="sparsegpt", where="out/kernel")
+        >> rpx.MagnitudePrune(0.5, fit="wanda", where="conv/kernel"),
+        model,
+    ),
+}
+"""Those that cannot start without data."""

@@ -1,7 +1,7 @@
 """Every case against every law."""
 
 import pytest
-from cases import CASES
+from cases import CASES, LEARNING
 
 from reparax.testing import LAWS
 
@@ -14,7 +14,7 @@ def marks(name, law):
 
 GRID = [
     pytest.param(law, *case, id=f"{name}-{law.__name__}", marks=marks(name, law))
-    for name, case in CASES.items()
+    for name, case in {**CASES, **LEARNING}.items()
     for law in LAWS
 ]
 

@@ -11,7 +11,7 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.origin import Origins, probe
-from reparax._axes.seen import ANY
+from reparax._axes.seen import ANY, Seen
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys, check_key
@@ -424,8 +424,12 @@ def overrides(stage: Parametrization, *methods: str) -> bool:
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     """``init`` where only the structure of its result, or its nearest point, matters."""
-    seen = {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}  # a class may write its own init
-    return functools.partial(init, key=jax.random.key(0), **seen)
+    return functools.partial(init, key=jax.random.key(0), **any_data(init))
+
+
+def any_data(init: Callable[..., PyTree]) -> dict[str, Seen]:
+    """The argument of ``init`` that stands for any data; a class may write its own init without it."""
+    return {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}
 
 
 def require_chains(usage: str, *got: object) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Chain, Parametrization, any_data
 from reparax._core.verbs import closed, means, reads_grads
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation
@@ -21,9 +21,12 @@ from reparax._tree.paths import PyTree, items, path_text
 from reparax.training import combine, partition, transfer
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled_init(p: Parametrization, params: PyTree, key: Array) -> PyTree:
-    return p.init(params, key)
+def started(p: Parametrization, params: PyTree, key: Array) -> PyTree:
+    """The raw tree; stages that learn from data see inputs of size 1 without correlation."""
+    return p.init(params, key, **any_data(p.init))
+
+
+compiled_init = jax.jit(started, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -268,7 +271,7 @@ def doubled(w: Array) -> Array:
 def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
     """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
     try:
-        trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
+        trees = jax.eval_shape(lambda w: (trainable(started(p, w, key))[0], p.fold(started(p, w, key))), params)
     except (ValueError, TypeError):
         return False
     return all(jnp.finfo(w.dtype).bits >= bits for _, w in arrays(trees) if is_inexact(w))

@@ -19,11 +19,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization, overrides
 from reparax._core.config import code
 from reparax._core.json import from_json
+from reparax._core.sights import by_place
+from reparax._stage.learned import lost
 from reparax._stage.where import all_but, selected
-from reparax._tree.paths import PyTree, is_array
+from reparax._tree.flat import flatten
+from reparax._tree.paths import PyTree, is_array, path_text
 from reparax._tree.raw import empty_nodes, flatten_slots, parameter
 from reparax.testing import _formats
 from reparax.testing._evidence import (
@@ -54,6 +58,7 @@ from reparax.testing._evidence import (
     rounding,
     slope,
     stages,
+    started,
     trainable,
     twice,
     types,
@@ -68,7 +73,12 @@ Law = Callable[[Parametrization, PyTree, Array], None]
 
 
 def check_laws(
-    p: Parametrization, params: PyTree, key: Array | None = None, *, laws: Iterable[Law] | None = None
+    p: Parametrization,
+    params: PyTree,
+    key: Array | None = None,
+    *,
+    laws: Iterable[Law] | None = None,
+    seen: PyTree = None,
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
@@ -77,12 +87,16 @@ def check_laws(
     that of its formula, as for rounding, set ``straight_through = True``. If the mean of a random stage is not the
     array itself, define ``mean_leaf``.
 
+    A stage that learns from data sees inputs of size 1 without correlation, in all of these. With data of your own, one
+    more law holds: what it loses on them, ``learned``.
+
     Args:
       p: A stage or a chain.
       params: A tree of arrays that ``p`` takes, with generic values: not zero, not symmetric. Use small arrays: the
         laws draw a thousand times, and compile about ten programs.
       key: The key of all draws. Default: ``jax.random.key(0)``.
       laws: Some of ``LAWS``. Default: all of them.
+      seen: What the arrays are multiplied with, as ``init`` takes it, for stages that learn from data.
 
     Raises:
       AssertionError: If a law is broken; the error says which, where and by how much.
@@ -94,6 +108,8 @@ def check_laws(
     """
     for law in LAWS if laws is None else laws:
         law(p, params, jax.random.key(0) if key is None else key)
+    if seen is not None:
+        learned(p, params, jax.random.key(0) if key is None else key, seen)
 
 
 def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -155,10 +171,10 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
-    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw, keys = started(p, params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all, apply_all = jax.vmap(partial(started, p), in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -189,7 +205,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     for way, got in compiled.items():
         want = eager.get(way, first)
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
-    abstract = jax.eval_shape(p.init, params, key)
+    abstract = jax.eval_shape(partial(started, p), params, key)
     same = types(abstract) == types(raw)
     require(p, "transformations", same, "eval_shape of init gives different shapes or dtypes")
 
@@ -209,8 +225,8 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
         _require_independent(p, raw, key)
     if p.stochastic and isinstance(params, dict):
         grown = {**params, "a new parameter": jnp.ones((3, 3), jnp.float32)}
-        draws = p.apply(p.init(grown, key), key)
-        same = equal({name: draws[name] for name in params}, p.apply(p.init(params, key), key))
+        draws = p.apply(started(p, grown, key), key)
+        same = equal({name: draws[name] for name in params}, p.apply(started(p, params, key), key))
         require(p, "keys", same, "the draws of old parameters change with a new one")
 
 
@@ -237,7 +253,7 @@ def purity(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = compiled_init(p, params, key)
     mine = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
     before = jax.tree.map(np.array, mine)
-    p.init(mine[0], key)
+    started(p, mine[0], key)
     p.apply(mine[1], key)
     updated(p, mine[1], key)
     require(p, "purity", equal(before, mine), "it changes its input")
@@ -401,6 +417,24 @@ def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
     same = jax.tree.structure(folded) == jax.tree.structure(params)
     require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
     require(p, "plain trees", all(is_array(w) for _, w in arrays(folded)), "fold gives a leaf that is not an array")
+
+
+def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> None:
+    r"""The start from data has an error of outputs on these data that is at most that of the start from other data.
+
+    The error is :math:`\mathrm{tr}(D^T M D)` for a change D of a weight and the moments M that ``seen`` has of its
+    inputs: if a stage looks at their diagonal only, give it only that. The other data have inputs of size 1 without
+    correlation, from which a stage cannot learn. For stages that keep their weights, both errors are zero.
+    """
+    trees = (p.fold(p.init(params, key, seen=given)) for given in (seen, ANY))
+    after, before = (dict(arrays(tree)) for tree in trees)
+    known = {path_text(place): entry for place, entry in by_place("learned", flatten(params), seen).items()}
+    for path, w in arrays(params):
+        for read in known[path].reads if path in known else ():
+            found, plain = (float(lost(read, w, tree[path])) for tree in (after, before))
+            bound = plain + rounding(w) * float(lost(read, w, jnp.zeros_like(w)))
+            text = f"the error of outputs of {path!r} is {found:.3g}, but {plain:.3g} without data"
+            require(p, "learned", found <= bound, text)
 
 
 LAWS: tuple[Law, ...] = (
