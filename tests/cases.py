@@ -203,6 +203,19 @@ CASES = {
         flat,
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.Rotated(2), flat),
+    "rotated by a series": (rpx.CayleyNeumann(3, stacked=0) >> rpx.Rotated(2, shared=True), flat),
+    "blocks": (
+        rpx.Circulant(stacked=(0, 1), where="dense/kernel")
+        >> rpx.LowRank(1, stacked=(0, 1), where="out/kernel")
+        >> rpx.Blocks((2, 1)),
+        flat,
+    ),
+    "few numbers": (
+        rpx.Reflected(4, where="dense/kernel")
+        >> rpx.Coefficients(5, "fourier", scale=3.0, where="out/kernel")
+        >> rpx.Slices((0, 2), axis=-1, where="conv/kernel"),
+        model,
+    ),
     "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
         rpx.Stored("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),

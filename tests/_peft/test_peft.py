@@ -15,6 +15,7 @@ import reparax as rpx
 from reparax._peft.patterns import pattern_of
 
 PREFIX = "base_model.model."
+DENSE, OUT = "dense/kernel", "out/kernel"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
 
@@ -141,6 +142,81 @@ def test_only_a_whole_part_of_a_name_is_peft_s():
         np.testing.assert_array_equal(p.fold(raw)["block"]["base_layernorm"]["scale"], scale)
 
 
+def test_factors_that_all_modules_share_are_read_and_written_once():
+    like = {"dense": {"kernel": jnp.zeros((8, 6))}, "out": {"kernel": jnp.zeros((6, 4))}}
+    a, b = normal(2, 8, seed=1), normal(6, 2, seed=2)
+    tensors = {"base_model.vera_A": a, "base_model.vera_B": b}
+    for module, columns in (("dense", 6), ("out", 4)):
+        tensors[f"{PREFIX}{module}.vera_lambda_d"] = normal(2, seed=columns)
+        tensors[f"{PREFIX}{module}.vera_lambda_b"] = normal(columns, seed=9)
+    p, raw = rpx.from_peft(tensors, {"peft_type": "VERA"}, like)
+    d, c = (tensors[f"{PREFIX}out.vera_lambda_{end}"] for end in "db")
+    want = (c[:, None] * (b[:4] * d) @ a[:, :6]).T
+    np.testing.assert_allclose(p.fold(raw)["out"]["kernel"], want, rtol=1e-5, atol=1e-6)
+    again, _ = rpx.to_peft(p, raw)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    raw["out"]["kernel"]["@lora"]["a"]["@gain"]["w"]["@freeze"]["@fixed"]["w"] += 1
+    with raises(
+        ValueError, "to_peft: PEFT has one vera_A for all modules, but got several. Merge it with `p.fold(raw)`."
+    ):
+        rpx.to_peft(p, raw)
+
+
+def test_norms_that_train_and_nothing_else_are_ln_tuning():
+    params = model() | {"norm": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}
+    p = rpx.Freeze(where=rpx.all_but("norm/.*"))
+    raw = p.init(params)
+    tensors, config = rpx.to_peft(p, raw)
+    assert set(tensors) == {f"{PREFIX}norm.ln_tuning_layers.{end}" for end in ("weight", "bias")}
+    assert (config["peft_type"], config["target_modules"]) == ("LN_TUNING", ["norm"])
+    tensors = {name: x + 2 for name, x in tensors.items()}
+    q, again = rpx.from_peft(tensors, config, params)
+    np.testing.assert_array_equal(q.fold(again)["norm"]["scale"], np.full(6, 3.0))
+    assert jax.tree.map(jnp.shape, rpx.partition(again)[0]) == jax.tree.map(jnp.shape, rpx.partition(raw)[0])
+
+
+def test_rotations_in_a_ball_are_read_where_peft_moves_them():
+    free = normal(2, 6, seed=3)
+    tensors = {f"{PREFIX}dense.oft_R.weight": free}
+    config = {"peft_type": "OFT", "coft": True, "eps": 0.5}
+    p, raw = rpx.from_peft(tensors, config, model())
+    (got,) = rpx.to_peft(p, raw)[0].values()
+    lengths = np.sqrt(2 * (free**2).sum(1, keepdims=True))
+    np.testing.assert_allclose(got, free / lengths * 0.5 / np.sqrt(2), rtol=1e-5)
+
+
+def test_a_bias_of_another_factor_is_written_with_that_of_its_weight():
+    p = (
+        rpx.Freeze()
+        >> rpx.LoRA(2, 8.0, where=DENSE)
+        >> rpx.Scale(3.0, where="dense/bias")
+        >> rpx.Delta(where="dense/bias")
+    )
+    raw = p.init(model(), jax.random.key(0))
+    raw["dense"]["bias"]["@delta"]["x"]["@scale"]["x"] = jnp.asarray(normal(6, seed=4))
+    tensors, config = rpx.to_peft(p, raw)
+    assert config["lora_bias"] is True
+    np.testing.assert_allclose(tensors[f"{PREFIX}dense.lora_B.bias"], 0.75 * normal(6, seed=4), rtol=1e-6)
+    q, again = rpx.from_peft(tensors, config, model())
+    np.testing.assert_allclose(q.fold(again)["dense"]["bias"], p.fold(raw)["dense"]["bias"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", [{"embed": [1, 4]}, [1, 4], {"other": [0], "model.embed": [1, 4]}])
+def test_tokens_that_train_beside_lora(given):
+    params = {"model": {"embed": {"embedding": jnp.zeros((5, 3))}}, "dense": model()["dense"]}
+    rows = normal(2, 3, seed=5)
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}model.embed.token_adapter.trainable_tokens_delta": rows}
+    p, raw = rpx.from_peft(tensors, CONFIG | {"trainable_token_indices": given}, params)
+    want = np.zeros((5, 3), np.float32)
+    want[[1, 4]] = rows
+    np.testing.assert_array_equal(p.fold(raw)["model"]["embed"]["embedding"], want)
+    again, config = rpx.to_peft(p, raw)
+    assert config["trainable_token_indices"] == {"model.embed": [1, 4]}
+    assert config["target_modules"] == ["dense"]
+    assert again.keys() == tensors.keys()
+
+
 def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
     params = {"head": {"kernel": jnp.asarray(normal(20, 2))}}
     tensors = lora(head=(8, 20, 2))
@@ -179,6 +255,19 @@ OF_LAYERS = {
     "ia3": ({"peft_type": "IA3"}, {"ia3_l": (6, 1)}),
     "ia3 of inputs": ({"peft_type": "IA3", "feedforward_modules": [r"mlp"]}, {"ia3_l": (1, 8)}),
     "oft": ({"peft_type": "OFT"}, {"oft_R.weight": (2, 6)}),
+    "oft by a series": ({"peft_type": "OFT", "use_cayley_neumann": True}, {"oft_R.weight": (2, 6)}),
+    "oft of equal blocks": ({"peft_type": "OFT", "block_share": True}, {"oft_R.weight": (1, 6)}),
+    "boft": ({"peft_type": "BOFT"}, {"boft_R": (1, 2, 4, 4), "boft_s": (6, 1)}),
+    "adalora": ({"peft_type": "ADALORA"}, {"lora_A": (2, 8), "lora_E": (2, 1), "lora_B": (6, 2)}),
+    "c3a": ({"peft_type": "C3A"}, {"c3a_kernel": (3, 4, 2)}),
+    "fourierft": ({"peft_type": "FOURIERFT"}, {"fourierft_spectrum": (5,)}),
+    "gralora": ({"peft_type": "GRALORA", "r": 4}, {"gralora_A": (2, 4, 4), "gralora_B": (2, 4, 3)}),
+    "hra": ({"peft_type": "HRA"}, {"hra_u": (8, 2)}),
+    "miss": ({"peft_type": "MISS"}, {"miss_block": (4, 6)}),
+    "lora with biases": (
+        CONFIG | {"lora_bias": True},
+        {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2), "lora_B.bias": (6,)},
+    ),
 }
 
 
@@ -436,8 +525,8 @@ MALFORMED = {
         reading("out/kernel: PEFT has no OFT for weights of the layout 'conv1d'"),
     ),
     "several": (
-        lambda: rpx.from_peft({}, CONFIG | {"lora_bias": True, "use_qalora": True}, model()),
-        "from_peft has no stage for LORA with lora_bias=True, use_qalora=True. Merge the adapter in PEFT with "
+        lambda: rpx.from_peft({}, CONFIG | {"use_bdlora": True, "use_qalora": True}, model()),
+        "from_peft has no stage for LORA with use_bdlora=True, use_qalora=True. Merge the adapter in PEFT with "
         "`merge_and_unload`, and read the weights with `from_torch`.",
     ),
     "imaginary parts": (
@@ -495,6 +584,10 @@ def test_what_is_no_dict_of_tensors_is_refused(case):
         rpx.from_peft(tensors, CONFIG, model())
 
 
+READS = (
+    "ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, SHIRA, "
+    "TRAINABLE_TOKENS, VERA"
+)
 READING = {
     "another model": (
         lambda: rpx.from_peft(
@@ -548,16 +641,111 @@ READING = {
         "Read the file with `json.load`.",
     ),
     "another method": (
-        lambda: rpx.from_peft({}, {"peft_type": "VERA"}, model()),
-        f"from_peft reads LORA, LOHA, LOKR, IA3, OFT, but got an adapter of VERA. {MERGE}",
+        lambda: rpx.from_peft({}, {"peft_type": "VBLORA"}, model()),
+        f"from_peft reads {READS}, but got an adapter of VBLORA: no chain of stages has its formula. {MERGE}",
+    ),
+    "prompts": (
+        lambda: rpx.from_peft({}, {"peft_type": "PROMPT_TUNING"}, model()),
+        f"from_peft reads {READS}, but got an adapter of PROMPT_TUNING: it adds inputs or activations, so it is no "
+        f"function of the weights.",
+    ),
+    "a mixture": (
+        lambda: rpx.from_peft({}, {"peft_type": "XLORA"}, model()),
+        f"from_peft reads {READS}, but got an adapter of XLORA: it mixes adapters by the input, so it is no function "
+        f"of the weights.",
+    ),
+    "a method of tomorrow": (
+        lambda: rpx.from_peft({}, {"peft_type": "NEXT"}, model()),
+        f"from_peft reads {READS}, but got an adapter of NEXT: it is not known here. {MERGE}",
+    ),
+    "parameters of experts": (
+        lambda: rpx.from_peft({}, CONFIG | {"target_parameters": ["experts.up"]}, model()),
+        f"from_peft has no stage for LORA with target_parameters=['experts.up']: the file does not tell which "
+        f"parameter of a module each tensor belongs to. {MERGE}",
+    ),
+    "layers twice": (
+        lambda: rpx.from_peft({}, CONFIG | {"layer_replication": [[0, 4], [2, 5]]}, model()),
+        f"from_peft has no stage for LORA with layer_replication=[[0, 4], [2, 5]]: the model has more layers than its "
+        f"base. {MERGE}",
     ),
     "a changed base": (
         lambda: rpx.from_peft({}, CONFIG | {"init_lora_weights": "pissa_niter_4"}, model()),
         f"from_peft has no stage for LORA with init_lora_weights='pissa_niter_4'. {MERGE}",
     ),
-    "a series": (
-        lambda: rpx.from_peft({}, {"peft_type": "OFT", "use_cayley_neumann": True}, model()),
-        f"from_peft has no stage for OFT with use_cayley_neumann=True. {MERGE}",
+    "a series of two terms": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}dense.oft_R.weight": normal(2, 6)},
+            {"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 2},
+            model(),
+        ),
+        reading("dense/kernel: CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms=2"),
+    ),
+    "butterflies": (
+        lambda: rpx.from_peft({}, {"peft_type": "BOFT", "boft_n_butterfly_factor": 2}, model()),
+        f"from_peft has no stage for BOFT with boft_n_butterfly_factor=2. {MERGE}",
+    ),
+    "factors that are not in the file": (
+        lambda: rpx.from_peft({}, {"peft_type": "VERA", "save_projection": False}, model()),
+        f"from_peft has no stage for VERA with save_projection=False. {MERGE}",
+    ),
+    "a tensor of fewer axes, and one of another shape": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}dense.hra_u": normal(8), f"{PREFIX}out.hra_u": normal(7, 2)}, {"peft_type": "HRA"}, model()
+        ),
+        reading(
+            "dense/kernel: expected a tensor of 2 or more axes that has numbers, got shape (8,)",
+            "out/kernel: expected hra_u of shape (6, 2), got (7, 2)",
+        ),
+    ),
+    "an odd number of reflections": (
+        lambda: rpx.from_peft({f"{PREFIX}dense.hra_u": normal(8, 3)}, {"peft_type": "HRA"}, model()),
+        reading("dense/kernel: Reflected got count=3, but takes an even number, as pairs of reflections cancel."),
+    ),
+    "a block that does not divide": (
+        lambda: rpx.from_peft({f"{PREFIX}dense.miss_block": normal(3, 6)}, {"peft_type": "MISS"}, model()),
+        reading("dense/kernel: Kronecker takes equal blocks, but PEFT has one of shape (3, 6) for a matrix of (8, 6)"),
+    ),
+    "places that are no whole numbers": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}dense.shira_weight": normal(14), f"{PREFIX}dense.shira_indices": normal(2, 14)},
+            {"peft_type": "SHIRA"},
+            model(),
+        ),
+        reading("dense.shira_indices: expected whole numbers, got float32", "dense/kernel: shira_indices is missing"),
+    ),
+    "places outside": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}dense.shira_weight": normal(14), f"{PREFIX}dense.shira_indices": np.full((2, 14), 7)},
+            {"peft_type": "SHIRA"},
+            model(),
+        ),
+        reading("dense/kernel: expected places in a matrix of shape (6, 8), got others in shira_indices"),
+    ),
+    "a bias that the model has not": (
+        lambda: rpx.from_peft(
+            lora(out=(2, 6, 4)) | {f"{PREFIX}out.lora_B.bias": normal(4)}, CONFIG | {"lora_bias": True}, model()
+        ),
+        reading("out.lora_B.bias: the model has no out.bias"),
+    ),
+    "tokens outside": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}embed.trainable_tokens_delta": normal(1, 3)},
+            {"peft_type": "TRAINABLE_TOKENS", "token_indices": [9]},
+            {"embed": {"embedding": jnp.ones((9, 3))}},
+        ),
+        reading(
+            "embed/embedding: Slices((9,), where='w').init at 'w': expected slices below 9, the size of axis 0, got 9. "
+            "Correct `index`."
+        ),
+    ),
+    "a convolution": (
+        lambda: rpx.from_peft(
+            {f"{PREFIX}conv.hra_u": normal(18, 2)},
+            {"peft_type": "HRA"},
+            {"conv": {"kernel": jnp.ones((3, 3, 2, 4))}},
+            layouts={"conv/kernel": "kernel"},
+        ),
+        reading("conv/kernel: HRA is read for matrices, but the array has shape (3, 3, 2, 4)"),
     ),
     "factors of a convolution": (
         lambda: rpx.from_peft(
@@ -597,7 +785,6 @@ def refused(lines):
     return f"to_peft: PEFT has no such adapter:\n  {lines}\nMerge it with `p.fold(raw)`."
 
 
-DENSE, OUT = "dense/kernel", "out/kernel"
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
 WHOLE_LORA = rpx.Freeze() >> rpx.LoRA(2, rows=(0, 1), where=KERNEL)
 WRITING = {
@@ -677,6 +864,48 @@ WRITING = {
         refused(
             "q/kernel: PEFT has adapters from inputs to outputs (rows=(0, 1), columns=2), but no equivalent of "
             "LoRA(2, rows=0, columns=(1, 2))"
+        ),
+    ),
+    "places of frequencies that no seed draws": (
+        lambda: written(rpx.Freeze() >> rpx.Coefficients(3, "fourier", where=OUT)),
+        refused("out/kernel: PEFT has no equivalent of the numbers at @coefficients/index, which it stores nowhere"),
+    ),
+    "a number of entries that no rank gives": (
+        lambda: written(rpx.Freeze() >> rpx.Coefficients(11, where=OUT)),
+        refused(
+            "out/kernel: PEFT has r * 10 entries for a matrix of shape (6, 4), with the scale 1, but no equivalent of "
+            "Coefficients(11, where='out/kernel')"
+        ),
+    ),
+    "another scale of circles": (
+        lambda: written(
+            rpx.Freeze()
+            >> rpx.Circulant(stacked=(0, 1), where=OUT)
+            >> rpx.Blocks((3, 2), where=OUT)
+            >> rpx.Scale(2.0, where=OUT)
+            >> rpx.Delta(where=OUT)
+        ),
+        refused("out/kernel: PEFT has the scale 1 / 6 for C3A, but no equivalent of Scale(2.0, where='out/kernel')"),
+    ),
+    "reflections of outputs": (
+        lambda: written(rpx.Freeze() >> rpx.Reflected(2, rows=1, where=OUT)),
+        refused("out/kernel: PEFT has no equivalent of Reflected(2, rows=1, where='out/kernel'), only of Reflected(2)"),
+    ),
+    "a difference of a bias alone": (
+        lambda: written(
+            rpx.Freeze()
+            >> rpx.LoRA(2, where=OUT)
+            >> rpx.Scale(2.0, where="dense/bias")
+            >> rpx.Delta(where="dense/bias")
+        ),
+        "to_peft: PEFT trains a difference of a bias beside that of its weight, but 'dense' has none. Merge it with "
+        "`p.fold(raw)`.",
+    ),
+    "a short series": (
+        lambda: written(rpx.Freeze() >> rpx.CayleyNeumann(2, stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),
+        refused(
+            "out/kernel: PEFT has series of degree 3 or more around the identity, but no equivalent of "
+            "CayleyNeumann(degree=2, where='out/kernel', stacked=0)"
         ),
     ),
     "another map": (

@@ -527,3 +527,116 @@ def test_errors(case):
     call, error, text = ERRORS[case]
     with raises(error, text):
         call()
+
+
+# Rotations, reflections and few numbers. ---------------------------------------------------------------------------
+
+
+def on_kernel(stage, key=None, **values_of_it):
+    """The effective kernel of an adapter with these raw values, and its base."""
+    params = {"kernel": model()["dense"]["kernel"]}
+    raw = init(stage, params, key)
+    ((mark, node),) = raw["kernel"].items()
+    raw = {"kernel": {mark: node | values_of_it}}
+    return np.asarray(effective(stage, raw)["kernel"]), np.asarray(params["kernel"]), raw
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_cayley_neumann_is_the_start_of_the_series_of_the_cayley_map(degree):
+    x = 0.01 * np.asarray(normal(28, seed=4))
+    got, base, _ = on_kernel(rpx.CayleyNeumann(degree), x=jnp.asarray(x))
+    skew = np.zeros((8, 8), np.float32)
+    skew[np.triu_indices(8, 1)] = x
+    skew -= skew.T
+    powers = [np.linalg.matrix_power(skew, k) for k in range(degree + 1)]
+    want = (powers[0] + 2 * sum(powers[1:-1]) + powers[-1]) @ base
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    whole = np.linalg.solve(np.eye(8) - skew, np.eye(8) + skew) @ base
+    assert np.abs(got - whole).max() < 5 * np.linalg.norm(skew, 2) ** degree * np.abs(base).sum(0).max()
+
+
+def test_shared_blocks_turn_all_parts_of_the_rows_alike():
+    r = normal(1, 4, 4, seed=5)
+    got, base, _ = on_kernel(rpx.Rotated(2, shared=True), r=r)
+    np.testing.assert_allclose(got, np.kron(np.eye(2), r[0]) @ base, rtol=1e-5, atol=1e-6)
+
+
+def test_reflected_weights_are_a_product_of_reflections_the_first_one_first():
+    u = np.array(normal(8, 2, seed=6))
+    u[:, 1] *= 1e-3  # only directions count
+    got, base, raw = on_kernel(rpx.Reflected(2), jax.random.key(0), u=jnp.asarray(u))
+    first, second = (np.eye(8) - 2 * np.outer(x, x) / (x @ x) for x in u.T)
+    np.testing.assert_allclose(got, second @ first @ base, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got.T @ got, base.T @ base, rtol=1e-4, atol=1e-5)
+    zero = effective(
+        rpx.Reflected(2), {"kernel": {"@reflected": raw["kernel"]["@reflected"] | {"u": jnp.zeros((8, 2))}}}
+    )
+    np.testing.assert_array_equal(zero["kernel"], base)  # a vector without a direction reflects nothing
+
+
+def test_coefficients_are_entries_of_the_matrix_or_of_its_spectrum():
+    index, x = jnp.array([[7, 0], [2, 5], [0, 3]]), normal(3, seed=7)
+    spread = np.zeros((8, 6))
+    spread[tuple(np.asarray(index).T)] = 2.0 * np.asarray(x)
+    for basis, want in (("entries", spread), ("fourier", np.fft.ifft2(spread).real)):
+        stage = rpx.Coefficients(3, basis, scale=2.0)
+        got, base, raw = on_kernel(
+            stage, jax.random.key(0), x=x, **{"@fixed": {"index": index, "w": model()["dense"]["kernel"]}}
+        )
+        np.testing.assert_allclose(got - base, want, rtol=1e-4, atol=1e-5)
+        assert trains(stage, raw) == {"kernel/@coefficients/x"}
+
+
+def test_coefficients_lie_at_different_random_places():
+    params = {"kernel": normal(4, 3)}
+    drawn = [
+        init(rpx.Coefficients(12), params, jax.random.key(i))["kernel"]["@coefficients"]["@fixed"]["index"]
+        for i in (0, 1)
+    ]
+    assert {tuple(place) for place in np.asarray(drawn[0]).tolist()} == {(i, j) for i in range(4) for j in range(3)}
+    assert not jnp.array_equal(*drawn)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_slices_train_and_the_others_stay(axis):
+    stage = rpx.Slices((1, 3), axis=axis)
+    shape = (2, 6) if axis == 0 else (8, 2)
+    got, base, raw = on_kernel(stage, x=normal(*shape, seed=8))
+    want = np.array(base)
+    want[(slice(None),) * (axis % 2) + ([1, 3],)] = normal(*shape, seed=8)
+    np.testing.assert_array_equal(got, want)
+    assert trains(stage, raw) == {"kernel/@slices/x"}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: rpx.Reflected(3),
+            ValueError,
+            "Reflected got count=3, but takes an even number, as pairs of reflections cancel.",
+        ),
+        (lambda: rpx.Slices(()), ValueError, "Slices got index=(), but takes different numbers, at least one."),
+        (lambda: rpx.Slices((2, 2)), ValueError, "Slices got index=(2, 2), but takes different numbers, at least one."),
+        (lambda: rpx.Slices((-1,)), TypeError, "Slices takes whole numbers from 0 on as index, but got (-1,)."),
+        (
+            lambda: rpx.Slices((8,)).init({"w": jnp.ones((8, 2))}),
+            ValueError,
+            "Slices((8,)).init at 'w': expected slices below 8, the size of axis 0, got 8. Correct `index`.",
+        ),
+        (
+            lambda: rpx.Coefficients(9).init({"w": jnp.ones((4, 2))}, jax.random.key(0)),
+            ValueError,
+            "Coefficients(9).init at 'w': expected at least 9 entries, got shape (4, 2). Leave it out with `where`.",
+        ),
+        (
+            lambda: rpx.Blocks((3, 1)).init({"w": jnp.ones((4, 2))}),
+            ValueError,
+            "Blocks((3, 1)).init at 'w': expected matrices of 3 times 1 equal blocks, got shape (4, 2). Leave it out "
+            "with `where`.",
+        ),
+    ],
+)
+def test_what_these_adapters_do_not_take(make, error, text):
+    with raises(error, text):
+        make()

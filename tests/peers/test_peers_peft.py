@@ -2,6 +2,8 @@
 
 import copy
 import json
+import pathlib
+import re
 import warnings
 
 import flax.linen as nn
@@ -13,6 +15,8 @@ from errors import raises
 from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
+from reparax._peft.methods import METHODS as METHODS_READ
+from reparax._peft.refused import TYPES
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -75,6 +79,28 @@ METHODS = {
     "lokr of factors": lambda: peft.LoKrConfig(r=1, alpha=4, target_modules=LINEAR, decompose_both=True),
     "ia3": lambda: peft.IA3Config(target_modules=[*LINEAR, "conv"], feedforward_modules=["head"]),
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, use_cayley_neumann=False),
+    "oft by a series": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR),
+    "oft by a short series": lambda: peft.OFTConfig(
+        r=2, oft_block_size=0, num_cayley_neumann_terms=3, target_modules=LINEAR
+    ),
+    "oft of equal blocks": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, block_share=True),
+    "oft in a ball": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, coft=True, eps=0.1),
+    "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=LINEAR),
+    "hra": lambda: peft.HRAConfig(r=4, target_modules=LINEAR),
+    "adalora": lambda: peft.AdaLoraConfig(init_r=3, target_r=2, lora_alpha=6, total_step=9, target_modules=LINEAR),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=LINEAR),
+    "miss of outputs too": lambda: peft.MissConfig(r=4, mini_r=2, init_weights="mini", target_modules=LINEAR),
+    "gralora": lambda: peft.GraloraConfig(r=4, alpha=2, gralora_k=2, target_modules=LINEAR),
+    "c3a": lambda: peft.C3AConfig(block_size=2, target_modules=LINEAR),
+    "fourierft": lambda: peft.FourierFTConfig(n_frequency=9, target_modules=LINEAR),
+    "shira": lambda: peft.ShiraConfig(r=1, target_modules=LINEAR),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=LINEAR),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 4], target_modules=["embed"]),
+    "ln tuning": lambda: peft.LNTuningConfig(target_modules=["layers.1"]),
+    "tokens beside lora": lambda: peft.LoraConfig(
+        r=2, lora_alpha=2, target_modules=LINEAR, trainable_token_indices={"embed": [1, 4]}
+    ),
+    "biases of factors": lambda: peft.LoraConfig(r=2, lora_alpha=8, target_modules=LINEAR, lora_bias=True),
 }
 
 
@@ -124,7 +150,7 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "oft in a ball"])  # whose numbers PEFT changes
 def test_gradients_are_those_of_peft(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
@@ -139,7 +165,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     theirs, _ = saved(model, tmp_path / "gradients")
     free, fixed = rpx.partition(raw)
     ours = jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - target) ** 2))(free)
-    if name in ("oft",):  # of our coordinates those of one triangle are read, at minus twice theirs
+    if name == "oft":  # of our coordinates those of one triangle are read, at minus twice theirs
         got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
         want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
     else:
@@ -161,7 +187,7 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
     p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     again, written = rpx.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
-    for key, x in tensors.items():
+    for key, x in () if name == "oft in a ball" else tensors.items():  # whose numbers PEFT changes
         assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
     assert written["peft_type"] == config["peft_type"]
     same = ("lora_alpha", "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -341,6 +367,16 @@ def load_into(net, tensors, config, folder):
     return peft.PeftModel.from_pretrained(copy.deepcopy(net), str(folder))
 
 
+def test_each_type_of_peft_is_in_the_table_of_the_pages_and_read_or_refused():
+    known = {each.value for each in peft.PeftType}
+    assert known == METHODS_READ.keys() | TYPES.keys()
+    assert not METHODS_READ.keys() & TYPES.keys()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "api" / "adapters.md").read_text()
+    rows = re.findall(r"^\| ((?:`[A-Z0-9_]+`(?:, )?)+) \| (read and written|refused)", page, flags=re.MULTILINE)
+    table = {name: said for names, said in rows for name in re.findall(r"`(\w+)`", names)}
+    assert table == dict.fromkeys(METHODS_READ, "read and written") | dict.fromkeys(TYPES, "refused")
+
+
 # Errors. -----------------------------------------------------------------------------------------------------------
 
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
@@ -373,12 +409,11 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"peft_type": "VERA"}, f"from_peft reads LORA, LOHA, LOKR, IA3, OFT, but got an adapter of VERA. {MERGE}"),
         (
             {"init_lora_weights": "pissa"},
             f"from_peft has no stage for LORA with init_lora_weights='pissa'. {MERGE}",
         ),
-        ({"lora_bias": True}, f"from_peft has no stage for LORA with lora_bias=True. {MERGE}"),
+        ({"use_bdlora": True}, f"from_peft has no stage for LORA with use_bdlora=True. {MERGE}"),
     ],
 )
 def test_unknown_methods_are_refused(change, text, tmp_path):

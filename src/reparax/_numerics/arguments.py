@@ -105,3 +105,10 @@ def check_positive_whole(value: Any, who: str, name: str) -> int:
     if check_whole(value, who, name) < 1:
         raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
     return int(value)
+
+
+def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
+    """``value``, which must be two integers of at least 1."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{who} takes two integers as {name}, but got {value!r}.")
+    return tuple(check_positive_whole(size, who, name) for size in value)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,13 +24,13 @@ class IA3Method(Method):
 
     name = "IA3"
     suffixes = ("ia3_l",)
-    settings: ClassVar[Mapping[str, Setting]] = {
+    settings: Mapping[str, Setting] = {
         "fan_in_fan_out": FLAG,
         "feedforward_modules": NAMES,
         "init_ia3_weights": ANY,
     }
 
-    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same", "conv1d")
+    layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         feedforward = is_named(target.module, config.get("feedforward_modules") or [])

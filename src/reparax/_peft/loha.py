@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,8 +30,8 @@ class LoHaMethod(Method):
     name = "LOHA"
     alpha = "alpha"
     suffixes = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
-    settings: ClassVar[Mapping[str, Setting]] = OF_PRODUCTS
-    defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "alpha": 8}
+    settings: Mapping[str, Setting] = OF_PRODUCTS
+    defaults: Mapping[str, Any] = {"r": 8, "alpha": 8}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         ins = target.inputs_shape(rank)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +33,13 @@ class LoKrMethod(Method):
     name = "LOKR"
     alpha = "alpha"
     suffixes = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
-    settings: ClassVar[Mapping[str, Setting]] = {
+    settings: Mapping[str, Setting] = {
         **OF_PRODUCTS,
         "rank_dropout_scale": FLAG,
         "decompose_both": FLAG,
         "decompose_factor": NUMBER,
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "alpha": 8}
+    defaults: Mapping[str, Any] = {"r": 8, "alpha": 8}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 
+from reparax._peft import rows
 from reparax._peft.method import (
     Layer,
     Method,
@@ -19,8 +20,13 @@ from reparax._peft.method import (
 )
 from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
-from reparax.adapters import LoRA
+from reparax.adapters import Delta, LoRA
 from reparax.norms import WeightNorm
+from reparax.numbers import Scale
+
+BIAS = "lora_B.bias"
+DELTA = "trainable_tokens_delta"
+TOKENS = f"token_adapter.{DELTA}"
 
 
 class LoRAMethod(Method):
@@ -28,9 +34,13 @@ class LoRAMethod(Method):
 
     name = "LORA"
     alpha = "lora_alpha"
-    suffixes = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    suffixes = (
+        *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+        *(BIAS, TOKENS),
+    )
+    of_biases = (BIAS,)
 
-    settings: ClassVar[Mapping[str, Setting]] = {
+    settings: Mapping[str, Setting] = {
         "r": RANK,
         "lora_alpha": NUMBER,
         "rank_pattern": by_pattern(RANK),
@@ -38,6 +48,8 @@ class LoRAMethod(Method):
         "use_rslora": FLAG,
         "use_dora": FLAG,
         "fan_in_fan_out": FLAG,
+        "lora_bias": FLAG,
+        "trainable_token_indices": ANY,
         "bias": one_of(("none", "all", "lora_only")),
         "lora_dropout": NUMBER,
         # The other starts change the base too, or keep a factor fixed.
@@ -46,18 +58,24 @@ class LoRAMethod(Method):
         **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), ANY),
         **dict.fromkeys(("megatron_core", "qalora_group_size", "runtime_config"), ANY),
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"r": 8, "lora_alpha": 8}
+    defaults: Mapping[str, Any] = {"r": 8, "lora_alpha": 8}
 
-    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same", "conv1d")
+    layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        divisor = "sqrt" if config.get("use_rslora") else "rank"
+        if TOKENS in tensors:
+            return rows.TOKENS.read(target, {DELTA: tensors[TOKENS]}, _tokens(target, config), alpha, rank)
+        if BIAS in tensors:
+            require(tensors, {BIAS: target.shape})
+            scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
+            return Layer((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
         names, ones = _names(target), target.ones
         out = target.shape[target.out]
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
         magnitude = (1, out, *ones) if ones else (out,)
         dora = bool(config.get("use_dora"))
         require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
-        divisor = "sqrt" if config.get("use_rslora") else "rank"
         lora = LoRA(rank, alpha, divisor=divisor, **target.rows_and_columns())
         values = {
             "@lora/a": target.read_inputs(tensors[names[0]]),
@@ -72,6 +90,9 @@ class LoRAMethod(Method):
         return Layer((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
 
     def write(self, target: Target, node: Node) -> Written:
+        if isinstance(node.stage, Delta):
+            scale = node.inner("x", Scale)
+            return Written({BIAS: scale.values["x"]}, known(getattr(scale.stage, "factor", None)))
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         target.require_rows(stage)
@@ -85,12 +106,21 @@ class LoRAMethod(Method):
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
         rank, alpha, root = stage.rank, stage.alpha, stage.divisor == "sqrt"
         factor = 1.0 if alpha is None else known(alpha) / (math.sqrt(rank) if root else rank)
-        return Written(tensors, factor, rank, {"root": root and alpha is not None, "use_dora": norm is not None})
+        flags = {"root": root and alpha is not None, "use_dora": norm is not None, "lora_bias": False}
+        return Written(tensors, factor, rank, flags)
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         root = all(each.flags["root"] for each in modules.values())
-        flags = {"use_rslora": root, "use_dora": one_of_all(modules, "use_dora")}
+        flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": root}
         return flags | ranks_and_alphas(self, modules, by_root=root)
+
+
+def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the tokens that train beside LoRA: their numbers for each table, or for the one that there is."""
+    given = config.get("trainable_token_indices") or {}
+    named = given if isinstance(given, Mapping) else {"": given}
+    found = next((x for name, x in named.items() if f".{target.module}".endswith(f".{name}" if name else "")), [])
+    return {"token_indices": found}
 
 
 def _require_outputs(target: Target, norm: Any) -> None:

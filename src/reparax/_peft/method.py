@@ -1,21 +1,24 @@
 """PEFT methods as chains of stages on one array, and their raw values as tensors."""
 
 import math
+import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from jax import Array
 from jax.core import Tracer
 
 from reparax._core.algebra import Parametrization
+from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import Setting
 from reparax._peft.target import Target
 from reparax._torch.entries import require_known, unstacked
-from reparax.matrices import Orthogonal
+from reparax.adapters import Rotated
+from reparax.matrices import Blocks
 from reparax.numbers import Scale
 from reparax.quantized import Stored
 from reparax.shared import Tie
@@ -47,19 +50,21 @@ class Node:
     stage: Parametrization
     values: Mapping[str, Any]
 
-    def of(self, target: Target) -> "Node":
-        """The node for one array of a stack."""
+    def of(self, target: Target, *, inside: bool = False) -> "Node":
+        """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
         stage = unstacked(self.stage, len(target.index))
-        if getattr(stage, "stacked", ()) != () and not isinstance(
-            stage, Orthogonal
-        ):  # whose matrices are the blocks of a rotation
+        if getattr(stage, "stacked", ()) != () and not inside:
             raise ValueError(
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "
                 f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
             )
-        values = {name: x.of(target) if isinstance(x, Node) else target.part(x) for name, x in self.values.items()}
+        blocks = isinstance(stage, Rotated | Blocks)
+        values = {
+            name: x.of(target, inside=blocks) if isinstance(x, Node) else target.part(x)
+            for name, x in self.values.items()
+        }
         return Node(stage, values)
 
     def inner(self, name: str, kind: type) -> "Node":
@@ -94,17 +99,23 @@ class Method:
       name: Its ``peft_type``.
       alpha: The name of alpha in its configuration, if it has one.
       suffixes: The names of its tensors below their module.
+      of_biases: The names of those tensors that change the bias of their module, not its weight.
+      banks: The names of tensors that all modules share, of which each takes its part.
+      whole_numbers: The names of tensors that hold whole numbers.
       settings: The settings of its configuration that are understood, besides those of all methods.
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
     """
 
-    name: ClassVar[str]
-    alpha: ClassVar[str | None] = None
-    suffixes: ClassVar[tuple[str, ...]]
-    settings: ClassVar[Mapping[str, Setting]]
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    layouts: ClassVar[tuple[str, ...]] = ("kernel", "same")
+    name: str
+    alpha: str | None = None
+    suffixes: tuple[str, ...]
+    of_biases: tuple[str, ...] = ()
+    banks: tuple[str, ...] = ()
+    whole_numbers: tuple[str, ...] = ()
+    settings: Mapping[str, Setting]
+    defaults: Mapping[str, Any] = {}
+    layouts: tuple[str, ...] = ("kernel", "same")
 
     def require_layout(self, target: Target) -> None:
         """Refuses a weight of which PEFT has no adapters by this method."""
@@ -123,6 +134,24 @@ class Method:
     @abstractmethod
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         """The configuration for these modules."""
+
+
+class Whole(Method):
+    """LN tuning: modules that train as a whole, and nothing else."""
+
+    name = "LN_TUNING"
+    suffixes = ()
+    settings: Mapping[str, Setting] = {}
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        return {}
+
+
+def acting(stage: Any, paths: list[str], known: Collection[str]) -> Parametrization:
+    """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
+    if stage.where is None:
+        return replace(stage, where=pattern_of(paths, known))
+    return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
 
 
 def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,18 +4,29 @@ from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
 from reparax._peft.lokr import LoKrMethod
 from reparax._peft.lora import LoRAMethod
-from reparax._peft.method import Method, Node, unscaled
+from reparax._peft.method import Method, Node, Whole, unscaled
 from reparax._peft.oft import OFTMethod
+from reparax._peft.rows import ROWS
 from reparax.adapters import Delta, Gain, Hadamard, LoRA, Rotated
 from reparax.matrices import Kronecker
 from reparax.norms import WeightNorm
+from reparax.numbers import Scale
 
-_ALL: tuple[Method, ...] = (LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(), OFTMethod())
+_ALL: tuple[Method, ...] = (LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(), OFTMethod(), Whole(), *ROWS)
 METHODS = {method.name: method for method in _ALL}
 
 
+def is_of_bias(node: Node) -> bool:
+    """Whether a node is a scaled difference of one axis."""
+    held = node.values["x"]
+    x = held.values["x"] if isinstance(held, Node) and isinstance(held.stage, Scale) else None
+    return not isinstance(x, Node) and getattr(x, "ndim", None) == 1
+
+
 def method_of(node: Node) -> Method:
-    """The method of a parameter's outermost stage."""
+    """The method whose chain made a parameter."""
+    if chained := next((method for method in ROWS if method.made(node)), None):
+        return chained
     match node.stage:
         case LoRA():
             return METHODS["LORA"]
@@ -25,6 +36,8 @@ def method_of(node: Node) -> Method:
             return METHODS["IA3"]
         case Rotated():
             return METHODS["OFT"]
+        case Delta() if is_of_bias(node):
+            return METHODS["LORA"]
         case Delta() if isinstance(unscaled(node)[0].stage, Kronecker):
             return METHODS["LOKR"]
         case Delta() if isinstance(unscaled(node)[0].stage, Hadamard):

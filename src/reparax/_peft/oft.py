@@ -1,11 +1,13 @@
 """OFT."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from reparax._numerics.linalg import product
 from reparax._peft.method import (
@@ -19,7 +21,7 @@ from reparax._peft.method import (
 )
 from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of
 from reparax._peft.target import Target
-from reparax.adapters import Rotated
+from reparax.adapters import CayleyNeumann, Rotated
 from reparax.matrices import Orthogonal
 
 
@@ -29,46 +31,83 @@ class OFTMethod(Method):
     name = "OFT"
     suffixes = ("oft_R.weight",)
 
-    settings: ClassVar[Mapping[str, Setting]] = {
+    settings: Mapping[str, Setting] = {
         "bias": one_of(("none", "all", "oft_only")),
         "fan_in_fan_out": FLAG,
         "module_dropout": NUMBER,
-        # The shape of the tensor tells the sizes; the other three have no effect without other settings.
-        **dict.fromkeys(("r", "oft_block_size", "init_weights", "eps", "num_cayley_neumann_terms"), ANY),
+        "use_cayley_neumann": FLAG,
+        "num_cayley_neumann_terms": NUMBER,
+        "block_share": FLAG,
+        "coft": FLAG,
+        "eps": NUMBER,
+        **dict.fromkeys(("r", "oft_block_size", "init_weights"), ANY),  # the shape of the tensor tells the sizes
     }
+    defaults: Mapping[str, Any] = {"num_cayley_neumann_terms": 5, "eps": 6e-5}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         if len(target.shape) != 2:
             raise ValueError(f"Rotated takes matrices, but the array has shape {target.shape}")
-        (rows,) = target.ins
+        rows, shared = target.shape[target.ins[0]], bool(config.get("block_share"))
         free = tensors["oft_R.weight"]
-        blocks = free.shape[0]
-        size = target.shape[rows] // max(blocks, 1)
-        require(tensors, {"oft_R.weight": (blocks, size * (size - 1) // 2)})
-        upper = np.zeros((blocks, size, size), free.dtype)
+        size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if shared else rows // max(free.shape[0], 1)
+        blocks = rows // max(size, 1)
+        require(tensors, {"oft_R.weight": (1 if shared else blocks, size * (size - 1) // 2)})
+        if config.get("coft"):
+            free = _within(free, config["eps"])
+        rotated = Rotated(blocks, shared=shared, **target.rows_and_columns())
+        if config.get("use_cayley_neumann"):
+            terms = config["num_cayley_neumann_terms"]
+            if terms < 3:
+                raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
+            stage = CayleyNeumann(max(int(terms) - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
+            return Layer((stage, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
+        upper = np.zeros((*free.shape[:1], size, size), free.dtype)
         upper[:, *np.triu_indices(size, 1)] = free
-        values = {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)}
-        return Layer((Orthogonal(stacked=0), Rotated(blocks, **target.rows_and_columns())), values)
+        return Layer((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
 
     def write(self, target: Target, node: Node) -> Written:
         target.require_rows(node.stage)
-        held = node.inner("r", Orthogonal)
-        stage: Any = held.stage
-        x, base = held.values["x"], held.values["base"]
-        size = x.shape[-1]
-        if stage.map != "cayley":
-            raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
-        skew = (x.mT - x) / 2
-        if not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(size, dtype=base.dtype), base.shape)):
-            turned, one = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
-            rotations = jnp.stack([turned.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
-            skew = product(one[None] - rotations, jnp.linalg.inv(one[None] + rotations))
-        return Written(
-            {"oft_R.weight": skew[:, *np.triu_indices(size, 1)]}, flags={"blocks": x.shape[0], "block size": size}
-        )
+        held: Any = node.values["r"]
+        rotated: Any = node.stage
+        series = isinstance(getattr(held, "stage", None), CayleyNeumann)
+        free = _of_series(held) if series else _of_rotations(node.inner("r", Orthogonal))
+        rows = target.shape[target.ins[0]]
+        flags = {"oft_block_size": rows // rotated.blocks, "r": rotated.blocks, "block_share": rotated.shared}
+        flags |= {"num_cayley_neumann_terms": held.stage.degree + 1 if series else 5, "use_cayley_neumann": series}
+        return Written({"oft_R.weight": free}, flags=flags)
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        config = {"r": 0, "oft_block_size": 0, "use_cayley_neumann": False}
-        if len({each.flags["block size"] for each in modules.values()}) == 1:
-            return config | {"oft_block_size": one_of_all(modules, "block size")}
-        return config | {"r": one_of_all(modules, "blocks")}
+        same = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
+        config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in same}
+        size = "oft_block_size" if len({each.flags["oft_block_size"] for each in modules.values()}) == 1 else "r"
+        return config | {size: one_of_all(modules, size)}
+
+
+def _within(free: np.ndarray, radius: float) -> np.ndarray:
+    """The free numbers where PEFT moves them before each use: in a ball around zero for each block."""
+    lengths = np.sqrt(2 * np.sum(np.square(free), axis=1, keepdims=True))
+    most = radius / math.sqrt(free.shape[0])
+    return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
+
+
+def _of_series(held: Node) -> Array:
+    stage: Any = held.stage
+    base = held.values["base"]
+    if stage.degree < 3 or not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(base.shape[-1]), base.shape)):
+        raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
+    return held.values["x"]
+
+
+def _of_rotations(held: Node) -> Array:
+    """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
+    stage: Any = held.stage
+    x, base = held.values["x"], held.values["base"]
+    size = x.shape[-1]
+    if stage.map != "cayley":
+        raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
+    skew = (x.mT - x) / 2
+    if not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(size, dtype=base.dtype), base.shape)):
+        turned, one = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
+        rotations = jnp.stack([turned.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
+        skew = product(one[None] - rotations, jnp.linalg.inv(one[None] + rotations))
+    return skew[:, *np.triu_indices(size, 1)]

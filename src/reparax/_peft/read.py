@@ -12,9 +12,10 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization, with_any_key
 from reparax._peft.ia3 import is_named
-from reparax._peft.method import Layer, Method, require
+from reparax._peft.method import Layer, Method, acting, require
 from reparax._peft.methods import METHODS
 from reparax._peft.patterns import pattern_of
+from reparax._peft.refused import MERGE, TYPES
 from reparax._peft.settings import check_settings
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
@@ -28,8 +29,6 @@ from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
 
-MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
-
 
 def from_peft(
     tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
@@ -40,9 +39,10 @@ def from_peft(
     torch nor PEFT is needed. Dropout, of activations, ranks or modules, is ignored: it does not change what is saved.
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions; LoHa too, except
-    convolution kernels with ``use_effective_conv2d``; LoKr and OFT for matrices, OFT with
-    ``use_cayley_neumann=False``. Patterns of ranks and alphas are read, and so are biases and whole modules that train
-    beside the adapters.
+    convolution kernels with ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
+    FourierFT, GraLoRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning is a selection of ``Freeze``.
+    Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train beside the adapters.
+    OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are refused by name.
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors.
@@ -78,23 +78,23 @@ def from_peft(
              [2., 2.]], dtype=float32)
     """
     method = _method(config)
-    config = {**method.defaults, **check_settings(method.name, config, method.settings, MERGE)}
+    config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts)
     found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
     each: dict[str, dict[Index, Layer]] = {}
-    for module, held in found.modules.items():
-        target = replace(targets[f"{module}.weight"], table="lora_embedding_A" in held)
+    for tensor, held in found.adapted.items():
+        target = replace(targets[tensor], table="lora_embedding_A" in held)
         try:
-            each.setdefault(target.path, {})[target.index] = _layer(method, target, held, config)
+            each.setdefault(target.path, {})[target.index] = _layer(method, target, held | found.banks, config)
         except ValueError as error:
             found.lines.append(f"{target.path}: {error}")
     counts = Counter(target.path for target in targets.values())
     found.lines.extend([] if found.lines else _incomplete(counts, {**each, **found.whole}))
     layers = {} if found.lines else {path: _stacked(path, parts) for path, parts in each.items()}
     whole = {} if found.lines else {path: join(parts) for path, parts in found.whole.items()}
-    if found.lines or not layers:
+    if found.lines or not (layers or (whole and not method.suffixes)):
         lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
             f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
@@ -115,7 +115,8 @@ def _method(config: Any) -> Method:
     kind = config["peft_type"]
     name = str(getattr(kind, "value", kind))
     if name not in METHODS:
-        raise ValueError(f"from_peft reads {', '.join(METHODS)}, but got an adapter of {name}. {MERGE}")
+        why = TYPES.get(name, f"it is not known here. {MERGE}")
+        raise ValueError(f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}: {why}")
     return METHODS[name]
 
 
@@ -124,12 +125,14 @@ class _Found:
     """The tensors of an adapter.
 
     Attributes:
-      modules: The tensors of each adapted module, by the suffixes of their names.
+      adapted: The tensors of each adapted parameter, by the suffixes of their names.
+      banks: The tensors that all adapted modules share.
       whole: The parameters that are saved as a whole, by path and index.
       lines: The errors for all other tensors.
     """
 
-    modules: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
+    adapted: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
+    banks: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     whole: dict[str, dict[Index, Array]] = field(default_factory=dict[str, dict[Index, Array]])
     lines: list[str] = field(default_factory=list[str])
 
@@ -139,12 +142,15 @@ class _Found:
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
-            if wrong := _no_numbers(x):
+            tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
+            if wrong := _no_numbers(x, whole=end in method.whole_numbers):
                 found.lines.append(f"{name}: {wrong}")
-            elif end is not None and f"{module}.weight" in targets:
-                found.modules.setdefault(module, {})[end] = x
+            elif name.removeprefix("base_model.") in method.banks:
+                found.banks[name.removeprefix("base_model.")] = x
+            elif end is not None and tensor in targets:
+                found.adapted.setdefault(tensor, {})[end] = x
             elif end is not None or name not in targets:
-                found.lines.append(f"{name}: the model has no {module if end is None else f'{module}.weight'}")
+                found.lines.append(f"{name}: the model has no {module if end is None else tensor}")
             else:
                 found.add_whole(targets[name].told([x]), x)
         return found
@@ -159,10 +165,10 @@ class _Found:
             self.lines.append(f"{target.path}: {error}")
 
 
-def _no_numbers(x: np.ndarray) -> str | None:
-    """What is wrong with the numbers of a tensor that trains, or None."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return f"expected floating numbers, got {x.dtype}"
+def _no_numbers(x: np.ndarray, *, whole: bool) -> str | None:
+    """What is wrong with the numbers of a tensor, or None."""
+    if not jnp.issubdtype(x.dtype, jnp.integer if whole else jnp.floating):
+        return f"expected {'whole' if whole else 'floating'} numbers, got {x.dtype}"
     return None if np.isfinite(x).all() else "expected finite numbers, got infinite ones or NaN"
 
 
@@ -218,14 +224,7 @@ def _joined(layers: Mapping[str, Layer], known: Collection[str]) -> list[Paramet
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
         groups.setdefault(layer.stages, []).append(path)
-    return [_acting(stage, paths, known) for stages, paths in groups.items() for stage in stages]
-
-
-def _acting(stage: Any, paths: list[str], known: Collection[str]) -> Parametrization:
-    """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
-    if stage.where is None:
-        return replace(stage, where=pattern_of(paths, known))
-    return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
+    return [acting(stage, paths, known) for stages, paths in groups.items() for stage in stages]
 
 
 def _gains_of_biases(

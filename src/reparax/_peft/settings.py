@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reparax._peft.refused import MERGE, SETTINGS
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -53,6 +55,11 @@ ANY = Setting(lambda value: True)
 FLAG = Setting(lambda value: isinstance(value, bool), "True or False")
 RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
 NUMBER = Setting(_is_number, "a finite number")
+INDICES = Setting(
+    lambda value: isinstance(value, list | tuple) and all(type(x) is int and x >= 0 for x in value),
+    "a list of whole numbers",
+)
+SEED = Setting(lambda value: type(value) is int and 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
 NAMES = Setting(_is_names, "a list of names, or a regular expression")
 
 OF_PRODUCTS: Mapping[str, Setting] = {
@@ -87,9 +94,7 @@ COMMON: Mapping[str, Setting] = dict.fromkeys(
 """What each method has, and what the names of the tensors tell."""
 
 
-def check_settings(
-    name: str, config: Mapping[str, Any], understood: Mapping[str, Setting], advice: str
-) -> dict[str, Any]:
+def check_settings(name: str, config: Mapping[str, Any], understood: Mapping[str, Setting]) -> dict[str, Any]:
     """The settings that have a value.
 
     Raises:
@@ -104,5 +109,6 @@ def check_settings(
             raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {value!r}. Correct `config`.")
     if wrong:
         shown = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-        raise ValueError(f"from_peft has no stage for {name} with {shown}. {advice}")
+        why = "".join(f": {SETTINGS[key]}" for key in wrong if key in SETTINGS)
+        raise ValueError(f"from_peft has no stage for {name} with {shown}{why}. {MERGE}")
     return given

@@ -8,6 +8,9 @@ from reparax._tree.paths import PyTree
 PREFIX = "base_model.model."
 
 
+_WRAPPERS = ("base_layer", "modules_to_save", "ln_tuning_layers")
+
+
 def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target]:
     """The parameters by their torch names."""
     return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts)}
@@ -20,7 +23,7 @@ def plain_name(name: str) -> str:
     return ".".join(
         part
         for part, outer in zip(parts, before, strict=False)
-        if part not in ("base_layer", "modules_to_save") and (outer, part) != ("modules_to_save", "default")
+        if part not in _WRAPPERS and (outer, part) != ("modules_to_save", "default")
     )
 
 

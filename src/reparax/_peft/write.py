@@ -9,8 +9,10 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization, require_chains
-from reparax._peft.method import Method, Node, Written
+from reparax._peft.lora import BIAS
+from reparax._peft.method import Method, Node, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
+from reparax._peft.rows import TOKENS
 from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
 from reparax._stage.leaf import Perturbation
@@ -74,14 +76,20 @@ def to_peft(
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written.values()}
+    if not methods and 0 < len(free) < len(targets):
+        methods = {Whole.name}
+    tokens = {name: each for name, (method, each) in written.items() if method.name == TOKENS.name}
+    if "LORA" in methods:
+        methods -= {TOKENS.name}
+        written = {name: each for name, each in written.items() if name not in tokens}
     if len(methods) != 1 and not lines:
         lines.append(f"expected adapters of one method, got {', '.join(sorted(methods)) or 'none'}")
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
-    modules = {targets[tensor].module: each for tensor, (_, each) in written.items()}
     method = METHODS[methods.pop()]
     try:
+        modules = _with_biases({tensor: each for tensor, (_, each) in written.items()}, targets)
         own = method.configure(modules)
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. Merge it with `p.fold(raw)`.") from error
@@ -90,8 +98,43 @@ def to_peft(
     if "fan_in_fan_out" in method.settings:
         config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
     beside, kept = _beside(config, free, targets, set(modules))
-    tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
+    tensors = _named(method, modules)
+    if method.name == "LORA" and tokens:
+        tables = {targets[name].module: each for name, each in tokens.items()}
+        tensors |= _named(method, {f"{name}.token_adapter": each for name, each in tables.items()})
+        config |= {"trainable_token_indices": {name: [*each.flags["token_indices"]] for name, each in tables.items()}}
+    if method.name == Whole.name:
+        kept = {"target_modules": kept["modules_to_save"]}
+        beside = {".ln_tuning_layers.".join(name.rsplit(".", 1)): x for name, x in beside.items()}
     return dict(sorted((tensors | beside).items())), config | kept
+
+
+def _with_biases(written: Mapping[str, Written], targets: Mapping[str, Target]) -> dict[str, Written]:
+    """What is written for each module; a difference of its bias is multiplied by the factor of its weight."""
+    biases = {targets[tensor].module: each for tensor, each in written.items() if BIAS in each.tensors}
+    modules = {targets[tensor].module: each for tensor, each in written.items() if BIAS not in each.tensors}
+    for module, bias in biases.items():
+        if module not in modules:
+            raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
+        weight, x = modules[module], bias.tensors[BIAS]
+        if bias.factor != weight.factor:
+            x = x * (known(bias.factor) / known(weight.factor))
+        tensors, flags = {**weight.tensors, BIAS: x}, {**weight.flags, "lora_bias": True}
+        modules[module] = replace(weight, tensors=tensors, flags=flags)
+    return modules
+
+
+def _named(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
+    """The tensors of all modules by their names, and those that they share."""
+    tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
+    for bank in method.banks:
+        parts = [tensors.pop(f"{PREFIX}{module}.{bank}") for module in modules]
+        whole = tensors[f"base_model.{bank}"] = max(parts, key=np.size)
+        if not all(np.array_equal(part, whole[tuple(map(slice, part.shape))]) for part in parts):
+            raise ValueError(
+                f"to_peft: PEFT has one {bank} for all modules, but got several. Merge it with `p.fold(raw)`."
+            )
+    return tensors
 
 
 def _places(
@@ -137,7 +180,7 @@ def _is_bias_gain(node: Node, target: Target) -> bool:
 
 def _require_bias(target: Target, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
-    if not isinstance(node.stage, Gain):
+    if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
         return
     held = node.values["g"]
     if len(target.shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_positive_whole
+from reparax._numerics.arguments import check_flag, check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import product, undivided
 from reparax._stage.matrices import RowsAndColumns
@@ -23,6 +23,7 @@ class Rotated(RowsAndColumns):
 
     Args:
       blocks: The number of blocks; it must divide the number of rows.
+      shared: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
@@ -41,6 +42,7 @@ class Rotated(RowsAndColumns):
     """
 
     blocks: int = argument(check_positive_whole)
+    shared: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
@@ -49,7 +51,7 @@ class Rotated(RowsAndColumns):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         size = w.shape[0] // self.blocks
-        return {"r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (self.blocks, 1, 1)), "w": w}
+        return {"r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.shared else self.blocks, 1, 1)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, r = values["w"], widened(values["r"])

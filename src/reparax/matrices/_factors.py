@@ -1,13 +1,13 @@
 """Matrices as products of factors."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_positive_whole
+from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import is_zero, unit
 from reparax._numerics.linalg import divided, no_rank, product, undivided
@@ -81,12 +81,6 @@ class LowRank(Matrices):
         return product(widened(u), widened(v)).astype(u.dtype)
 
 
-def _check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{who} takes two integers as {name}, but got {value!r}.")
-    return tuple(check_positive_whole(size, who, name) for size in value)
-
-
 class Kronecker(Matrices):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
@@ -114,7 +108,7 @@ class Kronecker(Matrices):
       Van Loan and Pitsianis, *Approximation with Kronecker Products*, 1993.
     """
 
-    shape: tuple[int, int] = argument(_check_two)
+    shape: tuple[int, int] = argument(check_two)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return undivided(self.shape, w)

@@ -1,0 +1,166 @@
+"""Methods of PEFT as rows of a table: a chain of stages, and where each tensor lies among its raw values."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.numbers import list_axes
+from reparax._core.algebra import Chain, Parametrization, with_any_key
+from reparax._peft.method import Layer, Method, Node, Tensors, Values, Written, acting, one_of_all, require
+from reparax._peft.settings import ANY, Setting, one_of
+from reparax._peft.target import Target
+from reparax._tree.paths import items, path_text
+from reparax._tree.raw import FIXED
+from reparax._tree.values import value_of
+from reparax.quantized import Stored
+from reparax.sparse import Freeze
+
+Stages = tuple[Parametrization, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of PEFT as a raw value.
+
+    Attributes:
+      place: The raw value's path below the array.
+      read: The raw value for the tensor.
+      write: The tensor for the raw value.
+    """
+
+    place: str
+    read: Callable[[Target, Any], Array] = lambda target, x: jnp.asarray(x)
+    write: Callable[[Target, Array], Array] = lambda target, x: x
+
+
+def inputs(place: str) -> Part:
+    """A factor (rank, in)."""
+    return Part(place, Target.read_inputs, Target.write_inputs)
+
+
+def turned(place: str) -> Part:
+    """A transposed matrix."""
+    return Part(place, lambda target, x: jnp.asarray(x).T, lambda target, x: x.T)
+
+
+def column(place: str) -> Part:
+    """A vector of shape (n, 1)."""
+    return Part(place, lambda target, x: jnp.asarray(x).reshape(-1), lambda target, x: x.reshape(-1, 1))
+
+
+@dataclass(frozen=True)
+class Chained(Method):
+    """A method that is a chain on a matrix.
+
+    Attributes:
+      parts: For the name of each tensor the raw value that it is.
+      stages: The chain, from the array, the shapes of the tensors and the configuration.
+      told: The settings that tell the chain, from the array and its stages by their kinds.
+      constants: The raw values that no tensor holds, by their places, from the array, their type and the configuration.
+      silent: The names of settings that the tensors tell too, or that matter in training alone.
+      of_stage: What the outermost stage must have, where the places alone do not tell the method.
+    """
+
+    name: str
+    parts: Mapping[str, Part]
+    stages: Callable[[Target, Mapping[str, Shape], Mapping[str, Any]], Stages]
+    told: Callable[[Target, Mapping[str, Any]], Mapping[str, Any]]
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    silent: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    constants: Mapping[str, Callable[[Target, Any, Mapping[str, Any]], Array]] = field(default_factory=dict[str, Any])
+    of_stage: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    banks: tuple[str, ...] = ()
+    whole_numbers: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        own = tuple(name for name in self.parts if name not in self.banks)
+        object.__setattr__(self, "suffixes", own)
+        bias = one_of(("none", "all", f"{own[0].split('_')[0]}_only"))  # their tensors tell which biases train
+        silent = dict.fromkeys(("r", "init_weights", *self.silent.split()), ANY)
+        object.__setattr__(self, "settings", {"bias": bias, **silent, **self.settings})
+
+    def made(self, node: Node) -> bool:
+        """Whether a raw tree has the values of this method."""
+        held, _ = _places(node)
+        told = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
+        return told and held.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+        if len(target.shape) != 2:
+            raise ValueError(f"{self.name} is read for matrices, but the array has shape {target.shape}")
+        if missing := [name for name in self.parts if name not in tensors]:
+            raise ValueError(f"{missing[0]} is missing")
+        stages = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
+        like = _types(stages, target.shape)
+        wanted = {
+            name: jax.eval_shape(lambda x, part=part: part.write(target, x), like[part.place][1]).shape
+            for name, part in self.parts.items()
+        }
+        tensors = {**tensors, **{name: tensors[name][tuple(map(slice, wanted[name]))] for name in self.banks}}
+        require(tensors, wanted)
+        values = {place: make(target, like[place][1], config) for place, make in self.constants.items()}
+        values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
+        return Layer(stages, {like[place][0]: x for place, x in values.items()})
+
+    def write(self, target: Target, node: Node) -> Written:
+        held, made = _places(node)
+        tensors = {name: part.write(target, held[part.place]) for name, part in self.parts.items()}
+        settings = self.told(target, {type(stage).kind: stage for stage in made})
+        config = {**self.defaults, **settings}
+        wanted = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
+        if _plain(made) != _plain(wanted):
+            both = (" >> ".join(map(repr, each)) for each in (made, wanted))
+            raise ValueError(f"PEFT has no equivalent of {next(both)}, only of {next(both)}")
+        for place, make in self.constants.items():
+            if not jnp.array_equal(held[place], make(target, held[place], config)):
+                raise ValueError(f"PEFT has no equivalent of the numbers at {place}, which it stores nowhere")
+        return Written(tensors, flags=settings)
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        return {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
+
+
+def _places(node: Node, base: str = "") -> tuple[Values, list[Any]]:
+    """The raw values below an array by their places, without its base, and the stages that made them."""
+    values: Values = {}
+    stages: list[Any] = []
+    stage: Any = node.stage
+    for name, x in node.values.items():
+        place = f"{base}@{stage.kind}/{name}"
+        if isinstance(x, Node) and not value_of(stage.raw_values, name).base:
+            inner, made = _places(x, f"{place}/")
+            values |= inner
+            stages += made
+        elif not isinstance(x, Node):
+            values[place] = x
+    return values, [*stages, stage]
+
+
+def _types(stages: Stages, shape: Shape) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
+    """The paths and types of a chain's raw values on an array of this shape, by their places."""
+    p = Chain(tuple(acting(stage, ["w"], ["w"]) for stage in stages))
+    raw = jax.eval_shape(with_any_key(p.init), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)})
+    found = ((names[1:], x) for names, x in items(raw))
+    return {path_text(tuple(x for x in names if x != FIXED)): (path_text(names), type_) for names, type_ in found}
+
+
+def _plain(stages: Iterable[Any]) -> set[str]:
+    """The stages without their numbers and arrays, as PEFT has numbers of its own, and without those on the base."""
+    return {_plain_stage(stage) for stage in stages if not isinstance(stage, Freeze | Stored)}
+
+
+def _plain_stage(stage: Any) -> str:
+    kept = {each.name: getattr(stage, each.name) for each in fields(stage) if each.name not in ("where", "outside")}
+    if "rows" in kept:
+        given = {name: tuple(axis % 2 for axis in list_axes(kept.pop(name) or ())) for name in ("rows", "columns")}
+        kept["rows"] = given["rows"] or tuple(1 - axis for axis in given["columns"]) or (0,)
+    if isinstance(kept.get("axis"), int):
+        kept["axis"] %= 2
+    return f"{stage.kind} { {name: x for name, x in kept.items() if not isinstance(x, float | None)} }"

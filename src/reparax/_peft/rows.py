@@ -1,0 +1,264 @@
+"""The methods of PEFT that are chains of stages, a row each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._peft.chained import Chained, Part, column, inputs, turned
+from reparax._peft.method import known
+from reparax._peft.settings import INDICES, NUMBER, RANK, SEED, one_of
+from reparax._peft.target import Target
+from reparax.adapters import Coefficients, Delta, Gain, LoRA, Reflected, Rotated, Slices
+from reparax.matrices import Blocks, Circulant, Kronecker, LowRank, Orthogonal
+from reparax.numbers import Scale
+from reparax.sparse import Freeze
+
+_TINY = 1e-5
+"""What PEFT adds to the rank, by which it divides."""
+
+
+def _whole(target: Target) -> tuple[int, int]:
+    """The numbers of inputs and outputs."""
+    return target.shape[target.ins[0]], target.shape[target.out]
+
+
+def _size(shape: tuple[int, ...], axis: int) -> int:
+    """The size of a tensor's axis."""
+    if len(shape) <= axis or shape[axis] == 0:
+        raise ValueError(f"expected a tensor of {axis + 1} or more axes that has numbers, got shape {shape}")
+    return shape[axis]
+
+
+ADALORA = Chained(
+    "ADALORA",
+    {"lora_A": inputs("@lora/a/@gain/w"), "lora_E": column("@lora/a/@gain/g"), "lora_B": turned("@lora/b")},
+    lambda target, shapes, config: (
+        Gain(axis=-1, where="/.*@lora/a"),
+        LoRA(r := _size(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.rows_and_columns()),
+    ),
+    lambda target, made: {
+        "init_r": (r := made["lora"].rank),
+        "lora_alpha": round(known(made["lora"].alpha or r) / r * (r + _TINY), 9),
+        "total_step": 1,
+    },
+    {"lora_alpha": NUMBER, "lora_dropout": NUMBER},
+    silent="init_r target_r rank_pattern tinit tfinal deltaT beta1 beta2 total_step orth_reg_weight init_lora_weights "
+    "loftq_config megatron_core qalora_group_size",
+    defaults={"lora_alpha": 8},
+)
+
+
+def _alpha(config: Mapping[str, Any], rank: int) -> float:
+    return config["lora_alpha"] if config["lora_alpha"] > 0 else rank
+
+
+BOFT = Chained(
+    "BOFT",
+    {
+        "boft_R": Part("@gain/w/@rotated/r/@orthogonal/x", lambda _, x: -jnp.asarray(x)[0], lambda _, x: -x[None]),
+        "boft_s": column("@gain/g"),
+    },
+    lambda target, shapes, config: (
+        Orthogonal(stacked=0),
+        Rotated(_size(shapes["boft_R"], 1), **target.rows_and_columns()),
+        Gain(axis=target.out),
+    ),
+    lambda target, made: {"boft_block_num": 0, "boft_block_size": _whole(target)[0] // made["rotated"].blocks},
+    # With more factors, PEFT needs a kernel of its own for GPUs; without it, it reads one.
+    {"boft_dropout": NUMBER, "boft_n_butterfly_factor": one_of((1,))},
+    silent="boft_block_size boft_block_num",
+    constants={"@gain/w/@rotated/r/@orthogonal/base": lambda _, x, config: _identities(x)},
+)
+
+
+def _identities(like: Any) -> Array:
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+
+
+C3A = Chained(
+    "C3A",
+    {
+        "c3a_kernel": Part(
+            "@delta/x/@scale/x/@blocks/x/@circulant/x",
+            lambda _, x: jnp.asarray(x).swapaxes(0, 1),
+            lambda _, x: x.swapaxes(0, 1),
+        )
+    },
+    lambda target, shapes, config: (
+        Circulant(stacked=(0, 1)),
+        Blocks((_size(shapes["c3a_kernel"], 1), _size(shapes["c3a_kernel"], 0)), **target.rows_and_columns()),
+        Scale(1 / _whole(target)[0]),
+        Delta(),
+    ),
+    lambda target, made: {"block_size": _scaled(target, made) // made["blocks"].shape[0]},
+    silent="block_size block_size_pattern",
+)
+
+
+def _scaled(target: Target, made: Mapping[str, Any]) -> int:
+    """The number of inputs, by which C3A divides."""
+    rows, _ = _whole(target)
+    if known(made["scale"].factor) != 1 / rows:
+        raise ValueError(f"PEFT has the scale 1 / {rows} for C3A, but no equivalent of {made['scale']!r}")
+    return rows
+
+
+def _frequencies(target: Target, like: Any, config: Mapping[str, Any]) -> Array:
+    """The rows and columns that ``torch.randperm`` gives first: the start of a shuffle by the Mersenne twister."""
+    (rows, columns), count = _whole(target), like.shape[0]
+    if rows * columns >= 2**32 // 20:
+        raise ValueError(f"torch shuffles more than {2**32 // 20} numbers in another way, got {rows * columns}")
+    words = np.random.RandomState(config["random_loc_seed"]).randint(0, 2**32, count, np.uint32)
+    moved: dict[int, int] = {}
+    for i, word in enumerate(map(int, words)):
+        j = i + word % (rows * columns - i)
+        moved[i], moved[j] = moved.get(j, j), moved.get(i, i)
+    out, of = np.divmod([moved[i] for i in range(count)], rows)
+    return jnp.asarray(np.stack([of, out], axis=-1), jnp.int32)
+
+
+FOURIERFT = Chained(
+    "FOURIERFT",
+    {"fourierft_spectrum": Part("@coefficients/x")},
+    lambda target, shapes, config: (
+        Coefficients(
+            _size(shapes["fourierft_spectrum"], 0), "fourier", scale=config["scaling"], **target.rows_and_columns()
+        ),
+    ),
+    lambda target, made: {
+        "n_frequency": made["coefficients"].count,
+        "scaling": known(made["coefficients"].scale),
+    },
+    {"scaling": NUMBER, "random_loc_seed": SEED, "bias": one_of(("none", "all", "fourier_only"))},
+    silent="n_frequency n_frequency_pattern",
+    defaults={"scaling": 150.0, "random_loc_seed": 777},
+    constants={"@coefficients/index": _frequencies},
+    of_stage={"basis": "fourier"},
+)
+
+GRALORA = Chained(
+    "GRALORA",
+    {
+        "gralora_A": Part(
+            "@delta/x/@scale/x/@blocks/x/@low_rank/u",
+            lambda _, x: jnp.asarray(x).reshape(*x.shape[:2], x.shape[0], -1).swapaxes(1, 2),
+            lambda _, x: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1),
+        ),
+        "gralora_B": Part(
+            "@delta/x/@scale/x/@blocks/x/@low_rank/v",
+            lambda _, x: jnp.asarray(x).reshape(x.shape[0], x.shape[0], -1, x.shape[2]).swapaxes(0, 1),
+            lambda _, x: x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]),
+        ),
+    },
+    lambda target, shapes, config: (
+        LowRank(max(config["r"] // config["gralora_k"], 1), stacked=(0, 1)),
+        Blocks((config["gralora_k"], config["gralora_k"]), **target.rows_and_columns()),
+        Scale(config["alpha"] / config["r"]),
+        Delta(),
+    ),
+    lambda target, made: {
+        "gralora_k": (blocks := made["blocks"].shape[0]),
+        "r": (r := made["low_rank"].rank * blocks),
+        "alpha": round(known(made["scale"].factor) * r, 9),
+    },
+    {"r": RANK, "alpha": NUMBER, "gralora_k": RANK, "gralora_dropout": NUMBER},
+    defaults={"r": 32, "alpha": 64, "gralora_k": 2},
+)
+
+HRA = Chained(
+    "HRA",
+    {"hra_u": Part("@reflected/u")},
+    lambda target, shapes, config: (Reflected(_size(shapes["hra_u"], 1), **target.rows_and_columns()),),
+    lambda target, made: {"r": made["reflected"].count},
+)
+
+
+def _repeats(target: Target, block: tuple[int, ...]) -> tuple[int, int]:
+    """How often a block is repeated for inputs and for outputs."""
+    whole = _whole(target)
+    if len(block) != 2 or any(not part or size % part for size, part in zip(whole, block, strict=True)):
+        raise ValueError(f"Kronecker takes equal blocks, but PEFT has one of shape {block} for a matrix of {whole}")
+    return whole[0] // block[0], whole[1] // block[1]
+
+
+MISS = Chained(
+    "MISS",
+    {"miss_block": Part("@delta/x/@kronecker/b")},
+    lambda target, shapes, config: (
+        Freeze(where="/.*@kronecker/a"),
+        Kronecker(_repeats(target, shapes["miss_block"]), **target.rows_and_columns()),
+        Delta(),
+    ),
+    lambda target, made: {
+        "r": _whole(target)[0] // made["kronecker"].shape[0],
+        "mini_r": _whole(target)[1] // columns if (columns := made["kronecker"].shape[1]) > 1 else 1,
+        "init_weights": "mini" if columns > 1 else True,
+    },
+    {"miss_dropout": NUMBER, "init_weights": one_of((True, False, "mini"))},
+    silent="mini_r",
+    constants={"@delta/x/@kronecker/a/@freeze/w": lambda _, x, config: jnp.ones(x.shape, x.dtype)},
+)
+
+
+def _shira_rank(target: Target, stage: Any) -> int:
+    rank, rest = divmod(stage.count, sum(target.shape))
+    if rest or known(stage.scale) != 1:
+        raise ValueError(
+            f"PEFT has r * {sum(target.shape)} entries for a matrix of shape {target.shape}, with the scale 1, but "
+            f"no equivalent of {stage!r}"
+        )
+    return rank
+
+
+def _entries(target: Target, x: Any) -> Array:
+    """Rows and columns of a weight (out, in) as those of its matrix (in, out)."""
+    if ((x < 0) | (x >= np.array(_whole(target)[::-1])[:, None])).any():
+        raise ValueError(f"expected places in a matrix of shape {_whole(target)[::-1]}, got others in shira_indices")
+    return jnp.asarray(x, jnp.int32).T[:, ::-1]
+
+
+SHIRA = Chained(
+    "SHIRA",
+    {
+        "shira_weight": Part("@coefficients/x"),
+        "shira_indices": Part("@coefficients/index", _entries, lambda _, x: x[:, ::-1].T),
+    },
+    lambda target, shapes, config: (Coefficients(_size(shapes["shira_weight"], 0), **target.rows_and_columns()),),
+    lambda target, made: {"r": _shira_rank(target, made["coefficients"])},
+    silent="mask_type random_seed",
+    whole_numbers=("shira_indices",),
+    of_stage={"basis": "entries"},
+)
+
+TOKENS = Chained(
+    "TRAINABLE_TOKENS",
+    {"trainable_tokens_delta": Part("@slices/x", Target.flip, Target.flip)},
+    lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=target.out),),
+    lambda target, made: {"token_indices": made["slices"].index},
+    {"token_indices": INDICES},
+)
+
+VERA = Chained(
+    "VERA",
+    {
+        "vera_lambda_d": Part("@lora/a/@gain/g"),
+        "vera_lambda_b": Part("@lora/b/@gain/g"),
+        "vera_A": inputs("@lora/a/@gain/w/@freeze/w"),
+        "vera_B": turned("@lora/b/@gain/w/@freeze/w"),
+    },
+    lambda target, shapes, config: (
+        Freeze(where="/@lora/[ab]/@gain/w"),
+        Gain(axis=-1, where="/@lora/[ab]"),
+        LoRA(_size(shapes["vera_lambda_d"], 0), **target.rows_and_columns()),
+    ),
+    lambda target, made: {"r": made["lora"].rank, "save_projection": True, "projection_prng_key": 0},
+    # Without the projection, the file lacks the factors.
+    {"vera_dropout": NUMBER, "save_projection": one_of((True,))},
+    silent="d_initial projection_prng_key",
+    banks=("vera_A", "vera_B"),
+)
+
+ROWS = (ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HRA, MISS, SHIRA, TOKENS, VERA)
