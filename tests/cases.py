@@ -282,6 +282,12 @@ CASES = {
 }
 
 LEARNING = {
+    "adapters from data": (
+        rpx.LoRA(2, start="eva", where="dense/kernel")
+        >> rpx.LoRA(1, 2.0, start="corda", where="out/kernel")
+        >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, start="lora_ga", where="conv/kernel"),
+        model,
+    ),
     "gptq and awq": (
         rpx.Stored("int4", block=4, fit="gptq", where="dense/kernel")
         >> rpx.Stored("uint4", axis=-1, fit="gptq", act_order=True, where="out/kernel")

@@ -232,6 +232,11 @@ ERRORS = {
         "LoRA(2, start='corda').init at 'w': expected data contracted with axis 0 with moments='full', but got other "
         "moments. Pass moments='full' to `rpx.inputs`.",
     ),
+    "nan": (
+        failing("lora_ga", seen_of(gradient=np.full_like(G, np.nan))),
+        "LoRA(2, start='lora_ga').init at 'w': expected moments of finite data, got NaN or infinity. Correct the batch "
+        "that `rpx.inputs` got, or leave the array out with `where`.",
+    ),
     "columns": (
         failing("eva", seen_of(X, None, (6, 8), axes=(1,)), W.T),
         "LoRA(2, start='eva').init at 'w': expected data contracted with axis 0 of this array, but products contract "

@@ -253,11 +253,11 @@ def needed(seen: Seen | None, moments: str) -> Seen:
 def require_data(seen: Seen) -> None:
     """Requires data that are finite and of one example at least, where their numbers are known."""
     with jax.ensure_compile_time_eval():
-        for read in seen.reads:
-            numbers = jax.tree.leaves(read)
+        for entry in (*seen.reads, seen.gradient):
+            numbers = jax.tree.leaves(entry)
             if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in numbers):
                 continue
-            if not jnp.all(read.count > 0):
+            if isinstance(entry, Read) and not jnp.all(entry.count > 0):
                 raise ValueError(
                     "expected what this array is multiplied with, got the moments of no example. Pass `rpx.inputs` a "
                     "batch with data, or leave the array out with `where`."
