@@ -1,6 +1,8 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
 from reparax._axes.numbers import other_axes as other_axes
+from reparax._axes.seen import Read as Read
+from reparax._axes.seen import Seen as Seen
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
@@ -80,6 +82,7 @@ from reparax.numbers import Simplex as Simplex
 from reparax.products import Explained as Explained
 from reparax.products import explain as explain
 from reparax.products import factored as factored
+from reparax.products import inputs as inputs
 from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored

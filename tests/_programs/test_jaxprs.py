@@ -413,7 +413,7 @@ def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, pr
 
 CHANGES = {
     "a derivative is no tree": ("residuals", lambda linear: ([], None)),
-    "checkpoint hides its policy": ("holds", lambda eqn, policy: False),
+    "checkpoint hides its policy": ("held_in", lambda eqn, kind: None),
     "a function is gone": ("partial_eval", None),
 }
 

@@ -9,9 +9,24 @@ from jax import Array
 from reparax._tree.paths import PyTree, is_traceable
 
 
-def mark(*_: Any, **__: Any) -> bool:
-    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours."""
-    return False
+class Mark:
+    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours.
+
+    Attributes:
+      treedef: The structure of the effective tree.
+      made: The leaves of the effective tree that are outputs, in their order.
+      passed: For each other leaf that is an array, which of the operands it is.
+      size: How many operands there are, of which a key may be the last.
+    """
+
+    def __init__(self) -> None:
+        self.treedef: Any = None
+        self.made: list[int] = []
+        self.passed: dict[int, int] = {}
+        self.size = 0
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        return False
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
@@ -22,8 +37,8 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-    found: list[tuple[Any, dict[int, int]]] = []
-    failed: list[Exception] = []
+    mark, failed = Mark(), list[Exception]()
+    found: list[dict[int, int]] = []
 
     def of_arrays(arrays: list[Any], key: Array | None) -> dict[int, Any]:
         inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
@@ -34,12 +49,14 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
             failed.append(error)
             return {}
         passed = {place: origins[id(out)] for place, out in enumerate(outs) if id(out) in origins}
-        found.append((outdef, passed))
-        return {place: out for place, out in enumerate(outs) if place not in passed}
+        found.append(passed)
+        mark.treedef, mark.size = outdef, len(arrays) + (key is not None)
+        mark.made = [place for place in range(len(outs)) if place not in passed]
+        mark.passed = {place: places.index(i) for place, i in passed.items() if i in places}
+        return {place: outs[place] for place in mark.made}
 
     made = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)
     if failed:
         raise failed[0]
-    outdef, passed = found[0]
-    outs = made | {place: leaves[i] for place, i in passed.items()}
-    return outdef.unflatten([outs[place] for place in range(len(outs))])
+    outs = made | {place: leaves[i] for place, i in found[0].items()}
+    return mark.treedef.unflatten([outs[place] for place in range(len(outs))])

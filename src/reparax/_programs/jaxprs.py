@@ -7,7 +7,7 @@ error for anything unknown.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
+T = TypeVar("T")
 Env = dict[Any, Any]
 Body = Callable[..., list[Any]]
 State = list[Any]
@@ -172,6 +173,15 @@ def type_of(v: Any) -> Any:
     return v.aval
 
 
+def varying(types: Sequence[Any]) -> frozenset[str]:
+    """The mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
+    # Since jax 0.10 the type has a part for this; types of other things than arrays have none.
+    parts = [getattr(each, "manual_axis_type", None) for each in types]
+    return frozenset[str]().union(
+        *(getattr(each, "vma", ()) if part is None else part.varying for each, part in zip(types, parts, strict=True))
+    )
+
+
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
     return any(map(_is_ref, (*jaxpr.constvars, *jaxpr.invars))) or _makes_refs(jaxpr)
@@ -229,9 +239,9 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def holds(eqn: JaxprEqn, policy: Any) -> bool:
-    """Whether an equation is ``jax.checkpoint`` with this very policy."""
-    return any(value is policy for value in eqn.params.values())
+def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
+    """The policy of this kind with which an equation is ``jax.checkpoint``; None for other equations."""
+    return next((value for value in eqn.params.values() if isinstance(value, kind)), None)
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
@@ -369,6 +379,13 @@ def sharded(
 
 def varied(eqn: JaxprEqn, x: Any) -> Any:
     """Another array, marked as varying over the mesh axes of ``eqn``."""
-    axes = tuple(eqn.params["axes"])
+    return as_varying(x, eqn.params["axes"])
+
+
+def as_varying(x: Any, names: Iterable[str]) -> Any:
+    """An array, marked as varying over mesh axes."""
+    axes = tuple(sorted(names))
+    if not axes:
+        return x
     pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)

@@ -28,3 +28,4 @@ what reads each weight, so that ``_plan`` can choose the cheaper way; then to co
 from reparax.products._explained import Explained as Explained
 from reparax.products._explained import explain as explain
 from reparax.products._factored import factored as factored
+from reparax.products._inputs import inputs as inputs

@@ -71,6 +71,9 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     jaxpr, consts = jaxprs.body(eqn)
     steady = dependence.steady(eqn, [each.known for each in facts])
     known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
+    for i, v in enumerate(jaxpr.invars[len(consts) :][: n_consts + n_carry]):
+        if i >= n_consts:  # a later step may carry what differs
+            known[i] = replace(known[i], differs=jaxprs.varying([v.aval]))
     inner = reader.inside(eqn, times=entries([eqn.params["length"]]))
     operands, shells = list(args), list[Any](args)
     for i, (x, v) in enumerate(zip(args, jaxpr.invars[len(consts) :], strict=True)):
@@ -185,17 +188,24 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
 def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
     jaxpr, consts = jaxprs.body(eqn)
     operands, specs = list(args), list(eqn.params["in_specs"])
+    local = [replace(each, differs=frozenset(_names(spec))) for each, spec in zip(facts, specs, strict=True)]
     for i, x in enumerate(args):
         if isinstance(x, Sum):
             found = _specs(x, specs[i], eqn.params["mesh"].shape)
             operands[i], specs[i] = (reader.array(x, eqn), specs[i]) if found is None else (_arrays(x), found)
 
     def body(*values: Any) -> list[Any]:
-        inputs = [_local(args[i], x) if isinstance(x, list) else x for i, x in enumerate(values)]
-        return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, facts))
+        inputs = [_local(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)]
+        return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, local))
 
     outs = list(reader.threaded(lambda body, state: jaxprs.sharded(eqn, body, specs, state, operands), body))
     return outs, [together(facts) for _ in outs]
+
+
+def _names(spec: Any) -> list[str]:
+    """The mesh axes of a partition spec."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    return [name for entry in entries for name in entry]
 
 
 def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
@@ -216,16 +226,19 @@ def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
     return specs
 
 
-def _local(x: Sum, arrays: Sequence[Any]) -> Sum:
+def _local(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
     """The sum on one shard, from the factors' parts on this shard."""
-    given = iter(arrays)
+    given = iter(zip(arrays, specs, strict=True))
     products: list[Product] = []
     for each in x.products:
         held: dict[Label, Label] = {}
         factors: list[Factor] = []
         for factor in each.factors:
-            array = next(given)
-            own = [held.setdefault(label, Label(n)) for label, n in zip(factor.labels, array.shape, strict=True)]
+            array, spec = next(given)
+            for label, n, names in zip(factor.labels, array.shape, spec, strict=True):
+                shards = () if names is None else names if isinstance(names, tuple) else (names,)
+                held.setdefault(label, Label(n, shards=shards) if shards else label)
+            own = [held[label] for label in factor.labels]
             factors.append(Factor(array, tuple(own), factor.still))
         groups = [[held.get(label, label) for label in group] for group in each.axes]
         axes = tuple(tuple(label for label in group if label.size != 1) for group in groups)

@@ -27,9 +27,11 @@ class Factoring:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return bool(own.known and own.origins and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts)
 
-    def told(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    def told(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+    ) -> Outs | None:
         own = of_equation(eqn, facts)
-        told = _told.told(reader, eqn, args, facts) if _told.tells(eqn) and own.known else None
+        told = _told.told(reader, eqn, args, facts) if alone and _told.tells(eqn) and own.known else None
         if told is None:
             return None
         made = self._new(reader, eqn, args, facts, own, told)
@@ -43,7 +45,8 @@ class Factoring:
         made = self._new(reader, eqn, args, facts, own, made)
         return AS_IS if made is None else ([made], [own])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+        del facts
         use = _uses.use(eqn, args)
         if use is None:
             return None

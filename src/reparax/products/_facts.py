@@ -17,11 +17,13 @@ class Facts:
       known: Whether it depends on named arguments only.
       still: Whether it gets no gradient.
       origins: The arguments on which it depends.
+      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
     """
 
     known: bool
     still: bool
     origins: frozenset[int] = frozenset()
+    differs: frozenset[str] = frozenset()
 
 
 NUMBER = Facts(known=True, still=True)
@@ -34,6 +36,7 @@ def together(facts: Sequence[Facts]) -> Facts:
         known=all(each.known for each in facts),
         still=all(each.still for each in facts),
         origins=frozenset().union(*(each.origins for each in facts)),
+        differs=frozenset().union(*(each.differs for each in facts)),
     )
 
 
@@ -41,7 +44,11 @@ def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = together(facts)
     still = eqn.primitive.name == "stop_gradient" or not any(map(dependence.smooth, eqn.outvars))
-    return replace(found, known=found.known and not jaxprs.has_effects(eqn), still=found.still or still)
+    # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
+    types = jaxprs.varying([v.aval for v in eqn.outvars])
+    differs = found.differs & types if eqn.invars else types
+    known = found.known and not jaxprs.has_effects(eqn)
+    return replace(found, known=known, still=found.still or still, differs=differs)
 
 
 def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:

@@ -33,15 +33,17 @@ class Way(Protocol):
         """Whether weights may start in an equation that reads none."""
         ...
 
-    def told(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-        """The outputs of an equation of which a stage has said what they are."""
+    def told(
+        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+    ) -> Outs | None:
+        """The outputs of an equation of which something is said; ``alone`` says whether only the first is read."""
         ...
 
     def made(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
         """The outputs of an equation that makes a weight."""
         ...
 
-    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
         """The array of a product with a weight; None if the equation is no such product."""
         ...
 
@@ -149,7 +151,7 @@ class _Run:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
         alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        told = reader.way.told(reader, eqn, args, facts) if alone else None
+        told = reader.way.told(reader, eqn, args, facts, alone=alone)
         if told is not None:
             return _unless_as_is(told)
         body = _bodies.rule(eqn)
@@ -161,7 +163,7 @@ class _Run:
         made = reader.way.made(reader, eqn, args, facts)
         if made is not None:
             return _unless_as_is(made)
-        used = reader.way.used(reader, eqn, args)
+        used = reader.way.used(reader, eqn, args, facts)
         return None if used is None else ([used], [own])
 
     def _flush(self) -> None:

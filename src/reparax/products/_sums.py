@@ -23,9 +23,17 @@ def entries(sizes: Iterable[Any]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """An axis that several factors may share."""
+    """An axis that several factors may share.
+
+    Attributes:
+      size: How many indices it has.
+      whole: Whether it is an axis of a weight as it started, or an even part of one, and not a slice.
+      shards: The mesh axes over which it is split, where a program runs on each shard.
+    """
 
     size: int
+    whole: bool = False
+    shards: tuple[str, ...] = ()
 
 
 Group = tuple[Label, ...]
@@ -101,7 +109,7 @@ class Product:
         """This product with several labels instead of one."""
         if len(sizes) == 1:
             return self
-        new = {label: tuple(map(Label, sizes))}
+        new = {label: tuple(Label(n, label.whole) for n in sizes)}
         return self._each(lambda factor: _refined(factor, new), new)
 
     def renamed(self, names: dict[Label, Label]) -> "Product":

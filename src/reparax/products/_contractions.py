@@ -1,0 +1,130 @@
+"""Products as contractions of rows of data with the axes of a weight."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+
+from reparax.products._sums import Product, Sum
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A product of data and a weight.
+
+    Attributes:
+      data: The data: an axis of rows, then an axis for each of ``shared``, then one for each of ``summed``.
+      weight: The weight, in the shape that the product sees.
+      shared: The axes of the weight for whose indices the data differ.
+      summed: The axes of the weight that are contracted.
+      rows: The output, or its gradient, as an axis of rows, then an axis for each of ``shared``, then one for each of
+        the other axes of the weight.
+    """
+
+    data: Array
+    weight: Product
+    shared: Sequence[int]
+    summed: Sequence[int]
+    rows: Callable[[Array], Array]
+
+
+def contraction(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
+    """The product of data and one weight that an equation computes; None if it computes something else."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or sum(isinstance(x, Sum) for x in args) != 1:
+        return None
+    return rule(eqn, args)
+
+
+def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction:
+    place = 0 if isinstance(args[0], Sum) else 1
+    weight, data = args[place], args[1 - place]
+    summed, shared = eqn.params["dimension_numbers"]
+    front = [i for i in range(data.ndim) if i not in (*summed[1 - place], *shared[1 - place])]
+    x = data.transpose(*front, *shared[1 - place], *summed[1 - place])
+    n, many = math.prod(data.shape[i] for i in front), len(shared[0])
+    own = many + (len(front) if place else 0)  # where the weight's own axes stand in the output
+    free = weight.ndim - many - len(summed[place])
+
+    def rows(y: Array) -> Array:
+        behind = [*range(many), *range(own, own + free)]
+        y = y.transpose(*(i for i in range(y.ndim) if i not in behind), *behind)
+        return y.reshape(n, *y.shape[len(front) :])
+
+    product = weight.products[0]
+    return Contraction(x.reshape(n, *x.shape[len(front) :]), product, shared[place], summed[place], rows)
+
+
+def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
+    x, weight = args
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    groups = params["feature_group_count"]
+    if not isinstance(weight, Sum) or params["batch_group_count"] != 1:
+        return None
+    to, channel, *window = numbers.rhs_spec
+    sizes = [weight.shape[i] for i in window]
+    patches = lax.conv_general_dilated_patches(
+        x,
+        sizes,
+        dimension_numbers=numbers,
+        precision=lax.Precision.HIGHEST,
+        **{name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")},
+    )
+    # Patches have the channels of the data first, and then the places of the window.
+    data = jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, groups, weight.shape[channel], *sizes)
+    shape = [*weight.shape[:to], groups, weight.shape[to] // groups, *weight.shape[to + 1 :]]
+    split = weight.products[0].reshaped(shape)
+    places = [i + (i > to) for i in (channel, *window)]
+
+    def rows(y: Array) -> Array:
+        return jnp.moveaxis(y, numbers.out_spec[1], -1).reshape(len(data), groups, -1)
+
+    return None if split is None else Contraction(data, split, [to], places, rows)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a table.
+
+    Attributes:
+      rows: The numbers of the rows, of which those beyond the table are not read.
+      axis: The axis of the table that holds the rows.
+      outputs: The output, or its gradient, as an axis of rows, then the other axes of the table.
+    """
+
+    rows: Array
+    axis: int
+    outputs: Callable[[Array], Array]
+
+
+def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
+    """The rows of a weight that an equation takes; None if it does something else."""
+    if eqn.primitive.name != "gather" or not isinstance(args[0], Sum) or isinstance(args[1], Sum):
+        return None
+    weight, places = args
+    numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
+    axes = tuple(numbers.start_index_map)
+    others = [i for i in range(weight.ndim) if i not in axes]
+    whole = all(sizes[i] == weight.shape[i] for i in others)
+    if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims or not whole:
+        return None
+    (axis,) = axes
+    rows, n = places.reshape(-1).astype(jnp.int32), weight.shape[axis]
+    if mode == lax.GatherScatterMode.CLIP:
+        rows = jnp.clip(rows, 0, n - 1)
+
+    def outputs(y: Array) -> Array:
+        y = jnp.moveaxis(y, numbers.offset_dims, range(y.ndim - len(numbers.offset_dims), y.ndim))
+        return y.reshape(len(rows), *(weight.shape[i] for i in others))
+
+    return Lookup(jnp.where((rows >= 0) & (rows < n), rows, n), axis, outputs)
+
+
+_RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Contraction | None]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+}

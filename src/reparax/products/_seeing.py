@@ -1,0 +1,389 @@
+"""The way of ``inputs``: arrays are followed to the products that read them, and the data there are counted.
+
+A weight is followed as a sum of one product. Its first factor is the array; the next ones, one for each axis, hold the
+index of each entry along that axis. What moves or slices the array moves and slices these too, so they say which
+entries a product reads, also inside of a scan, of which each step reads one layer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+
+from reparax._axes.seen import Read
+from reparax._programs import jaxprs
+from reparax._programs.roots import holds_apply, is_apply, mark_of
+from reparax._programs.sources import source
+from reparax.products import _moves, _multiply
+from reparax.products._contractions import Contraction, Lookup, contraction, lookup
+from reparax.products._facts import Facts, of_outputs
+from reparax.products._reader import AS_IS, Outs, Reader
+from reparax.products._sums import Factor, Label, Product, Sum
+from reparax.products._taps import Taps, second, tapped
+
+ONE = Label(1)
+"""A further axis of indices, so that those of one entry are no mere number."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One way in which an array is read: what :class:`Read` says of it, and whether it is the rows of a table."""
+
+    root: Any
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    batch: tuple[int, ...]
+    axes: tuple[int, ...]
+    is_table: bool
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return Read(None, None, None, None, None, self.shape, self.of, self.batch, self.axes).sizes()
+
+    def slopes(self, moments: str) -> Array:
+        """The moments of gradients before any data."""
+        batch, _, outputs = self._sizes
+        return jnp.zeros((batch, outputs, outputs) if moments == "full" else (batch, outputs), jnp.float32)
+
+    def zeros(self, moments: str) -> list[Array]:
+        """The statistics before any data."""
+        batch, inputs, _ = self._sizes
+        square = (inputs, inputs) if moments == "full" and not self.is_table else (inputs,)
+        sizes = [(batch,), (batch, inputs)] + ([] if moments == "largest" else [(batch, *square)])
+        return [jnp.zeros(size, jnp.float32) for size in sizes]
+
+    def read(self, moments: str, found: Sequence[Array], slopes: Any) -> Read:
+        """What was found, in words of the array."""
+        count, *data = found
+        absolute, second, largest = (None, None, *data) if moments == "largest" else (*data, None)
+        return Read(count, absolute, second, largest, slopes, self.shape, self.of, self.batch, self.axes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the data of a product stand in the statistics.
+
+    Attributes:
+      slot: The way in which the array is read.
+      batch: The numbers of the matrices that the product reads; None for all.
+      inputs: The numbers of their rows; None for all.
+      outputs: The numbers of their columns; None for all.
+      split: The mesh axes over which the rows are split.
+    """
+
+    slot: Slot
+    batch: Array | None
+    inputs: Array | None
+    outputs: Array | None
+    split: tuple[str, ...]
+
+
+class Seeing:
+    """Follows arrays, and counts the data that they are multiplied with.
+
+    Attributes:
+      moments: What is counted.
+      lines: The user's line of each equation.
+      state: The statistics of each slot.
+      slots: For each slot its place in the state. Filled by a first evaluation, which counts nothing.
+      taps: What is differentiated, if gradients are wanted.
+      trees: What each ``apply`` says of the effective tree that it gives.
+      types: The type of each array that is followed.
+      cut: The slots whose outputs are split over shards, so that no shard has all products of their gradients.
+      why: For each of them, what else reads it.
+    """
+
+    def __init__(
+        self,
+        moments: str,
+        lines: Mapping[int, str],
+        slots: Mapping[Slot, int] | None = None,
+        taps: Taps | None = None,
+    ) -> None:
+        self.moments, self.lines, self.state, self.taps = moments, lines, list[Any](), taps
+        self.slots, self.counts = dict(slots or {}), slots is not None
+        self.trees: list[Any] = []
+        self.types: dict[Any, Any] = {}
+        self.cut: set[Slot] = set()
+        self.why: dict[Any, dict[str, None]] = {}
+
+    def start(self, root: Any, x: Any) -> Sum:
+        """An array, to be followed."""
+        self.types[root] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = x if self.taps is None else x + self.taps.arrays[root]
+        labels = tuple(Label(n, whole=True) for n in x.shape)
+        axes = tuple((label,) if label.size != 1 else () for label in labels)
+        indices = [Factor(jnp.arange(label.size)[:, None], (label, ONE), still=True) for label in labels]
+        return Sum((Product((Factor(x, labels, still=False), *indices), axes),), x.shape, x.dtype, None, root)
+
+    # ---- the way
+
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
+        del own
+        return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
+
+    def told(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+    ) -> Outs | None:
+        del alone
+        name, out = eqn.primitive.name, of_outputs(eqn, facts)
+        if is_apply(eqn):
+            return self._applied(reader, eqn, args), out
+        if name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
+            return [_cast(args[0], eqn.params["new_dtype"])], out
+        if name in ("mul", "div", "neg") and not any(isinstance(x, Sum) or x.ndim for x in args[1:]):
+            return [_scaled(name, *args)], out
+        if name == "mul" and isinstance(args[1], Sum) and not isinstance(args[0], Sum) and not args[0].ndim:
+            return [_scaled(name, *args[::-1])], out
+        return AS_IS if name == "shard_map" and not eqn.params["check_vma"] else None
+
+    def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+        del reader, eqn, args, facts
+        return None
+
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+        del reader
+        (weight,) = [x for x in args if isinstance(x, Sum)][:1]
+        differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
+        if found := contraction(eqn, args):
+            place, product = self._contracted(weight, found, differs), found.weight
+            rows, shared = found.rows, found.shared
+            free = [i for i in range(len(product.axes)) if i not in (*found.shared, *found.summed)]
+        elif taken := lookup(eqn, args):
+            place, product = self._looked_up(weight, taken, differs), weight.products[0]
+            rows, shared = taken.outputs, []
+            free = [i for i in range(len(product.axes)) if i != taken.axis]
+        else:
+            return None
+        if place is None:
+            return None
+        with jaxprs.as_written_by(eqn):
+            y = eqn.primitive.bind(*(_array(x) for x in args), **eqn.params)
+        groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
+        if self.moments == "full" and any(label.shards for label in groups[1]):
+            self.cut.add(place.slot)
+        if self.taps is None or place.slot not in self.taps.slopes:
+            return y
+        return self._tapped(y, place, lambda slope: _matrices(rows(slope), product, groups), differs)
+
+    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+        del reader
+        if eqn is None:
+            reason = "it is returned, or carried"
+        else:
+            name, line = eqn.primitive.name, source(eqn, 0, self.lines)
+            told = f"{name} with check_vma=False" if name == "shard_map" else name
+            reason = f"{told} reads it" + (f": {line}" if line else "")
+        self.why.setdefault(x.root, {})[reason] = None
+        return _array(x)
+
+    def _applied(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+        """The outputs of an ``apply``, each followed from here on."""
+        jaxpr, consts = jaxprs.body(eqn)
+        mark = mark_of(eqn)
+        operands = args[len(args) - mark.size :] if mark else []
+        if mark is None or len(mark.made) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
+            raise ValueError(
+                "rpx.inputs found an `apply` inside of a scan, or of a shard_map that splits its weights, so it cannot "
+                "tell which effective arrays are which. Call `apply` before, or pass a loss of the effective tree: "
+                "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
+            )
+        outs = jaxprs.evaluate(jaxpr, [*consts, *map(_array, args)])
+        roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
+        followed = [
+            self.start((reader.path, id(eqn), place), x) if _is_float(x) else x
+            for place, x in zip(mark.made, outs, strict=True)
+        ]
+        roots |= dict(zip(mark.made, followed, strict=True))
+        self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
+        return followed
+
+    # ---- counting
+
+    def _looked_up(self, weight: Sum, found: Lookup, differs: frozenset[str]) -> Place | None:
+        product = weight.products[0]
+        rows = product.axes[found.axis]
+        place = self._place(weight.root, product, [], rows, is_table=True)
+        if place is None or place.split:  # the rows of one shard are usually masked afterwards
+            return None
+        n = math.prod(label.size for label in rows)
+        counts = jnp.zeros(n + 1, jnp.float32).at[found.rows].add(1.0)[None, :n]
+        data = [(counts > 0).astype(jnp.float32)] if self.moments == "largest" else [counts, counts]
+        return self._add(place, differs, [jnp.sum(counts, axis=1), *data])
+
+    def _contracted(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> Place | None:
+        product, x = found.weight, lax.stop_gradient(found.data)
+        array, *rest = product.factors
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return None
+        for factor in rest[len(self.types[weight.root].shape) :]:
+            x = x * factor.array.astype(x.dtype)
+        groups = [[label for i in axes for label in product.axes[i]] for axes in (found.shared, found.summed)]
+        shared, summed = ([label for label in array.labels if label in group] for group in groups)
+        place = self._place(weight.root, product, shared, summed, is_table=False)
+        if place is None:
+            return None
+        x = _matrices(x, product, groups, add=True)
+        count, wide = jnp.full(x.shape[1:2], x.shape[0], jnp.float32), jnp.abs(x).astype(jnp.float32)
+        if self.moments == "largest":
+            return self._add(place, differs, [count, jnp.max(wide, axis=0, initial=0.0)])
+        absolute = jnp.sum(wide, axis=0)
+        if self.moments == "diagonal":
+            return self._add(place, differs, [count, absolute, jnp.sum(wide * wide, axis=0)])
+        whole, columns = x, place.inputs
+        if place.split and columns is not None:
+            whole, columns = (lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True) for y in (x, columns))
+        second = jnp.einsum("rbk,rbl->bkl", x, whole, precision="highest", preferred_element_type=jnp.float32)
+        return self._add(place, differs, [count, absolute, second], columns)
+
+    def _place(
+        self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
+    ) -> Place | None:
+        """Where the data of a product stand; None if slices mix axes of one kind with those of another."""
+        sizes = self.types[root].shape
+        shape, of, kinds, parts = list[int](), list[int](), list[str](), list[Array | None]()
+        for axis, (size, index) in enumerate(zip(sizes, product.factors[1 : 1 + len(sizes)], strict=True)):
+            own = index.labels[:-1]
+            each = ["summed" if x in summed else "shared" if x in shared else "free" for x in own]
+            is_whole = all(label.whole for label in own) and math.prod(label.size for label in own) == size
+            if is_whole and not is_table:
+                shape += [label.size for label in own]
+                kinds += each
+                parts += [None for _ in own]
+            else:
+                # A label of one index belongs to no kind, and so does an axis of which one index is left.
+                known = {kind for kind, label in zip(each, own, strict=True) if label.size > 1 or kind != "free"}
+                if len(known) > 1:
+                    return None
+                shape.append(size)
+                kinds.append(next(iter(known), "shared" if size > 1 else "free"))
+                parts.append(None if is_whole else index.array[..., 0])
+            of += [axis] * (len(shape) - len(of))
+        chosen = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
+        batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in chosen)
+        split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
+        slot = Slot(root, tuple(shape), tuple(of), chosen[0], chosen[1], is_table)
+        return Place(slot, batch, inputs, outputs, split)
+
+    def _tapped(self, y: Array, place: Place, rows: Callable[[Array], Array], differs: frozenset[str]) -> Array:
+        """The output of a product, where the gradient is collected."""
+        taps = self.taps
+        if taps is None:
+            return y
+        zeros = taps.slopes[place.slot]
+        full, types = zeros.ndim > 2, jaxprs.varying([jax.typeof(y)])
+        zeros = zeros[_at(*(place.batch, place.outputs, place.outputs)[: zeros.ndim])]
+        numbers = [jax.typeof(x) for x in (place.batch, place.outputs) if x is not None]
+        # Shards that compute the same: also those of a split contraction, whose sum has one gradient.
+        alike = types - ((differs | jaxprs.varying(numbers)) - frozenset(place.split))
+        times = math.prod(lax.axis_size(name) for name in alike)
+        zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
+        return tapped(y, zeros, lambda slope: second(rows(slope), full=full) / times)
+
+    def _add(
+        self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None
+    ) -> Place:
+        """Adds to the statistics of a slot; ``differs`` are the mesh axes over which the data differ."""
+        first = self.slots.setdefault(place.slot, sum(len(each.zeros(self.moments)) for each in self.slots))
+        if not self.counts:
+            return place
+        for i, new in enumerate(found):
+            old, most = self.state[first + i], i == 1 and self.moments == "largest"
+            at = _at(*(place.batch, place.inputs, place.inputs if columns is None else columns)[: new.ndim])
+            places = [x for x in at if isinstance(x, Array)]
+            names = jaxprs.varying([jax.typeof(x) for x in (found[-1], *places)])
+            if not names:
+                self.state[first + i] = old.at[at].max(new) if most else old.at[at].add(new)
+                continue
+            # Each shard has a part of the data, or of the array. Those with the same parts do not count twice.
+            parts = differs | jaxprs.varying([jax.typeof(x) for x in places])
+            parts = names & (parts - frozenset(place.split if i == 0 else ()))
+            into = jnp.zeros_like(old).at[at]
+            total = into.max(new) if most else _over(lax.psum, into.add(new), parts)
+            total = _over(lax.pmax, total, names if most else names - parts)
+            self.state[first + i] = jnp.maximum(old, total) if most else old + total
+        return place
+
+
+def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, add: bool = False) -> Array:
+    """Rows of data, or of outputs, as ``(rows, batch, numbers)``, in the order of the axes of the weight.
+
+    ``x`` has an axis of rows, and then the labels of the two groups. What the weight does not have, as it repeats
+    itself there, are further rows; with ``add``, those of the second group are added first.
+    """
+    held, labels = product.factors[0].labels, [label for group in groups for label in group]
+    x = x.reshape(x.shape[0], *(label.size for label in labels))
+    repeated = [label for label in groups[1] if add and label not in held]
+    x = jnp.sum(x, axis=[1 + labels.index(label) for label in repeated])
+    labels = [label for label in labels if label not in repeated]
+    own = [[label for label in held if label in group] for group in groups]
+    rows = [label for label in labels if label not in held]
+    x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *own[0], *own[1])))
+    return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
+
+
+def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:
+    """``collect`` over mesh axes, of which there may be none."""
+    return collect(x, tuple(sorted(names))) if names else x
+
+
+def _numbers(parts: Sequence[Array | None], sizes: Sequence[int]) -> Array | None:
+    """The number of each entry of an array of these sizes, for its indices along each axis; None for all of them."""
+    if all(part is None for part in parts):
+        return None
+    total = jnp.zeros((1,), jnp.int32)
+    for part, n in zip(parts, sizes, strict=True):
+        own = jnp.arange(n) if part is None else part.reshape(-1)
+        total = (total[:, None] * n + own[None]).reshape(-1)
+    return total
+
+
+def _at(*numbers: Array | None) -> tuple[Any, ...]:
+    """Where these numbers of each axis stand, for ``x.at``; without numbers, along the whole axis."""
+    while numbers and numbers[-1] is None:
+        numbers = numbers[:-1]
+    if not numbers:
+        return (...,)
+    whole = [slice(None) for x in numbers if x is None]  # those in front
+    return (*whole, *jnp.ix_(*(x for x in numbers if x is not None)))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _array(x: Any) -> Any:
+    """``x`` as an array."""
+    if not isinstance(x, Sum):
+        return x
+    (product,) = x.products
+    indices = [factor for factor in product.factors if ONE in factor.labels]
+    own = tuple(factor for factor in product.factors if all(factor is not each for each in indices))
+    return _multiply.formed(replace(x, products=(replace(product, factors=own),)))
+
+
+def _cast(x: Sum, dtype: Any) -> Sum:
+    """``x`` in another floating dtype."""
+    (product,) = x.products
+    factors = tuple(
+        factor if ONE in factor.labels else replace(factor, array=factor.array.astype(dtype))
+        for factor in product.factors
+    )
+    return replace(x, products=(replace(product, factors=factors),), dtype=dtype)
+
+
+def _scaled(name: str, x: Sum, *number: Any) -> Sum:
+    """``x`` times a number, or divided by it, or with another sign."""
+    factor = {"mul": lambda n: n, "div": lambda n: 1 / n, "neg": lambda: jnp.asarray(-1, x.dtype)}[name](*number)
+    return _moves.scaled(x, factor, still=True)
+
+
+def _are_whole(args: Sequence[Any]) -> bool:
+    """Whether all followed arrays are as they started."""
+    labels = [label for x in args if isinstance(x, Sum) for group in x.products[0].axes for label in group]
+    return all(label.whole for label in labels)

@@ -1,0 +1,54 @@
+"""Gradients at the outputs of products: zeros whose gradient is what we look for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Zeros to be differentiated.
+
+    Attributes:
+      arrays: For each array zeros that are added to it.
+      slopes: For each way in which an array is read zeros in the shape of the moments of the gradients there.
+    """
+
+    arrays: Mapping[Any, Array]
+    slopes: Mapping[Any, Array]
+
+
+def tapped(y: Array, zeros: Array, moments: Callable[[Array], Array]) -> Array:
+    """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y``."""
+
+    @jax.custom_vjp
+    def tap(y: Array, zeros: Array) -> Array:
+        del zeros
+        return y
+
+    def forward(y: Array, zeros: Array) -> tuple[Array, None]:
+        del zeros
+        return y, None
+
+    def backward(_: None, slope: Array) -> tuple[Array, Array]:
+        return slope, moments(slope)
+
+    tap.defvjp(forward, backward)
+    return tap(y, zeros)
+
+
+def second(rows: Array, *, full: bool) -> Array:
+    """The second moments of rows, ``(rows, batch, outputs)``."""
+    wide = rows.astype(jnp.float32)
+    return jnp.einsum("rbn,rbm->bnm", wide, wide, precision="highest") if full else jnp.sum(wide * wide, axis=0)
+
+
+jax.tree_util.register_pytree_node(
+    Taps,
+    lambda taps: ((list(taps.arrays.values()), list(taps.slopes.values())), (tuple(taps.arrays), tuple(taps.slopes))),
+    lambda keys, values: Taps(*(dict(zip(k, v, strict=True)) for k, v in zip(keys, values, strict=True))),
+)
