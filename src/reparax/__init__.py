@@ -36,6 +36,7 @@ from reparax.adapters import Reflected as Reflected
 from reparax.adapters import Rotated as Rotated
 from reparax.adapters import Slices as Slices
 from reparax.adapters import VeRA as VeRA
+from reparax.adapters import eva_ranks as eva_ranks
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal
 from reparax.matrices import Blocks as Blocks

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from flax import linen as nn
 
 import reparax as rpx
 from reparax._axes.seen import Read, Seen
@@ -134,6 +135,45 @@ def test_another_stage_hands_on_what_its_array_is_multiplied_with():
     p = rpx.LoRA(2, start="eva") >> rpx.WeightNorm() >> rpx.Freeze(where="b")
     raw = p.init({"w": W, "b": jnp.zeros(6)}, jax.random.key(0), seen={"w": seen_of()})
     up_to_sign(raw["w"]["@weight_norm"]["v"]["@lora"]["a"], np.linalg.svd(X)[2][:2].T, atol=1e-4)
+
+
+# By `rpx.inputs`. --------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A convolution, whose patches are its inputs, and heads that are split in the product."""
+
+    @nn.compact
+    def __call__(self, images):
+        h = nn.Conv(5, (2, 2), padding="VALID", use_bias=False, name="conv")(images)
+        h = nn.DenseGeneral((2, 3), use_bias=False, name="heads")(jnp.tanh(h))
+        return nn.DenseGeneral(4, axis=(-2, -1), use_bias=False, name="out")(jnp.tanh(h))
+
+
+def test_adapters_of_a_network_start_from_its_own_inputs():
+    images = normal(6, 4, 4, 3)
+    params = Net().init(jax.random.key(0), images)["params"]
+
+    def loss(params):
+        return jnp.mean(jnp.square(Net().apply({"params": params}, images)))
+
+    seen = jax.jit(rpx.inputs(loss, gradients=True))(params)
+    patches = np.stack([images[:, i : i + 3, j : j + 3] for i in range(2) for j in range(2)], -2).reshape(-1, 12)
+    hidden = np.tanh(patches @ np.asarray(params["conv"]["kernel"]).reshape(12, 5))
+    split = np.tanh(hidden @ np.asarray(params["heads"]["kernel"]).reshape(5, 6))
+    gradients = jax.grad(loss)(params)
+    stages = {"conv": {"rows": (0, 1, 2)}, "heads": {"columns": (1, 2)}, "out": {"rows": (0, 1)}}
+    for start in FROM_DATA:
+        p = rpx.Chain(tuple(rpx.LoRA(2, start=start, where=f"{name}/.*", **axes) for name, axes in stages.items()))
+        raw = p.init(params, seen=seen)
+        jax.tree.map(lambda w, x: np.testing.assert_allclose(w, x, atol=1e-5), p.apply(raw), params)
+        for name, data in {"conv": patches, "heads": hidden, "out": split}.items():
+            held, inputs = raw[name]["kernel"]["@lora"], data.shape[1]
+            shape = (inputs, params[name]["kernel"].size // inputs)
+            w, gradient = (np.asarray(tree[name]["kernel"]).reshape(shape) for tree in (params, gradients))
+            alone, _ = started(rpx.LoRA(2, start=start), w, seen_of(data, gradient, shape))
+            up_to_sign(held["a"].reshape(inputs, 2), alone["a"], rtol=1e-3, atol=1e-3)
+            up_to_sign(held["b"].reshape(2, -1).T, alone["b"].T, rtol=1e-3, atol=1e-3)
 
 
 # Odd data. ---------------------------------------------------------------------------------------------------------

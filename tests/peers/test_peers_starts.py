@@ -83,6 +83,41 @@ def test_eva_is_that_of_peft():
     np.testing.assert_array_equal(w, theirs[2])
 
 
+class Two(torch.nn.Module):
+    """Layers with inputs of their own, of which few directions are large and many."""
+
+    def __init__(self):
+        super().__init__()
+        self.few, self.many, self.some = (torch.nn.Linear(12, 8) for _ in range(3))
+
+    def forward(self, few, many, some):
+        return self.few(few) + self.many(many) + self.some(some)
+
+
+@pytest.mark.parametrize("rho", [1.0, 1.5, 2.0])
+def test_ranks_are_those_that_eva_gives_in_peft(rho):
+    sizes = {"few": np.geomspace(1, 1e-3, 12), "many": np.linspace(1, 0.8, 12), "some": np.linspace(1, 0.1, 12) ** 2}
+    drawn = {
+        name: np.random.default_rng(i).standard_normal((64, 12)) * size for i, (name, size) in enumerate(sizes.items())
+    }
+    data = {name: np.concatenate([x, -x]).astype(np.float32) for name, x in drawn.items()}
+    config = peft.LoraConfig(
+        r=RANK, target_modules=[*data], init_lora_weights="eva", eva_config=peft.EvaConfig(rho=rho)
+    )
+    loader = [{name: torch.from_numpy(x) for name, x in data.items()}]
+    model = peft.get_peft_model(Two(), config)
+    found = eva.get_eva_state_dict(
+        model, loader, prepare_model_inputs_fn=None, prepare_layer_inputs_fn=None, show_progress_bar=False
+    )
+    theirs = {name.rpartition(".")[2]: len(a) for name, a in found.items()}
+    moments = {name: jnp.asarray(x.T @ x)[None] for name, x in data.items()}
+    seen = {
+        name: Seen((Read(jnp.ones(1), None, x, None, None, (12, 8), (0, 1), (), (0,)),)) for name, x in moments.items()
+    }
+    assert rpx.eva_ranks(seen, RANK, rho) == theirs
+    assert (len(set(theirs.values())) > 1) == (rho > 1)
+
+
 @pytest.mark.parametrize("mode", ["ipm", "kpm"])
 def test_corda_is_that_of_peft(mode, tmp_path):
     file = str(tmp_path / "moments.pt")

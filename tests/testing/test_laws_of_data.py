@@ -46,8 +46,8 @@ class Misled(rpx.Stored):
 def test_a_stage_that_loses_more_breaks_it():
     with raises(
         AssertionError,
-        "Misled('int8', axis=-1) breaks the law of learned: the error of outputs of 'dense/kernel' is 2.38e+08, but 0.102 "
-        "without data.",
+        "Misled('int8', axis=-1) breaks the law of learned: the error of outputs of 'dense/kernel' is 2.38e+08, but "
+        "0.102 without data.",
     ):
         check_laws(Misled("int8", axis=-1), PARAMS, laws=(), seen=data())
 

@@ -261,6 +261,22 @@ def test_regmean_of_stacked_and_turned_kernels_is_that_of_each():
         np.testing.assert_allclose(layer.T, each, atol=1e-4)
 
 
+def test_regmean_of_networks_reads_what_each_of_them_computes():
+    def outputs(params, x):
+        return jnp.tanh(x @ params["in"] + params["bias"][None]) @ params["out"]
+
+    draw = np.random.default_rng(20).standard_normal
+    models = [{"in": draw((6, 5)), "bias": draw(5), "out": draw((5, 3))} for _ in range(2)]
+    models = jax.tree.map(jnp.float32, models)
+    seen = [rpx.inputs(outputs)(model, x) for model, x in zip(models, DATA, strict=False)]
+    got = rpx.merge(models, "regmean", seen=seen, off_diagonal=1)
+    hidden = [np.tanh(x @ model["in"] + model["bias"][None]) for model, x in zip(models, DATA, strict=False)]
+    for name, data in {"in": DATA[:2], "out": hidden}.items():
+        wanted = np.concatenate([x @ model[name] for x, model in zip(data, models, strict=True)])
+        np.testing.assert_allclose(got[name], np.linalg.lstsq(np.concatenate(data), wanted)[0], atol=1e-3)
+    np.testing.assert_allclose(got["bias"], (models[0]["bias"] + models[1]["bias"]) / 2, atol=1e-6)
+
+
 def test_an_array_that_is_read_in_two_ways_gets_the_mean():
     models = [model | {"tied": model["w"]} for model in KERNELS]
     both = [seen_of(x) | {"tied": Seen(seen_of(x)["w"].reads * 2)} for x in DATA]

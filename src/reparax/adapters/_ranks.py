@@ -1,0 +1,71 @@
+"""Ranks that differ between arrays, by how many directions their inputs have."""
+
+import numpy as np
+
+from reparax._axes.seen import Seen
+from reparax._numerics.arguments import check_known_number, check_positive_whole
+from reparax._tree.paths import PyTree, named, path_text
+
+
+def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
+    r"""Ranks for adapters that start by ``LoRA(..., start="eva")``: more where the inputs vary in more directions.
+
+    For each array, direction i of its inputs explains the part :math:`\lambda_i / \sum_j \lambda_j` of their second
+    moments. Of the directions of all arrays, those that explain most are taken, ``rank`` times the number of arrays
+    together, and at most ``rho`` times ``rank`` of one array. An array without any is not adapted. One array that holds
+    all layers has one rank: such arrays are left out.
+
+    Args:
+      seen: What each array is multiplied with, :func:`inputs` with full moments. Arrays that no product reads as one
+        matrix are left out. Take only those that you adapt, by ``where`` of :func:`inputs`.
+      rank: The mean rank.
+      rho: How many times the mean rank an array may have, at least 1.
+
+    Returns:
+      A rank for each path, 0 to :math:`\rho \, \text{rank}`.
+
+    Raises:
+      ValueError: If no array has full moments, or ``rho`` is less than 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> params = {"a": jnp.ones((8, 2)), "b": jnp.ones((8, 2))}
+      >>> one, many = jnp.ones((9, 8)), jax.random.normal(jax.random.key(0), (9, 8))
+      >>> seen = rpx.inputs(lambda p, x: jnp.sum(x[0] @ p["a"] + x[1] @ p["b"]))(params, (one, many))
+      >>> ranks = rpx.eva_ranks(seen, 2)
+      >>> ranks
+      {'a': 1, 'b': 3}
+      >>> p = rpx.Chain(tuple(rpx.LoRA(rank, start="eva", where=path) for path, rank in ranks.items()))
+      >>> p.init(params, seen=seen)["b"]["@lora"]["a"].shape
+      (8, 3)
+
+    References:
+      Paischer, Hauzenberger, Schmied, Alkin, Deisenroth and Hochreiter, *Explained Variance Adaptation* (EVA), 2024.
+    """
+    check_positive_whole(rank, "eva_ranks", "rank")
+    if check_known_number(rho, "eva_ranks", "rho") < 1:
+        raise ValueError(f"eva_ranks got rho={rho}, but takes at least 1.")
+    paths, nodes, _ = named(seen, lambda x: isinstance(x, Seen))
+    parts = {
+        path_text(path): found for path, x in zip(paths, nodes, strict=True) if (found := _explained(x)) is not None
+    }
+    if not parts:
+        raise ValueError(
+            "eva_ranks found no array that products read as one matrix, with full moments. Pass the result of "
+            "`rpx.inputs(loss)(params, batch)`."
+        )
+    most = round(rank * rho)
+    ordered = sorted(((part, path) for path, found in parts.items() for part in found[:most]), key=lambda x: -x[0])
+    taken = [path for _, path in ordered[: rank * len(parts)]]
+    return {path: taken.count(path) for path in parts}
+
+
+def _explained(seen: Seen) -> np.ndarray | None:
+    """The part of the moments in each direction, the largest first; None if the array is not read as one matrix."""
+    if len(seen.reads) != 1:
+        return None
+    (read,) = seen.reads
+    if read.second is None or read.second.ndim < 3 or len(read.second) != 1:
+        return None
+    values = np.linalg.eigvalsh(np.asarray(read.second[0], np.float64))[::-1]
+    return values / max(values.sum(), np.finfo(np.float64).tiny)
