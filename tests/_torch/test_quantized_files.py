@@ -49,6 +49,69 @@ def test_gptq(config, first):
     np.testing.assert_array_equal(got, want.astype(np.float16))
 
 
+def test_gptq_by_importance():
+    tensors, _ = gptq()
+    plain = read(tensors, GPTQ)
+    order = np.random.default_rng(3).permutation(64)
+    words = tensors["dense.qweight"].view(np.uint32)
+    codes = ((words[:, None] >> (4 * np.arange(8, dtype=np.uint32))[:, None]) & 15).reshape(64, 16)[order]
+    packed = np.sum(codes.reshape(8, 8, 16) << (4 * np.arange(8))[None, :, None], axis=1).astype(np.uint32)
+    changed = {"dense.qweight": packed.view(np.int32), "dense.g_idx": tensors["dense.g_idx"][order]}
+    p, raw = rpx.from_quantized({**BIAS, **tensors, **changed}, {**GPTQ, "desc_act": True}, LIKE)
+    assert np.ptp(changed["dense.g_idx"][:3]) == 1  # blocks alone do not tell them
+    np.testing.assert_array_equal(np.asarray(jax.jit(p.apply)(raw)["dense"]["kernel"]).T, plain[:, order])
+    tuned = p >> rpx.LoRA(2, where="dense/kernel")
+    kept = rpx.transfer(p, tuned, raw)
+    np.testing.assert_array_equal(np.asarray(tuned.apply(kept)["dense"]["kernel"]).T, plain[:, order])
+    held = raw["dense"]["kernel"]["@stored"]["@fixed"]
+    assert (held["order"].dtype, held["q"].nbytes) == (np.int32, 64 * 16 // 2)
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def nvfp4():
+    """Two codes in a byte, scales in float8 that one number divides: computed in float32, and rounded to bfloat16."""
+    codes = RNG.integers(0, 16, (16, 64))
+    scale = RNG.uniform(1, 400, (16, 4)).astype(jnp.float8_e4m3fn)
+    names = {
+        "weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8),
+        "weight_scale": scale,
+        "weight_global_scale": np.array([2617.3], np.float32),
+        "input_global_scale": np.array([13.0], np.float32),
+    }
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes > 7, -1, 1)
+    whole = np.repeat(scale.astype(np.float32) / names["weight_global_scale"], 16, axis=1)
+    return {f"dense.{name}": x for name, x in names.items()}, (numbers.astype(np.float32) * whole).astype(jnp.bfloat16)
+
+
+def test_nvfp4():
+    tensors, want = nvfp4()
+    got = read(tensors, COMPRESSED)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_by_importance(symmetric):
+    codes, scale = RNG.integers(0, 16, (16, 64)), RNG.uniform(0.01, 0.1, (16, 2)).astype(np.float16)
+    group = np.random.default_rng(4).permutation(np.arange(64) // 32).astype(np.int32)
+
+    def words(x):
+        return np.sum(x.reshape(len(x), -1, 8) << (4 * np.arange(8)), axis=2).astype(np.uint32).view(np.int32)
+
+    tensors = {"weight_packed": words(codes), "weight_scale": scale, "weight_g_idx": group}
+    zero = np.full((16, 2), 8) if symmetric else RNG.integers(0, 16, (16, 2))
+    tensors |= {} if symmetric else {"weight_zero_point": words(zero.T).T.copy()}
+    config = {**COMPRESSED, "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    got = read({f"dense.{name}": x for name, x in tensors.items()}, config)
+    np.testing.assert_array_equal(got, scale[:, group] * (codes - zero[:, group]).astype(np.float16))
+    without = read({f"dense.{name}": x for name, x in {**tensors, "weight_g_idx": 0 * group - 1}.items()}, config)
+    np.testing.assert_array_equal(
+        without, np.repeat(scale, 32, 1) * (codes - np.repeat(zero, 32, 1)).astype(np.float16)
+    )
+
+
 def test_awq():
     codes, zeros = RNG.integers(0, 16, (64, 16)), RNG.integers(0, 16, (2, 16))
     scales, order = RNG.uniform(0.01, 0.1, (2, 16)).astype(np.float16), [0, 2, 4, 6, 1, 3, 5, 7]
@@ -210,10 +273,30 @@ DAMAGED = {
         GPTQ,
         "dense.weight: there is no 'qzeros'",
     ),
-    "another order": (
-        broken(gptq(), g_idx=lambda x: x[::-1].copy()),
+    "an order of other groups": (
+        broken(gptq(), g_idx=lambda x: x * 0),
         GPTQ,
-        "dense.weight: its inputs are in the order of their importance (desc_act), which blocks cannot tell",
+        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other numbers of them",
+    ),
+    "an order beyond the scales": (
+        broken(gptq(), g_idx=lambda x: x + 2**30),
+        GPTQ,
+        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other numbers of them",
+    ),
+    "nvfp4 that is cut off": (
+        broken(nvfp4(), weight_packed=lambda x: x[:, 1:]),
+        COMPRESSED,
+        "dense.weight: expected 'weight_packed' of uint8[16, 32], got uint8[16, 31]",
+    ),
+    "nvfp4 with scales that are no numbers": (
+        broken(nvfp4(), weight_scale=lambda x: np.full_like(x, np.nan)),
+        COMPRESSED,
+        "dense.weight: 'weight_scale' holds numbers that are not finite",
+    ),
+    "nvfp4 divided by nothing": (
+        broken(nvfp4(), weight_global_scale=lambda x: 0 * x),
+        COMPRESSED,
+        "dense.weight: expected a number by which scales are divided as 'weight_global_scale', got 0",
     ),
     "bits that nobody packs": (
         gptq()[0],

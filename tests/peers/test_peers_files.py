@@ -103,6 +103,22 @@ def test_compressed_tensors_packed(bits, symmetric):
     np.testing.assert_array_equal(got, forward.dequantize(q, scale, zero, args).float().numpy())
 
 
+def test_compressed_tensors_nvfp4():
+    compressor = pytest.importorskip("compressed_tensors.compressors.nvfp4").NVFP4PackedCompressor
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    args = schemes.QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
+    scheme = schemes.QuantizationScheme(targets=["Linear"], weights=args)
+    w = torch.from_numpy(weights()).bfloat16()
+    whole = torch.tensor([6 * 448 / float(w.abs().max())])
+    scale = (whole * w.float().reshape(64, 32, 16).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    state = {"weight": w, "weight_scale": scale.bfloat16(), "weight_global_scale": whole}
+    file = compressor.compress(state, scheme)
+    got, bits = read({f"dense.{name}": x for name, x in file.items()}, {"quant_method": "compressed-tensors"})
+    np.testing.assert_array_equal(got, compressor.decompress(file, scheme)["weight"].float().numpy())
+    assert np.abs(got - weights()).max() < np.abs(weights()).max() / 6
+    assert bits <= 4.51
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_compressed_tensors_by_output(dtype):
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")

@@ -189,6 +189,7 @@ SIZES = [
     (rpx.Stored("mxfp8"), 8.25),
     (rpx.Stored("mxfp4"), 4.25),
     (rpx.Stored("nvfp4"), 4.5),
+    (rpx.Stored("nvfp4-pack"), 4.5),
     (rpx.Stored("dynamic8", block=256), 8.125),
     (rpx.Stored("int8", block=(128, 128)), 8.01),
 ]
@@ -205,3 +206,16 @@ def test_the_settings_are_kept_in_json():
     assert rpx.from_json(p.to_json()) == p
     old = '{"reparax": 1, "stages": [{"class": "reparax.Stored", "format": "nf4", "block": 64, "double_quant": true}]}'
     assert rpx.from_json(old) == rpx.Stored("nf4", block=64, double_quant=True)
+
+
+@pytest.mark.parametrize("stacked", [(), (0,)])
+def test_stored_entries_may_have_an_order_of_their_own(stacked):
+    w = jnp.asarray(np.random.default_rng(6).standard_normal((2,) * len(stacked) + (16, 6)), jnp.float32)
+    plain, p = (rpx.Stored("int4", block=4, stacked=stacked, ordered=ordered) for ordered in (False, True))
+    raw = p.init({"w": w})
+    held = raw["w"]["@stored"]["@fixed"]
+    want = plain.apply(plain.init({"w": w}))["w"]
+    np.testing.assert_array_equal(p.apply(raw)["w"], want)
+    place = np.random.default_rng(7).permutation(16)
+    held["order"] = jnp.broadcast_to(jnp.asarray(place, jnp.int32), held["order"].shape)
+    np.testing.assert_array_equal(p.apply(raw)["w"], np.take(np.asarray(want), place, axis=-2))

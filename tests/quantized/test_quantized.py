@@ -250,7 +250,17 @@ NAMES = ", ".join(
         repr,
         [
             *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(8, 0, -1)),
-            *("nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "dynamic8"),
+            *(
+                "nf4",
+                "float4_e2m1fn",
+                "float8_e4m3fn",
+                "float8_e5m2",
+                "mxfp8",
+                "mxfp4",
+                "nvfp4",
+                "nvfp4-pack",
+                "dynamic8",
+            ),
             *("udynamic8", *(f"gguf:q{kind}" for kind in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_k"))),
         ],
     )

@@ -40,15 +40,17 @@ def from_quantized(
     ========================  =======================================================  =============================
     ``quant_method``          what is read                                             reference
     ========================  =======================================================  =============================
-    ``"gptq"``                2, 3, 4 and 8 bits, without ``desc_act``                 ``scale (q - zero)``
+    ``"gptq"``                2, 3, 4 and 8 bits, also with ``desc_act``               ``scale (q - zero)``
     ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
     ``"bitsandbytes"``        nf4, also with rounded scales, and int8                  ``scale number(q)``
-    ``"compressed-tensors"``  pack-quantized, int-quantized and float-quantized        ``scale (q - zero)``
+    ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
     ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
     ========================  =======================================================  =============================
 
     Weights that the file does not quantize get the dtype of ``like``; those that it does have the dtype of its scales,
-    which is float32 for GGUF and bitsandbytes.
+    which is float32 for GGUF and bitsandbytes, and bfloat16 for nvfp4. Inputs that a file has ordered by importance
+    (``desc_act``, ``actorder``) are stored in the order of their scales, and ``order`` says where each one is. What a
+    file says about rounding activations is left out.
 
     Args:
       tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
@@ -129,7 +131,7 @@ def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, An
         return {last: (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
     start = f"{module}." if module else ""
     found = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
-    own = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format"}
+    own = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
     return {end: pair for end, pair in found.items() if end in own or re.fullmatch(r"weight([._].*)?", end)}
 
 
@@ -152,7 +154,8 @@ def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> t
     block = None if matrix.block in (None, FORMATS[matrix.format].block, shape[1]) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _outputs(entry) if by_output or not turned else None
-    stage = Stored(matrix.format, block=block, axis=axes, stacked=tuple(range(len(entry.index))))
+    stacked = tuple(range(len(entry.index)))
+    stage = Stored(matrix.format, block=block, axis=axes, ordered="order" in values, stacked=stacked)
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
 

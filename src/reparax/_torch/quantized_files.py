@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from reparax.quantized._formats import FORMATS, NF4
@@ -89,11 +90,24 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     codes = words(take(tensors, "qweight", (inputs * bits // 32, out), "int32"), bits, 0)
     zeros = words(take(tensors, "qzeros", (groups, out * bits // 32), "int32"), bits, 1)
     scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
-    if "g_idx" in tensors and np.any(take(tensors, "g_idx", (inputs,), "int32", "int64") != np.arange(inputs) // size):
-        raise ValueError("its inputs are in the order of their importance (desc_act), which blocks cannot tell")
     first = config.get("checkpoint_format", "gptq") != "gptq_v2"
     zero = (zeros.astype(np.int32) + first).astype(scales.dtype)
-    return Matrix(f"uint{bits}", size, {"q": codes.T, "scale": scales.T, "zero": zero.T})
+    values = _in_order({"q": codes.T, "scale": scales.T, "zero": zero.T}, tensors, "g_idx", size)
+    return Matrix(f"uint{bits}", size, values)
+
+
+def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: int) -> dict[str, np.ndarray]:
+    """Values whose inputs are in the order of their scales, and where each input is, if that is another order."""
+    inputs = values["q"].shape[1]
+    scale = take(tensors, name, (inputs,), "int32", "int64") if name in tensors else np.full(inputs, -1)
+    if np.all(scale == -1):  # compressed-tensors says so where there is no order
+        return values
+    if not np.array_equal(np.sort(scale), np.arange(inputs) // size):
+        raise ValueError(f"expected each scale for {size} inputs in {name!r}, got other numbers of them")
+    after = np.argsort(scale, kind="stable")
+    if np.array_equal(after, np.arange(inputs)):
+        return values
+    return {**values, "q": values["q"][:, after], "order": np.argsort(after).astype(np.int32)}
 
 
 def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
@@ -165,6 +179,8 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
     """compressed-tensors: words of codes along the inputs, counted from the smallest; or plain int8 and float8."""
     if "weight_scale" not in tensors:
         return None
+    if "weight_global_scale" in tensors:
+        return _nvfp4(tensors, shape)
     (out, inputs), scale = shape, tensors["weight_scale"]
     scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
     count = scale.shape[-1] if scale.ndim == 2 else 0
@@ -173,25 +189,37 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
     if scale.shape[0] not in (1, out):
         raise ValueError(f"expected a scale for each of {out} outputs, got {scale.shape[0]}")
     values = {"scale": np.broadcast_to(scale, (out, count))}
-    if "weight_g_idx" in tensors and np.any(
-        take(tensors, "weight_g_idx", (inputs,), "int32", "int64") != np.arange(inputs) // size
-    ):
-        raise ValueError("its inputs are in the order of their importance (actorder), which blocks cannot tell")
     if "weight_packed" not in tensors:
         if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
             raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
         q = take(tensors, "weight", shape, "int8", "float8_e4m3fn")
-        return Matrix(q.dtype.name, size, {"q": q, **values})
+        return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
     bits = _bits(config)
     packed = take(tensors, "weight_packed", (out, -(-inputs * bits // 32)), "int32")
     codes = words(packed, bits, 1)[:, :inputs] if inputs * bits % 32 == 0 else None
     if codes is None:
         raise ValueError(f"its {inputs} inputs of {bits} bits fill no whole words")
     if "weight_zero_point" not in tensors:
-        return Matrix(f"int{bits}", size, {"q": signed(codes, bits), **values})
+        values |= {"q": signed(codes, bits)}
+        return Matrix(f"int{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
     held = take(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
     zero = words(held, bits, 0)[:out].astype(scale.dtype)
-    return Matrix(f"uint{bits}", size, {"q": codes, **values, "zero": zero})
+    values |= {"q": codes, "zero": zero}
+    return Matrix(f"uint{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
+
+
+def _nvfp4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
+    """nvfp4-pack-quantized: two codes in a byte, the first in the low half, and scales that one number divides."""
+    out, inputs = shape
+    count = whole_parts(inputs, 16, "the block of")
+    pairs = take(tensors, "weight_packed", (out, inputs // 2), "uint8")
+    scale = take(tensors, "weight_scale", (out, count), "float8_e4m3fn")
+    divisor = take(tensors, "weight_global_scale", (1,), "float32").reshape(1, 1)
+    if divisor[0, 0] == 0:
+        raise ValueError("expected a number by which scales are divided as 'weight_global_scale', got 0")
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(shape)
+    # The library computes in float32 and returns bfloat16, which the unit tells.
+    return Matrix("nvfp4-pack", 16, {"q": codes, "scale": scale, "unit": np.ones((1, 1), jnp.bfloat16), "per": divisor})
 
 
 def _bits(config: Mapping[str, Any]) -> int:

@@ -18,12 +18,14 @@ class Scales:
       top: The code of the largest scale.
       shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
         all of the array.
+      divided: Whether a number of float32 divides scales, and the unit is 1 and tells the dtype of the weights alone.
     """
 
     dtype: str
     least: float = 0.0
     top: float = 1.0
     shared: int | None = 0
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ FORMATS = {
     "mxfp8": Format(floating("float8_e4m3fn"), 32, POWERS),
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
+    "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
     "dynamic8": Format(_dynamic(signed=True)),
     "udynamic8": Format(_dynamic(signed=False)),
     "gguf:q4_0": Format(whole(4, signed=True), 32, HALF),

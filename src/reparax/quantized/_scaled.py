@@ -171,7 +171,11 @@ class Scaled(Reparametrization):
         codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
-        return {name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype), unit: one}
+        held = {name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype), unit: one}
+        if not self._scales.divided:
+            return held
+        wide = widened(one)
+        return {**held, unit: jnp.ones_like(one), "per": divided(jnp.ones_like(wide), wide)}
 
     def _over_units(self, scale: Array) -> Blocks:
         """Which scales share a unit."""
@@ -190,7 +194,8 @@ class Scaled(Reparametrization):
         one = widened(values[unit])
         if self._scales.dtype == "exponent":
             held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
-        return held.astype(one.dtype) * self._over_units(held).spread(one)
+        scale = held.astype(one.dtype) * self._over_units(held).spread(one)
+        return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
     def _entries(self, held: dict[str, Array], blocks: Blocks) -> Entries:
         """The scale of each entry, with its zero, its offset and its factor where there are some."""
@@ -212,6 +217,7 @@ class Scaled(Reparametrization):
         """The array of ``codes``."""
         entries = self._entries(held, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
+        x = jnp.take(x, held["order"], axis=self._cut(codes)) if "order" in held else x
         return x.astype(held["unit" if self._scales else "scale"].dtype)
 
 

@@ -27,12 +27,12 @@ class Stored(Scaled):
     A format is a row of the table below: the numbers that codes stand for, and what scales are stored as. Raw values,
     all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of the weights;
     and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the dtype of the
-    weights, in units of which scales are stored; ``offset`` and ``offset_unit`` are like these two. Codes of fewer than
-    eight bits share bytes along the cut axis: a stream of bits, the first code in the lowest ones. ``init`` rounds to
-    the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest number, up to a
-    sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that array lives only
-    while it is used. The codes have no gradient: pass only what trains to ``jax.grad``, with
-    ``free, fixed = rpx.partition(raw)``.
+    weights, in units of which scales are stored; ``offset`` and ``offset_unit`` are like these two; ``per``, in
+    float32, divides scales. Codes of fewer than eight bits share bytes along the cut axis: a stream of bits, the first
+    code in the lowest ones. ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of
+    a block to the largest number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights;
+    in a jitted step, that array lives only while it is used. The codes have no gradient: pass only what trains to
+    ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -47,6 +47,7 @@ class Stored(Scaled):
     ``"mxfp8"``                   those of float8_e4m3fn              8.25: scales are powers of two, by 32
     ``"mxfp4"``                   those of float4_e2m1fn              4.25: scales are powers of two, by 32
     ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
+    ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
     ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256; for moments
     ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; for second moments
     ``"gguf:q4_0"``               those of int4; also q5_0, q8_0      4.5, 5.5, 8.5: scales are float16, by 32
@@ -84,6 +85,8 @@ class Stored(Scaled):
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
       act_order: With ``fit="gptq"``, whether inputs are rounded in the order of their size, the largest first.
       percdamp: With ``fit="gptq"``, what is added to the diagonal of the inputs' second moments, in units of its mean.
+      ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
+        The raw value ``order``, int32, of the size of that axis, says which of them each entry is; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
         ``init`` needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
@@ -111,6 +114,7 @@ class Stored(Scaled):
 
     fit: str = argument(one_of(*FITS, *LEARNED), default="absmax", kw_only=True)
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+    ordered: bool = argument(check_flag, default=False, kw_only=True)
     act_order: bool = argument(check_flag, default=False, kw_only=True)
     percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
@@ -161,10 +165,11 @@ class Stored(Scaled):
         return isinstance(self._block, int) and alone and not self.act_order
 
     def _stored(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+        order = {"order": jnp.arange(w.shape[self._cut(w)], dtype=jnp.int32)} if self.ordered else {}
         if self.fit not in LEARNED:
-            return self._values_of(w, self._held(w), key)
+            return self._values_of(w, self._held(w), key) | order
         moments, start = LEARNED[self.fit]
-        return start(self, w, needed(seen, moments).read(moments, w, self._inputs(w)))
+        return start(self, w, needed(seen, moments).read(moments, w, self._inputs(w))) | order
 
     def _inputs(self, w: Array) -> tuple[int, ...] | None:
         """The axes that inputs must lie along, or None for any."""
