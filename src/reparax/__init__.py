@@ -81,9 +81,11 @@ from reparax.numbers import Positive as Positive
 from reparax.numbers import Scale as Scale
 from reparax.numbers import Simplex as Simplex
 from reparax.products import Explained as Explained
+from reparax.products import ExplainedDraws as ExplainedDraws
 from reparax.products import explain as explain
 from reparax.products import factored as factored
 from reparax.products import inputs as inputs
+from reparax.products import local as local
 from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
+from reparax._core.keys import key_of_use
 
 W = jnp.zeros((3, 2))
 
@@ -48,3 +49,10 @@ def test_a_class_that_has_the_name_of_a_stage_of_ours_gets_a_kind_of_its_own():
 
     assert WeightNorm.kind == "test_keys_weight_norm"
     assert rpx.labels(raw, main=1, aux=2) == {"w": {"@weight_norm": {"g": 2, "v": 1}}}
+
+
+def test_each_use_of_a_draw_has_a_key_of_its_own(key):
+    found = [key_of_use(key, jnp.uint32(i), ()) for i in range(3)] + [key]
+    assert len({tuple(np.asarray(jax.random.key_data(each)).tolist()) for each in found}) == 4
+    batch = jnp.stack([key, found[0]])
+    assert key_of_use(batch, jnp.uint32(1), ()) == found[1]

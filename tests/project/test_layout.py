@@ -23,7 +23,7 @@ ALLOWED = {
     "training": set(FLOORS),
     "_programs": {"_tree", "_core"},
     "memory": {"_tree", "_numerics", "_core", "_programs"},
-    "products": {"_tree", "_numerics", "_axes", "_programs"},
+    "products": {"_tree", "_numerics", "_axes", "_core", "_programs"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},

@@ -80,6 +80,16 @@ def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.split(key, shape)
 
 
+def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
+
+    It differs between shards along the mesh axes ``axes``.
+    """
+    for each in (number, *map(jax.lax.axis_index, axes)):
+        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, each)
+    return key
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array of dtype {value.dtype} and shape {value.shape}"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -389,3 +389,12 @@ def as_varying(x: Any, names: Iterable[str]) -> Any:
         return x
     pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)
+
+
+def varying(*arrays: Any) -> list[str] | None:
+    """The mesh axes over which arrays vary; None in a ``shard_map`` of which JAX does not tell."""
+    found: Any = [jax.typeof(x) for x in arrays]
+    # The latter in jax 0.10.2, the former before it.
+    axes = {axis for x in found for axis in (x.vma if hasattr(x, "vma") else x.manual_axis_type.varying)}
+    manual = any(kind is AxisType.Manual for x in found for kind in x.sharding.mesh.axis_types)
+    return None if manual and not axes else sorted(axes)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, check_slices, other_axes
+from reparax._core import random
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
 from reparax._tree.values import Values, aux, main
-from reparax.noise import _random
 
 
 class Gaussian(Reparametrization):
@@ -69,7 +69,7 @@ class Gaussian(Reparametrization):
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         mean = widened(values["mean"])
         std = jax.nn.softplus(values["rho"]).astype(mean.real.dtype)
-        return (mean + std.astype(mean.dtype) * _random.normal(key, mean)).astype(values["mean"].dtype)
+        return (mean + std.astype(mean.dtype) * random.normal(key, mean)).astype(values["mean"].dtype)
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         return values["mean"]

@@ -9,13 +9,13 @@ import numpy as np
 from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, check_slices, other_axes
+from reparax._core import random
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
 from reparax._tree.values import Values, aux, fixed, main
-from reparax.noise import _random
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
 LARGEST = 0.68
@@ -84,7 +84,7 @@ class HardConcrete(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         x = widened(values["w"])
-        u = _random.uniform(key, x, self._shared(x))
+        u = random.uniform(key, x, self._shared(x))
         logit = jnp.log(jnp.maximum(u, jnp.finfo(u.dtype).tiny)) - jnp.log1p(-u)
         s = jax.nn.sigmoid((logit.astype(values["log_alpha"].dtype) + values["log_alpha"]) / TEMPERATURE)
         return self._gated(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))

@@ -11,6 +11,7 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, check_axes, check_features, other_axes, unstacked
 from reparax._axes.stacked import map_stacked
+from reparax._core import random
 from reparax._core.keys import split_key
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
@@ -18,7 +19,6 @@ from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
 from reparax._numerics.linalg import product
 from reparax._stage.varied import per_array
-from reparax.noise import _random
 from reparax.noise._batches import Drawn
 
 
@@ -103,7 +103,7 @@ class VarNoise(Drawn):
 
     def draw(self, like: Array, key: Array) -> Array:
         if not self._is_low(like):
-            return _random.normal(key, widened(like))
+            return random.normal(key, widened(like))
         if key.ndim:
             return jax.lax.map(lambda one: self.draw(like, one), key)
         return self._unfolded(product(*self._factors(widened(like), key)), like)
@@ -141,8 +141,8 @@ class VarNoise(Drawn):
         own = [n for axis, n in enumerate(like.shape) if axis not in places]
         stack, rows, columns = [like.shape[axis] for axis in places], math.prod(own[:-1]), own[-1]
         first, second = split_key(key, (2,))
-        a = _random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
-        return a, _random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
+        a = random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
+        return a, random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
 
     def _unfolded(self, matrices: Array, like: Array) -> Array:
         """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
@@ -191,7 +191,7 @@ class WeightDropout(Drawn):
         return self.broadcast, self.stacked
 
     def draw(self, like: Array, key: Array) -> Array:
-        return _random.uniform(key, like, unstacked(self.broadcast, like, self.stacked))
+        return random.uniform(key, like, unstacked(self.broadcast, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x, keep = widened(w), _keep(self.rate)

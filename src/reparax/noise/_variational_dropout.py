@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._core import random
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number, check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
 from reparax._tree.values import Values, aux, fixed, main
-from reparax.noise import _random
 
 TINY = 1e-8
 K1, K2, K3 = 0.63576, 1.87320, 1.48695
@@ -66,7 +66,7 @@ class VariationalDropout(Reparametrization):
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         theta = widened(values["theta"])
         std = jnp.exp(values["log_var"] / 2).astype(theta.dtype)
-        return _alive(values, theta + std * _random.normal(key, theta)).astype(values["theta"].dtype)
+        return _alive(values, theta + std * random.normal(key, theta)).astype(values["theta"].dtype)
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         return _alive(values, values["theta"])

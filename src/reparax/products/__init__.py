@@ -23,9 +23,14 @@ A weight is a sum of products of smaller arrays (``_sums``). It starts where arr
 loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and its cost. ``_reader`` follows
 weights through a program, and ``_factoring`` says what to do with them. The program is evaluated twice: first to record
 what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
+
+With noise on a weight, the same rules follow its mean and its draws to the products with data, where each row of the
+result draws for itself: ``_drawing`` says what to do, and ``_noisy`` computes means and variances.
 """
 
 from reparax.products._explained import Explained as Explained
 from reparax.products._explained import explain as explain
+from reparax.products._explained_draws import ExplainedDraws as ExplainedDraws
 from reparax.products._factored import factored as factored
 from reparax.products._inputs import inputs as inputs
+from reparax.products._local import local as local

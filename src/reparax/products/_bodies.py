@@ -164,7 +164,7 @@ def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
             if label in factor.labels:
                 stacked.append(jnp.moveaxis(factor.whole, factor.labels.index(label), 0))
                 own = tuple(other for other in factor.labels if other is not label)
-                factors[i] = Factor(None, own, factor.still)
+                factors[i] = replace(factor, array=None, labels=own)
         products.append(Product(tuple(factors), tuple(rest)))
     return stacked, replace(x, products=tuple(products), shape=x.shape[1:])
 
@@ -239,7 +239,7 @@ def _local(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
                 shards = () if names is None else names if isinstance(names, tuple) else (names,)
                 held.setdefault(label, Label(n, shards=shards) if shards else label)
             own = [held[label] for label in factor.labels]
-            factors.append(Factor(array, tuple(own), factor.still))
+            factors.append(replace(factor, array=array, labels=tuple(own)))
         groups = [[held.get(label, label) for label in group] for group in each.axes]
         axes = tuple(tuple(label for label in group if label.size != 1) for group in groups)
         products.append(Product(tuple(factors), axes))

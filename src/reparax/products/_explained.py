@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.sources import calls, source
 from reparax._tree.folding import folded
 from reparax._tree.paths import describe
+from reparax.products._explained_draws import ExplainedDraws, explained_draws
 from reparax.products._factored import known, planned, rehearse
-from reparax.products._plan import Plan, Read, Record
+from reparax.products._local import Local
+from reparax.products._paths import common_path, paths_of
+from reparax.products._plan import Plan, Read
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,17 @@ class Explained:
         return "\n".join(lines)
 
 
-def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
+def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained | ExplainedDraws:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
+
+    For ``rpx.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is for all.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The loss, as you pass it to :func:`factored`.
+      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local`.
       args: Its arguments, or their shapes and dtypes.
-      argnums: As for :func:`factored`.
+      argnums: As for :func:`factored`; what :func:`local` returns has its own.
       kwargs: Its keyword arguments.
 
     Raises:
@@ -82,15 +85,13 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
+    if isinstance(fun, Local):
+        return explained_draws(fun, args, kwargs)
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = given.traced()
     plan = planned(traced.program, traced.inputs, known(traced.program, traced.given))
-    paths = dict(enumerate(given.paths, start=len(traced.inputs) - len(given.paths)))
-    for i, v in enumerate(traced.program.invars):
-        if jnp.issubdtype(jaxprs.type_of(v).dtype, jax.dtypes.prng_key):
-            paths.pop(i, None)
-    return Explained(tuple(_weights(plan, paths, calls(traced.program))))
+    return Explained(tuple(_weights(plan, paths_of(given, traced), calls(traced.program))))
 
 
 def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
@@ -99,20 +100,7 @@ def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> 
         if reads:
             type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
             reason = _reason(plan.costs(root), reads, lines, in_factors=not record.is_formed)
-            yield Weight(_path(record, paths), type, not record.is_formed, reason)
-
-
-def _path(record: Record, paths: Mapping[int, str]) -> str:
-    """The common start of the paths of all arguments of a weight, without the stages' own values."""
-    found = [paths[i].split("/") for i in sorted(record.origins) if i in paths]
-    if len({names[0] for names in found}) > 1:  # several arguments hold parts of one tree
-        found = [names[1:] for names in found]
-    common: list[str] = []
-    for names in zip(*found, strict=False):
-        if len(set(names)) > 1 or names[0].startswith("@"):
-            break
-        common.append(names[0])
-    return "/".join(common) or ("of several parameters" if found else "closed over")
+            yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
 
 
 def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str], *, in_factors: bool) -> str:

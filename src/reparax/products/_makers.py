@@ -34,6 +34,12 @@ def may_make(eqn: JaxprEqn) -> bool:
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
+    found = combined(eqn, args, facts)
+    return found if found is not None and all(map(_is_worth, found.products)) else None
+
+
+def combined(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
     rule, dtype = _RULES.get(eqn.primitive.name), type_of(eqn.outvars[0]).dtype
     if (
@@ -44,8 +50,21 @@ def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | No
     ):
         return None
     sums = [x if isinstance(x, Sum) else _whole(x, still=each.still) for x, each in zip(args, facts, strict=True)]
-    found = rule(eqn, *sums)
-    return found if found is not None and all(map(_is_worth, found.products)) else None
+    return rule(eqn, *sums)
+
+
+def chosen(args: Sequence[Any]) -> Sum | None:
+    """Entries of one of two arrays, as a known array says: each times the zeros and ones of that array."""
+    which, *cases = args
+    if isinstance(which, Sum) or len(cases) != 2:
+        return None
+    products: list[Product | None] = []
+    for number, case in enumerate(cases):
+        x = case if isinstance(case, Sum) else _whole(case, still=False)
+        chosen = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
+        products += [multiplied(each, Product.of(chosen, still=True)) for each in x.products]
+    found = complete(products)
+    return None if found is None else Sum(tuple(found), cases[0].shape, cases[0].dtype, None, None)
 
 
 def _whole(x: Any, *, still: bool) -> Sum:

@@ -78,8 +78,8 @@ def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
     """``x`` times a number."""
 
     def change(each: Product) -> Product:
-        numbers = [factor for factor in each.factors if not factor.labels]
-        rest = [factor for factor in each.factors if factor.labels]
+        numbers = [factor for factor in each.factors if not factor.labels and factor.draw is None]
+        rest = [factor for factor in each.factors if factor.labels or factor.draw is not None]
         array, fixed = number, still
         for factor in numbers:
             array, fixed = array * factor.array.astype(x.dtype), fixed and factor.still

@@ -1,7 +1,7 @@
 """Arrays as sums of products of smaller arrays, as in einsum."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -42,11 +42,21 @@ Group = tuple[Label, ...]
 
 @dataclass(frozen=True)
 class Factor:
-    """An array with a label for each axis, and whether it gets no gradient."""
+    """An array with a label for each axis.
+
+    Attributes:
+      array: The array.
+      labels: Its labels.
+      still: Whether it gets no gradient.
+      draw: What tells it from other draws, if it is one of independent normal numbers; else None.
+      key: The key of this draw, or its keys.
+    """
 
     array: Any
     labels: Group
     still: bool
+    draw: Hashable = None
+    key: Any = None
 
     @property
     def size(self) -> int:
@@ -159,7 +169,7 @@ def complete(items: Iterable[T | None]) -> list[T] | None:
     return found
 
 
-for cls, data in {Factor: ["array"], Product: ["factors"], Sum: ["products"]}.items():
+for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["products"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
@@ -216,7 +226,7 @@ def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
     if not any(label in new for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
-    return Factor(factor.whole.reshape([label.size for label in labels]), labels, factor.still)
+    return replace(factor, array=factor.whole.reshape([label.size for label in labels]), labels=labels)
 
 
 def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:

@@ -3,6 +3,8 @@
 The numbers are those of ``jax.random`` for the same key. Words and uniform numbers are equal bit for bit; normal
 numbers may differ in the last bits, as compilers round a fused ``erf_inv`` differently. A batch of keys gives the same
 arrays as each key alone, in a loop whose body is compiled once.
+
+In a program, normal numbers are the output of a call with the name :data:`DRAW`, so that :func:`local` finds them.
 """
 
 import functools
@@ -18,10 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reparax._core.keys import split_key
 from reparax._numerics import threefry
 
+DRAW = "reparax_normal"
+"""The name of the calls whose output are independent normal numbers."""
+
 
 def normal(key: Array, w: Array) -> Array:
     """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
-    return _normal(key, w.shape, w.dtype, _sharding(w))
+    return reparax_normal(key, w.shape, w.dtype, _sharding(w))
 
 
 def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
@@ -52,13 +57,15 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    """Standard normal numbers, under the name by which programs show them."""
     if key.ndim:
-        return jax.lax.map(lambda one: _normal(one, shape, dtype, sharding), key)
+        return jax.lax.map(lambda one: reparax_normal(one, shape, dtype, sharding), key)
     if not threefry.handles(key, shape):
         return jax.random.normal(key, shape, dtype, out_sharding=sharding)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        real, imaginary = (_normal(part, shape, jnp.finfo(dtype).dtype, sharding) for part in split_key(key, (2,)))
+        part = jnp.finfo(dtype).dtype
+        real, imaginary = (reparax_normal(one, shape, part, sharding) for one in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one

@@ -8,8 +8,8 @@ from jax import export
 from scipy import stats
 
 import reparax as rpx
+from reparax._core import random
 from reparax._numerics import threefry
-from reparax.noise import _random
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (3, 5), (2, 3, 5), (65_537,)]
 KEY = jax.random.key(11)
@@ -18,12 +18,12 @@ REPLICATED = jax.typeof(jnp.zeros(())).sharding
 
 @jax.jit
 def normal(key, w):
-    return _random.normal(key, w)
+    return random.normal(key, w)
 
 
 @jax.jit
 def mask(key, keep, w):
-    return _random.uniform(key, w, ()) < keep
+    return random.uniform(key, w, ()) < keep
 
 
 def assert_normal(got, key, shape, dtype=jnp.float32):
@@ -60,7 +60,7 @@ def test_words_are_those_of_the_authors_of_threefry():
 
 
 def test_normal_numbers_of_any_shape_are_those_of_jax():
-    got = jax.jit(lambda key: [_random.normal(key, jnp.zeros(shape)) for shape in SHAPES])(KEY)
+    got = jax.jit(lambda key: [random.normal(key, jnp.zeros(shape)) for shape in SHAPES])(KEY)
     for noise, shape in zip(got, SHAPES, strict=True):
         assert_normal(noise, KEY, shape)
 
@@ -106,13 +106,13 @@ def test_only_up_to_the_last_word_that_32_bits_count():
 
 def test_a_draw_of_more_words_than_32_bits_count_is_left_to_jax():
     huge = jax.ShapeDtypeStruct((2**16, 2**16 + 1), jnp.float32)
-    assert "random_bits" in str(jax.make_jaxpr(_random.normal)(KEY, huge))
+    assert "random_bits" in str(jax.make_jaxpr(random.normal)(KEY, huge))
 
 
 def test_symbolic_shapes_are_left_to_jax():
     (size,) = export.symbolic_shape("n")
     args = jax.eval_shape(lambda: KEY), jax.ShapeDtypeStruct((size, 3), jnp.float32)
-    noise = export.export(jax.jit(_random.normal))(*args).call(KEY, jnp.zeros((5, 3)))
+    noise = export.export(jax.jit(random.normal))(*args).call(KEY, jnp.zeros((5, 3)))
     assert_normal(noise, KEY, (5, 3))
 
 
@@ -129,7 +129,7 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS)
 def test_numbers_are_the_same_under_transformations(loop):
     keys = jax.random.split(KEY, 3)
-    got = jax.jit(lambda keys: loop(lambda key: _random.normal(key, jnp.zeros((5, 3))), keys))(keys)
+    got = jax.jit(lambda keys: loop(lambda key: random.normal(key, jnp.zeros((5, 3))), keys))(keys)
     for noise, key in zip(got, keys, strict=True):
         assert_normal(noise, key, (5, 3))
 
@@ -154,7 +154,7 @@ def mesh_of(kind):
 
 def together(key, weights):
     """Noise, a mask, and a mask that is shared along the rows, for each weight."""
-    return [(_random.normal(key, w) + w, _random.uniform(key, w, ()), _random.uniform(key, w, (1,))) for w in weights]
+    return [(random.normal(key, w) + w, random.uniform(key, w, ()), random.uniform(key, w, (1,))) for w in weights]
 
 
 @pytest.mark.parametrize("kind", MESHES)
@@ -179,7 +179,7 @@ def test_a_device_counts_its_own_part_alone(kind):
     mesh = mesh_of(kind)
     w = jax.device_put(np.zeros((64, 64), np.float32), jax.NamedSharding(mesh, jax.P("a", "b")))
     with jax.set_mesh(mesh):
-        text = jax.jit(lambda key, w: w + _random.normal(key, w)).lower(KEY, w).compile().as_text()
+        text = jax.jit(lambda key, w: w + random.normal(key, w)).lower(KEY, w).compile().as_text()
     assert "u32[16,32]" in text
     assert "u32[64,64]" not in text
 
@@ -190,7 +190,7 @@ def test_inside_shard_map_each_device_draws_by_the_key_that_it_has(kind):
 
     def local(key, w):
         own = jax.random.fold_in(key, jax.lax.axis_index("a"))
-        return w + _random.normal(key, w), w + _random.normal(own, w)
+        return w + random.normal(key, w), w + random.normal(own, w)
 
     sharding = jax.NamedSharding(mesh, jax.P("a", "b"))
     w = jax.device_put(np.zeros((16, 8), np.float32), sharding)

@@ -1,0 +1,134 @@
+"""The way of ``local``: weights start where normal numbers are drawn, and products with data draw for each row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import JaxprEqn
+
+from reparax._core import random
+from reparax._core.keys import key_of_use
+from reparax._numerics.arithmetic import widened
+from reparax._programs import jaxprs
+from reparax.products import _bodies, _makers
+from reparax.products._dtypes import narrows
+from reparax.products._facts import Facts, of_equation
+from reparax.products._noisy import Noisy, formed, moments
+from reparax.products._reader import Outs, Reader
+from reparax.products._sums import Product, Sum
+
+
+@dataclass(frozen=True)
+class Made:
+    """What made a weight: the arguments on which it depends, and its type before it was moved."""
+
+    origins: frozenset[int]
+    type: Any
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of a noisy weight.
+
+    Attributes:
+      eqn: The equation that reads; None for the result of a program or of a body.
+      made: What made the weight.
+      is_own: Whether each row of the result has a draw of its own.
+    """
+
+    eqn: JaxprEqn | None
+    made: Made
+    is_own: bool
+
+
+A_DRAW = -1
+"""Stands among the arguments on which a value depends, if it depends on a draw."""
+
+
+class Drawing:
+    """Follows noisy weights.
+
+    Attributes:
+      reads: What reads them.
+      state: How many products have drawn so far. So each step of a loop draws anew.
+    """
+
+    def __init__(self) -> None:
+        self.reads, self.state = list[Read](), list[Any]([jnp.uint32(0)])
+
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
+        return is_draw(eqn) or (_bodies.rule(eqn) is not None and _holds_draw(eqn))
+
+    def told(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+        own = of_equation(eqn, facts)
+        casts = eqn.primitive.name == "convert_element_type" and isinstance(args[0], Sum)
+        if casts and narrows(args[0].dtype, eqn.params["new_dtype"]):
+            # The factors stay as they are, because the whole is rounded, and not each of them.
+            return [replace(args[0], dtype=eqn.params["new_dtype"])], [own]
+        if not is_draw(eqn):
+            return None
+        own = replace(own, origins=own.origins | {A_DRAW})
+        (array,) = eqn.primitive.bind(*args, **eqn.params)
+        product = Product.of(array, still=True)
+        (factor,) = product.factors
+        product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
+        return [Sum((product,), array.shape, array.dtype, None, _root(eqn, own))], [own]
+
+    def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+        own = of_equation(eqn, facts)
+        places = [i for i, x in enumerate(args) if isinstance(x, Sum)]
+        if places and all(each.known for each in facts):
+            if any(A_DRAW in each.origins for i, each in enumerate(facts) if i not in places):
+                return None
+            made = _makers.chosen(args) if eqn.primitive.name == "select_n" else _makers.combined(eqn, args, facts)
+            return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
+        if len(places) != 1 or all(each.known for i, each in enumerate(facts) if i not in places):
+            return None
+        made = self._drawn(eqn, args, *places)
+        return None if made is None else ([made], [own])
+
+    def _drawn(self, eqn: JaxprEqn, args: Sequence[Any], i: int) -> Array | None:
+        """The result of an equation of data and a weight with draws of its own; None if one draw must be for all."""
+        weight = Noisy.of(args[i])
+        found = None if weight is None else moments(eqn, args, i, weight)
+        if weight is None or found is None:
+            return None
+        mean, variance = map(widened, found)
+        axes = jaxprs.varying(mean, variance)
+        if axes is None:
+            return None
+        (number,) = self.state
+        self.state = [number + jnp.uint32(1)]
+        self.reads.append(Read(eqn, args[i].root, is_own=True))
+        noise = random.normal(key_of_use(weight.key, number, axes), mean)
+        return (mean + root_of(variance).astype(mean.dtype) * noise).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+        return None
+
+    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+        self.reads.append(Read(eqn, x.root, is_own=False))
+        return formed(x)
+
+
+def is_draw(eqn: JaxprEqn) -> bool:
+    """Whether the output of an equation is an array of independent normal numbers."""
+    named = jaxprs.is_jit(eqn) and eqn.params["name"] == random.DRAW
+    return named and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
+
+
+def _holds_draw(eqn: JaxprEqn) -> bool:
+    return any(is_draw(each) or _holds_draw(each) for jaxpr in jaxprs.inner(eqn) for each in jaxpr.eqns)
+
+
+def _root(eqn: JaxprEqn, own: Facts) -> Made:
+    out = jaxprs.type_of(eqn.outvars[0])
+    return Made(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
+
+
+def root_of(x: Array) -> Array:
+    """The square root, with gradient zero at zero."""
+    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, jnp.ones_like(x))), jnp.zeros_like(x))

@@ -1,0 +1,100 @@
+"""Losses in which each example has noise of its own."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+
+from reparax._programs import jaxprs
+from reparax._programs.call import Argnums, Arguments, Traced, caller
+from reparax.products._drawing import Drawing
+from reparax.products._factored import known, rehearse
+from reparax.products._reader import Reader
+
+
+class Local:
+    """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
+
+    def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
+        self.who, self.fun, self.argnums = caller("local", fun, argnums), fun, argnums
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        traced, program, consts = self.rewritten(Drawing(), args, kwargs)
+        # A draw that nothing reads is not drawn.
+        return traced.restored(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
+
+    def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
+        """The program, the one in which products draw for each row, and the constants that are its first inputs."""
+        rehearse()
+        given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        traced = given.traced()
+        closed_over = len(traced.inputs) - len(given.arrays)
+        facts = known(traced.program, [i < closed_over or flag for i, flag in enumerate(traced.given)])
+        made = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(traced.program, inputs, facts))(*traced.inputs)
+        return traced, *jaxprs.opened(made)
+
+
+def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
+    r"""``fun`` with noise of each example's own, without weights of each example's own.
+
+    A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
+    batch, so their gradients err together. In a product :math:`x w`, each row of x sees a Gaussian vector with the mean
+    :math:`x m` and independent entries of the variance :math:`x^2 s^2`. ``local`` draws this instead: numbers for the
+    result, not for the weight, and new ones for each row. The mean of the gradient stays the same, and its variance
+    falls with the number of examples. The network's code does not change.
+
+    It finds the noise of :class:`VarNoise` without ``rank``, :class:`Gaussian` and :class:`VariationalDropout`, and
+    follows it through all that keeps entries independent: sums, multiples and choices of known arrays, as
+    :class:`Mask` makes; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``,
+    ``shard_map``, ``jax.checkpoint`` and ``vmap``. Draws of their own have
+
+    - products of matrices (``@``, ``einsum``), convolutions, and sums and multiples with data, such as biases;
+    - rows of tables.
+
+    A row is whatever the weight does not index: an example, but also a position in a sentence or in an image, or a
+    look-up in a table. Two rows of one example get different draws, while a weight drawn for the example would be the
+    same in both; the mean and the variance of each entry of the result are those of such weights. Each use of a weight
+    draws for itself too: both uses of a tied table, and each step of a loop in time.
+
+    All else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank,
+    :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights of which a formula
+    mixes entries after the noise, such as ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend on named
+    arguments only; and what is read otherwise, such as the square of a weight. So does a ``shard_map`` with
+    ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` says which, where and why.
+
+    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both. Apply ``jax.grad``,
+    ``jax.jit``, :func:`remat` and :func:`factored` outside of it. ``jax.vmap`` outside of it with one key for all gives
+    all the same draws: map inside, or over keys too. ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+
+    Args:
+      fun: A loss, or any pure function of arrays.
+      argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. All others are
+        data; what is closed over is not. Default: the first, and keys.
+
+    Raises:
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
+        exist.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.1)
+      >>> def network(weights, key, x):
+      ...     return x @ p.apply(weights, key)["w"]
+      >>> args = {"w": jnp.ones((4, 2))}, jax.random.key(0), jnp.ones((3, 4))
+      >>> network(*args).std(0)
+      Array([0., 0.], dtype=float32)
+      >>> rpx.local(network)(*args).std(0)
+      Array([0.03846868, 0.08746023], dtype=float32)
+      >>> rpx.explain(rpx.local(network), *args)
+      1 of 1 noisy weights draw for each example
+        for each example:
+          weights/w  float32[4, 2]  1 product
+
+    References:
+      Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
+    """
+    return Local(fun, argnums)

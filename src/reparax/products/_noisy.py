@@ -1,0 +1,179 @@
+"""Weights with independent Gaussian noise: what their products with data are, if each row has a draw of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn
+
+from reparax._numerics.arithmetic import widened
+from reparax._programs.jaxprs import type_of
+from reparax.products._multiply import How, total
+from reparax.products._sums import Factor, Label, Product, Sum, complete, contracted
+
+
+@dataclass(frozen=True)
+class Noisy:
+    r"""A weight :math:`m + \sum_k s_k \varepsilon_k` with independent draws of independent normal numbers.
+
+    Attributes:
+      mean: The mean; a sum of no products if it is zero.
+      spread: The standard deviations, one product for each draw.
+      key: The key of the first draw, or its keys.
+      repeated: Whether several entries may be equal.
+    """
+
+    mean: Sum
+    spread: Sum
+    key: Any
+    repeated: bool
+
+    @classmethod
+    def of(cls, x: Sum) -> "Noisy | None":
+        """The parts of a sum; None if its entries are not independent."""
+        drawn = [(each, [factor for factor in each.factors if factor.draw is not None]) for each in x.products]
+        noise = [(each, draws) for each, draws in drawn if draws]
+        names = {draws[0].draw for _, draws in noise}
+        if not noise or not all(_is_entrywise(*each) for each in noise) or len(names) < len(noise):
+            return None
+        dtype = _wide(x.dtype)
+        return cls(
+            replace(x, products=tuple(each for each, draws in drawn if not draws)),
+            replace(x, products=tuple(_without(each, draws[0], dtype) for each, draws in noise), dtype=dtype),
+            noise[0][1][0].key,
+            any(_long(draws[0].labels) != _long(_labels(each)) for each, draws in noise),
+        )
+
+
+def _is_entrywise(product: Product, draws: Sequence[Factor]) -> bool:
+    """Whether each entry of a product has one number of one draw."""
+    flat = _labels(product)
+    return len(draws) == 1 and _long(product.labels) <= set(flat) and len(set(flat)) == len(flat)
+
+
+def _labels(product: Product) -> list[Label]:
+    return [label for group in product.axes for label in group]
+
+
+def _long(labels: Iterable[Label]) -> set[Label]:
+    return {label for label in labels if label.size != 1}
+
+
+def _without(product: Product, draw: Factor, dtype: Any) -> Product:
+    """A product without its draw."""
+    rest = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
+    return replace(product, factors=tuple(rest or [Factor(jnp.ones((), dtype), (), still=True)]))
+
+
+Rule = Callable[[JaxprEqn, Sequence[Any], int, Noisy], Any]
+"""The variance of the result of an equation, from its operands and the place of the weight in them, or None."""
+
+
+def moments(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Array] | None:
+    """The mean and the variance of each entry of a product of data and a noisy weight; None if it is not linear."""
+    rule, out = _RULES.get(eqn.primitive.name), type_of(eqn.outvars[0])
+    if rule is None or not jnp.issubdtype(out.dtype, jnp.floating):
+        return None
+    variance = rule(eqn, args, i, weight)
+    if variance is None:
+        return None
+    bound = eqn.primitive.bind(*args[:i], formed(weight.mean), *args[i + 1 :], **eqn.params)
+    return bound, variance
+
+
+def formed(x: Sum) -> Array:
+    """The array of a sum, computed in float32 or wider, and rounded once."""
+    wide = _wide(x.dtype)
+    made = total(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
+    return made.astype(x.dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype to compute in."""
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _squared(x: Sum) -> Sum:
+    """The squares of the factors of each product."""
+    products = tuple(
+        replace(each, factors=tuple(replace(factor, array=jnp.square(factor.whole)) for factor in each.factors))
+        for each in x.products
+    )
+    return replace(x, products=products)
+
+
+def _of_squares(function: Callable[[Any, Sum], Any], x: Any, spread: Sum) -> Any:
+    """``function`` of squares, which are computed again in the backward pass."""
+    return jax.checkpoint(lambda x, spread: function(jnp.square(widened(x)), _squared(spread)))(x, spread)
+
+
+def _precision(eqn: JaxprEqn) -> Any:
+    """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
+    precision = eqn.params["precision"]
+    return precision if isinstance(precision, lax.Precision | tuple) else None
+
+
+def _dot(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    out, how = type_of(eqn.outvars[0]), How(weight.spread.dtype, weight.spread.dtype, _precision(eqn))
+    summed, shared = eqn.params["dimension_numbers"]
+
+    def products(x: Any, squares: Sum) -> list[Product] | None:
+        data = Product.of(x, still=False)
+        pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+        return complete(contracted(a, b, summed, shared) for a, b in pairs)
+
+    x = args[1 - i]
+    if weight.repeated or products(x, weight.spread) is None:
+        return None
+    return _of_squares(lambda x, squares: total(products(x, squares) or [], out.shape, how), x, weight.spread)
+
+
+def _convolution(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    if i != 1 or weight.repeated or eqn.params["batch_group_count"] != 1:
+        return None
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
+    settings = eqn.params | {"precision": _precision(eqn), "preferred_element_type": weight.spread.dtype}
+    alike = not any(each.labels.intersection(each.axes[channels]) for each in weight.spread.products)
+    n = groups if alike else weight.spread.shape[channels]
+
+    def convolved(x: Any, squares: Sum) -> Any:
+        kernel = lax.slice_in_dim(formed(squares), 0, n, axis=channels)
+        found = eqn.primitive.bind(x, kernel, **settings)
+        return jnp.repeat(found, squares.shape[channels] // n, axis)
+
+    return _of_squares(convolved, args[0], weight.spread)
+
+
+def _gather(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    if i != 0 or weight.repeated:
+        return None
+    # Where there is no row, there is no noise.
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    params = eqn.params | ({"fill_value": 0} if fills else {})
+    return eqn.primitive.bind(formed(_squared(weight.spread)), args[1], **params)
+
+
+def _multiple(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    return _of_squares(lambda x, squares: x * formed(squares), args[1 - i], weight.spread)
+
+
+def _quotient(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    return None if i == 1 else _of_squares(lambda x, squares: formed(squares) / x, args[1], weight.spread)
+
+
+def _sum(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    return formed(_squared(weight.spread))
+
+
+_RULES: dict[str, Rule] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "mul": _multiple,
+    "div": _quotient,
+    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+}
