@@ -427,15 +427,15 @@ def test_a_newer_jax_that_writes_programs_in_another_way_is_refused(run, change,
         run()
 
 
-@pytest.mark.parametrize(("check", "whole", "part"), [(True, None, ["a"]), (False, None, None)])
-def test_the_axes_over_which_arrays_vary(check, whole, part):  # jax 0.10.2: manual_axis_type
-    found = [jaxprs.varying(jnp.ones(2))]
+@pytest.mark.parametrize(("check", "told"), [(True, [False, True]), (False, [False, False])])
+def test_types_tell_shards_where_they_are_checked(check, told):
+    found = [jaxprs.tells_shards(jax.typeof(jnp.ones(2)))]
 
     def body(x, y):
-        found.extend([jaxprs.varying(x), jaxprs.varying(x, y)])
+        found.extend(jaxprs.tells_shards(jax.typeof(each)) for each in (x, y))
         return y
 
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     specs = {"mesh": mesh, "in_specs": (Spec(), Spec("a")), "out_specs": Spec("a"), "check_vma": check}
     jax.eval_shape(jax.shard_map(body, **specs), jnp.ones(2), jnp.ones(2))
-    assert found == [[], whole, part]
+    assert found == [True, *told]

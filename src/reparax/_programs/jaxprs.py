@@ -182,6 +182,11 @@ def varying(types: Sequence[Any]) -> frozenset[str]:
     )
 
 
+def tells_shards(type_: Any) -> bool:
+    """Whether the type of an array says over which mesh axes it varies; not in a ``shard_map`` without checks."""
+    return bool(varying([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
+
+
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
     return any(map(_is_ref, (*jaxpr.constvars, *jaxpr.invars))) or _makes_refs(jaxpr)
@@ -389,12 +394,3 @@ def as_varying(x: Any, names: Iterable[str]) -> Any:
         return x
     pvary: Any = getattr(jax.lax, "pvary", None)  # until jax 0.9.2, a warning since 0.8.2
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else pvary(x, axes)
-
-
-def varying(*arrays: Any) -> list[str] | None:
-    """The mesh axes over which arrays vary; None in a ``shard_map`` of which JAX does not tell."""
-    found: Any = [jax.typeof(x) for x in arrays]
-    # The latter in jax 0.10.2, the former before it.
-    axes = {axis for x in found for axis in (x.vma if hasattr(x, "vma") else x.manual_axis_type.varying)}
-    manual = any(kind is AxisType.Manual for x in found for kind in x.sharding.mesh.axis_types)
-    return None if manual and not axes else sorted(axes)

@@ -62,7 +62,9 @@ class Drawing:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return is_draw(eqn) or (_bodies.rule(eqn) is not None and _holds_draw(eqn))
 
-    def told(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    def told(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+    ) -> Outs | None:
         own = of_equation(eqn, facts)
         casts = eqn.primitive.name == "convert_element_type" and isinstance(args[0], Sum)
         if casts and narrows(args[0].dtype, eqn.params["new_dtype"]):
@@ -78,36 +80,31 @@ class Drawing:
         return [Sum((product,), array.shape, array.dtype, None, _root(eqn, own))], [own]
 
     def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-        own = of_equation(eqn, facts)
-        places = [i for i, x in enumerate(args) if isinstance(x, Sum)]
-        if places and all(each.known for each in facts):
-            if any(A_DRAW in each.origins for i, each in enumerate(facts) if i not in places):
-                return None
-            made = _makers.chosen(args) if eqn.primitive.name == "select_n" else _makers.combined(eqn, args, facts)
-            return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
-        if len(places) != 1 or all(each.known for i, each in enumerate(facts) if i not in places):
+        own, others = of_equation(eqn, facts), _others(args, facts)
+        # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
+        if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
-        made = self._drawn(eqn, args, *places)
-        return None if made is None else ([made], [own])
+        made = _makers.chosen(args) if eqn.primitive.name == "select_n" else _makers.combined(eqn, args, facts)
+        return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
 
-    def _drawn(self, eqn: JaxprEqn, args: Sequence[Any], i: int) -> Array | None:
-        """The result of an equation of data and a weight with draws of its own; None if one draw must be for all."""
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+        others = _others(args, facts)
+        if len(others) != len(args) - 1 or all(each.known for each in others):
+            return None
+        (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
-        found = None if weight is None else moments(eqn, args, i, weight)
+        found = weight and moments(eqn, args, i, weight)
         if weight is None or found is None:
             return None
         mean, variance = map(widened, found)
-        axes = jaxprs.varying(mean, variance)
-        if axes is None:
+        spread = root_of(variance).astype(mean.dtype)
+        if not jaxprs.tells_shards(jax.typeof(mean + spread)):
             return None
         (number,) = self.state
         self.state = [number + jnp.uint32(1)]
         self.reads.append(Read(eqn, args[i].root, is_own=True))
-        noise = random.normal(key_of_use(weight.key, number, axes), mean)
-        return (mean + root_of(variance).astype(mean.dtype) * noise).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
-
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> Any:
-        return None
+        key = key_of_use(weight.key, number, sorted(of_equation(eqn, facts).differs))
+        return (mean + spread * random.normal(key, mean)).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(Read(eqn, x.root, is_own=False))
@@ -118,6 +115,11 @@ def is_draw(eqn: JaxprEqn) -> bool:
     """Whether the output of an equation is an array of independent normal numbers."""
     named = jaxprs.is_jit(eqn) and eqn.params["name"] == random.DRAW
     return named and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
+
+
+def _others(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
+    """The facts of the operands that are arrays."""
+    return [each for x, each in zip(args, facts, strict=True) if not isinstance(x, Sum)]
 
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
