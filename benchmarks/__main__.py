@@ -30,6 +30,7 @@ REPEATS = {
     "stored": 10,
     "factored": 10,
     "evolution": 3,
+    "seen": 10,
 }
 """The scripts, each with how often it repeats what it times."""
 

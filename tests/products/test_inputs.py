@@ -143,6 +143,9 @@ def test_the_moments_of_a_convolution_give_the_squares_of_its_outputs():
     seen = rpx.inputs(lambda w, x: jnp.sum(convolution(w, x) ** 2), gradients=True)(w, x)
     slope = (2 * y).reshape(-1, 2, 3)
     close(only(seen).slopes, jnp.einsum("rgo,rgp->gop", slope, slope))
+    diagonal = only(rpx.inputs(convolution, moments="diagonal")(w, x))
+    close(diagonal.second, read.squares)
+    close(diagonal.absolute, read.absolute)
 
 
 def test_a_tied_table_is_read_in_two_ways():

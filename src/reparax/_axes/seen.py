@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax._tree.sizes import readable, size_in_bytes
+
 MOMENTS = ("full", "diagonal", "largest")
 """What :func:`inputs` may collect."""
 
@@ -55,6 +57,13 @@ class Read:
     def contracted(self) -> frozenset[int]:
         """The axes of the array that hold inputs."""
         return frozenset(self.of[i] for i in self.axes)
+
+    @property
+    def of_shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple(
+            math.prod(n for n, i in zip(self.shape, self.of, strict=True) if i == axis) for axis in sorted({*self.of})
+        )
 
     @property
     def squares(self) -> Any:
@@ -140,9 +149,9 @@ class Read:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Seen:
-    """What one array was multiplied with, as :func:`inputs` finds it.
+    """What one array was multiplied with, as :func:`inputs` finds it. Its repr tells inputs and bytes.
 
     Attributes:
       reads: For each way in which products contract the array, the data; a tied table has two.
@@ -155,6 +164,12 @@ class Seen:
     gradient: Any = None
     why: tuple[str, ...] = ()
     stands_in: bool = False
+
+    def __repr__(self) -> str:
+        ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}" for read in self.reads]
+        size = sum(size_in_bytes(x) for x in jax.tree.leaves(self))
+        held = [f"{', '.join(ways) or 'no data'}, {readable(size)}", *self.why]
+        return f"Seen({'; '.join(held)})"
 
     def read(self, moments: str, w: Any, axes: Collection[int] | None = None) -> Read:
         """The data that a stage needs for ``w``.
@@ -169,6 +184,11 @@ class Seen:
         """
         if self.stands_in:
             return _any_data(w, axes)
+        for shape in {read.of_shape for read in self.reads} - {tuple(w.shape)}:
+            raise ValueError(
+                f"expected data of an array of shape {tuple(w.shape)}, got those of one of shape {shape}. Pass what "
+                f"`rpx.inputs` returned for these parameters."
+            )
         wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
         fitting = [read for read in self.reads if wanted in (None, read.contracted)]
         what = "data" if wanted is None else f"data contracted with axis {_listed(wanted)}"
@@ -284,6 +304,11 @@ def _any_data(w: Any, axes: Collection[int] | None) -> Read:
     return replace(
         bare, count=one, absolute=row, second=jnp.eye(inputs)[None], largest=row, slopes=jnp.eye(outputs)[None]
     )
+
+
+def _times(read: Read) -> str:
+    batch, inputs, _ = read.sizes()
+    return str(inputs) if batch == 1 else f"{batch} x {inputs}"
 
 
 def _listed(axes: Collection[int]) -> str:

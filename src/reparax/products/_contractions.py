@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
@@ -23,6 +24,7 @@ class Contraction:
       summed: The axes of the weight that are contracted.
       rows: The output, or its gradient, as an axis of rows, then an axis for each of ``shared``, then one for each of
         the other axes of the weight.
+      total: The sum over rows of a function of each number of the data, where that takes no rows.
     """
 
     data: Array
@@ -30,6 +32,12 @@ class Contraction:
     shared: Sequence[int]
     summed: Sequence[int]
     rows: Callable[[Array], Array]
+    total: Callable[[Callable[[Array], Array]], Array] | None = None
+
+    @property
+    def free(self) -> Sequence[int]:
+        """The other axes of the weight."""
+        return [i for i in range(len(self.weight.axes)) if i not in (*self.shared, *self.summed)]
 
 
 def contraction(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
@@ -67,13 +75,9 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
         return None
     to, channel, *window = numbers.rhs_spec
     sizes = [weight.shape[i] for i in window]
-    patches = lax.conv_general_dilated_patches(
-        x,
-        sizes,
-        dimension_numbers=numbers,
-        precision=lax.Precision.HIGHEST,
-        **{name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")},
-    )
+    settings = {name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
+    settings |= {"dimension_numbers": numbers, "precision": lax.Precision.HIGHEST}
+    patches = lax.conv_general_dilated_patches(x, sizes, **settings)
     # Patches have the channels of the data first, and then the places of the window.
     data = jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, groups, weight.shape[channel], *sizes)
     shape = [*weight.shape[:to], groups, weight.shape[to] // groups, *weight.shape[to + 1 :]]
@@ -83,7 +87,14 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
     def rows(y: Array) -> Array:
         return jnp.moveaxis(y, numbers.out_spec[1], -1).reshape(len(data), groups, -1)
 
-    return None if split is None else Contraction(data, split, [to], places, rows)
+    def total(function: Callable[[Array], Array]) -> Array:
+        """The gradient of the sum of all outputs with respect to a kernel with one output for each group."""
+        each = function(x.astype(jnp.float32))
+        kernel = jnp.zeros([groups if i == to else n for i, n in enumerate(weight.shape)])
+        y, pull = jax.vjp(lambda w: lax.conv_general_dilated(each, w, feature_group_count=groups, **settings), kernel)
+        return pull(jnp.ones_like(y))[0].transpose(to, channel, *window)
+
+    return None if split is None else Contraction(data, split, [to], places, rows, total)
 
 
 @dataclass(frozen=True)

@@ -152,8 +152,7 @@ class Seeing:
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         if found := contraction(eqn, args):
             place, product = self._contracted(weight, found, differs), found.weight
-            rows, shared = found.rows, found.shared
-            free = [i for i in range(len(product.axes)) if i not in (*found.shared, *found.summed)]
+            rows, shared, free = found.rows, found.shared, found.free
         elif taken := lookup(eqn, args):
             place, product = self._looked_up(weight, taken, differs), weight.products[0]
             rows, shared = taken.outputs, []
@@ -221,15 +220,22 @@ class Seeing:
         array, *rest = product.factors
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return None
-        for factor in rest[len(self.types[weight.root].shape) :]:
+        numbers = rest[len(self.types[weight.root].shape) :]
+        for factor in numbers:
             x = x * factor.array.astype(x.dtype)
         groups = [[label for i in axes for label in product.axes[i]] for axes in (found.shared, found.summed)]
         shared, summed = ([label for label in array.labels if label in group] for group in groups)
         place = self._place(weight.root, product, shared, summed, is_table=False)
         if place is None:
             return None
-        x = _matrices(x, product, groups, add=True)
-        count, wide = jnp.full(x.shape[1:2], x.shape[0], jnp.float32), jnp.abs(x).astype(jnp.float32)
+        free = [label for i in found.free for label in product.axes[i]]
+        copies = math.prod(label.size for label in free if label not in array.labels)
+        count = jnp.full(math.prod(label.size for label in shared), copies * x.shape[0], jnp.float32)
+        if self.moments == "diagonal" and found.total and not numbers:
+            sums = [_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
+            return self._add(place, differs, [count, *(copies * each for each in sums)])
+        x = jnp.tile(_matrices(x, product, groups, add=True), (copies, 1, 1))
+        wide = jnp.abs(x).astype(jnp.float32)
         if self.moments == "largest":
             return self._add(place, differs, [count, jnp.max(wide, axis=0, initial=0.0)])
         absolute = jnp.sum(wide, axis=0)
