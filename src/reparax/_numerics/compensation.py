@@ -32,7 +32,8 @@ def compensated(
     r"""Rounds the rows of a matrix one after the other: the loop of GPTQ and SparseGPT.
 
     The error of a row, divided by :math:`U_{ii}`, changes the rows j that follow by :math:`-U_{ij}` of it, where U is
-    upper triangular and :math:`U^T U` the inverse of the damped moments. That is the change of least squares.
+    upper triangular and :math:`U^T U` the inverse of the damped moments. That is the change of least squares. Beyond a
+    block, it is found from the factor R of the moments themselves, the inverse of U.
 
     Args:
       w: The matrix, of shape ``(K, N)``.
@@ -55,35 +56,81 @@ def compensated(
     def blocks(x: Array) -> Array:
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(number, size, *x.shape[1:])
 
-    upper = jnp.pad(_factor(moments, percdamp), (0, missing))
-    diagonal = jnp.diagonal(upper).at[count:].set(1)
-    # One block of columns for each block of rows.
-    columns = upper.reshape(len(upper), number, size).swapaxes(0, 1)
+    factor, inverses = _factor(jnp.pad(_damped(moments, percdamp), (0, missing)), count, size)
 
-    def one_block(errors: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
-        i, block, above, pivots, part = each
-        block = block - product(adjoint(above), errors)
+    def one_block(changes: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
+        i, block, upper, part = each
+        # All errors before the block, made up for in its rows by least squares.
+        columns = jax.lax.dynamic_slice_in_dim(factor, i * size, size, axis=1)
+        block = block + product(adjoint(upper), product(adjoint(columns), changes))
+        pivots = jnp.diagonal(upper)
         planned = plan(block, pivots, part)
 
-        def one_row(found: Array, each: tuple[Array, ...]) -> tuple[Array, Array]:
+        def one_row(found: Array, each: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
             j, row, column, pivot, how = each
             row = row - product(column, found)
-            return found.at[j].set((row - nearest(row, how)) / pivot), row
+            error = row - nearest(row, how)
+            return found.at[j].set(error / pivot), (row, row - error)
 
-        own = jax.lax.dynamic_slice_in_dim(above, i * size, size)
-        rows = jnp.arange(size), block, adjoint(own), pivots, planned
-        found, rounded = jax.lax.scan(one_row, jnp.zeros_like(block), rows)
-        return jax.lax.dynamic_update_slice_in_dim(errors, found, i * size, 0), (rounded, planned)
+        _, (rows, near) = jax.lax.scan(
+            one_row, jnp.zeros_like(block), (jnp.arange(size), block, adjoint(upper), pivots, planned)
+        )
+        own = jax.lax.dynamic_slice_in_dim(whole, i * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(changes, own - near, i * size, 0), (rows, planned)
 
-    parts = jnp.arange(number), blocks(w), columns, diagonal.reshape(number, size), jax.tree.map(blocks, given)
-    _, found = jax.lax.scan(one_block, jnp.zeros((len(upper), w.shape[1]), w.dtype), parts)
-    return jax.tree.map(lambda x: x.reshape(len(upper), *x.shape[2:])[:count], found)
+    whole = blocks(w).reshape(number * size, *w.shape[1:])
+    parts = jnp.arange(number), blocks(w), inverses, jax.tree.map(blocks, given)
+    _, found = jax.lax.scan(one_block, jnp.zeros_like(whole), parts)
+    return jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:count], found)
 
 
-def _factor(moments: Array, percdamp: float) -> Array:
-    """The upper triangular U such that ``U^T U`` is the inverse of the damped moments."""
+def _damped(moments: Array, percdamp: float) -> Array:
+    """The moments with a diagonal that is larger, so that they are not singular."""
     mean = jnp.mean(jnp.diagonal(moments))
-    damped = moments + jnp.where(mean == 0, jnp.ones_like(mean), percdamp * mean) * identity(moments)
-    # The moments are R R^T, with an upper triangular R; from the last row on, that is Cholesky's factor.
-    lower = jnp.linalg.cholesky(damped[::-1, ::-1])
-    return jax.scipy.linalg.solve_triangular(lower, identity(lower), lower=True)[::-1, ::-1]
+    return moments + jnp.where(mean == 0, jnp.ones_like(mean), percdamp * mean) * identity(moments)
+
+
+def _factor(moments: Array, count: int, size: int) -> tuple[Array, Array]:
+    """The upper triangular R such that the moments are ``R R^T``, and the inverses of its blocks on the diagonal.
+
+    Cholesky's algorithm from the last row on, by products of blocks: those of LAPACK, one for each weight of a model,
+    wait for each other on a CPU of few cores, for ever. Rows from ``count`` on are those of the identity.
+    """
+    rows = jnp.arange(len(moments))
+    moments = moments + jnp.diag((rows >= count).astype(moments.dtype))
+
+    def one_block(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, factor, inverses = state
+        i = len(inverses) - 1 - k
+        columns = jax.lax.dynamic_slice_in_dim(rest, i * size, size, axis=1)
+        own, upper = _factor_one(jax.lax.dynamic_slice_in_dim(columns, i * size, size))
+        above = jnp.where((rows < i * size)[:, None], product(columns, adjoint(upper)), jnp.zeros_like(columns))
+        rest = rest - product(above, adjoint(above))
+        above = jax.lax.dynamic_update_slice_in_dim(above, own, i * size, 0)
+        factor = jax.lax.dynamic_update_slice_in_dim(factor, above, i * size, 1)
+        return rest, factor, inverses.at[i].set(upper)
+
+    number = len(moments) // size
+    start = moments, jnp.zeros_like(moments), jnp.zeros((number, size, size), moments.dtype)
+    _, factor, inverses = jax.lax.fori_loop(0, number, one_block, start)
+    return factor, inverses
+
+
+def _factor_one(moments: Array) -> tuple[Array, Array]:
+    """The same for one block, a column at a time."""
+    size = len(moments)
+    rows = jnp.arange(size)
+
+    def one_column(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, factor = state
+        j = size - 1 - k
+        column = jnp.where(rows <= j, rest[:, j] / jnp.sqrt(rest[j, j]), jnp.zeros_like(rest[j]))
+        return rest - jnp.outer(column, column), factor.at[:, j].set(column)
+
+    def one_row(k: Array, inverse: Array) -> Array:
+        j = size - 1 - k
+        unit = (rows == j).astype(factor.dtype)
+        return inverse.at[j].set((unit - product(factor[j], inverse)) / factor[j, j])
+
+    _, factor = jax.lax.fori_loop(0, size, one_column, (moments, jnp.zeros_like(moments)))
+    return factor, jax.lax.fori_loop(0, size, one_row, jnp.zeros_like(moments))
