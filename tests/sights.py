@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._axes.seen import Read, Seen
+from reparax import Read, Seen
 
 
 def correlated(count, inputs, seed=0):

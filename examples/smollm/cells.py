@@ -1,11 +1,12 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
-A run that was cut off goes on where it stopped. Tables: tuning, rounding, memory.
+A run that was cut off goes on where it stopped. Tables: compression, tuning, rounding, memory.
 """
 
 import argparse
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, files, model, texts, tuning
+from examples.smollm import by_hand, compression, files, model, texts, tuning
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
@@ -122,6 +123,23 @@ def rounded(p: rpx.Parametrization) -> dict[str, Any]:
     return {**losses(jax.jit(p.fold)(raw)), "bytes": size}
 
 
+@functools.cache
+def seen() -> tuple[Any, float]:
+    """What each kernel is multiplied with, and the seconds that this takes."""
+    params, tokenizer, config = loaded()
+    begin = time.process_time()
+    found = jax.block_until_ready(compression.seen_in(params, compression.windows(tokenizer)[0], config))
+    return found, time.process_time() - begin
+
+
+def compressed(p: rpx.Parametrization) -> dict[str, Any]:
+    """The loss of weights that learned from data, and what that costs."""
+    params, tokenizer, config = loaded()
+    weights, costs = compression.compressed(p, params, seen()[0])
+    rows = compression.windows(tokenizer)[1]
+    return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen()[1]}
+
+
 def memory_cells() -> dict[str, Cell]:
     """The temporary memory of a gradient of 2 x 64 tokens, as XLA plans it, which needs no weights."""
     lora = tuning.lora(8)
@@ -193,6 +211,7 @@ def planned(fun: Any, *args: Any) -> dict[str, Any]:
 
 
 TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
+    "compression": lambda: {name: once(functools.partial(compressed, p)) for name, p in compression.STAGES.items()},
     "memory": memory_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},
     "tuning": tuning_cells,

@@ -9,6 +9,7 @@ from benchmarks.evidence.record import Found, found
 from benchmarks.evidence.summary import markdown
 
 RESULTS = Path(__file__).parent / "results"
+UNTOUCHED = "as downloaded"
 UNTUNED, FULL, BY_HAND = "untuned", "full fine-tuning", "by hand"
 
 
@@ -110,3 +111,40 @@ def rounding_table() -> str:
         for name, cell in found("rounding", RESULTS).items()
     ]
     return markdown(["layers stored as", "MiB", "perplexity of prose", "of programs"], rows)
+
+
+def compression_tables() -> str:
+    """Perplexities of kernels in a few bits, and of pruned ones: a row for each setting, a column for each way."""
+    cells = found("compression", RESULTS)
+    ways: dict[str, dict[str, str]] = {}
+    for name, cell in cells.items():
+        setting, _, way = name.rpartition(", ")
+        ways.setdefault(setting, {})[way] = f"{np.exp(cell['old'][0]):.1f}"
+    bits = {setting: row for setting, row in ways.items() if "bits" in setting}
+    masks = {setting: row for setting, row in ways.items() if setting and "bits" not in setting}
+    return "\n\n".join(_perplexities(rows) for rows in (bits, masks))
+
+
+def compression_costs() -> str:
+    """A row for each way: the seconds of a processor and the memory of its start, the largest of all settings."""
+    cells = found("compression", RESULTS)
+    ways: dict[str, list[str]] = {}
+    for name in cells:
+        ways.setdefault(name.rpartition(", ")[2], []).append(name)
+    rows = [
+        [
+            way,
+            f"{max(cells[name]['seconds'][0] for name in names):.0f}",
+            f"{max(cells[name]['bytes'][0] for name in names) / 2**20:.0f}",
+        ]
+        for way, names in ways.items()
+        if way != UNTOUCHED
+    ]
+    return markdown(["way", "seconds of a processor", "temporary MiB"], rows)
+
+
+def _perplexities(rows: dict[str, dict[str, str]]) -> str:
+    columns = list(next(iter(rows.values())))
+    return markdown(
+        ["perplexity of prose", *columns], [[name, *(row[way] for way in columns)] for name, row in rows.items()]
+    )

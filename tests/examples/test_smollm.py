@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from examples.smollm import by_hand, many, model, tuning
+from examples.smollm import by_hand, compression, many, model, tuning
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -147,3 +147,27 @@ def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):
     for i, row, each in zip(ids, tokens, got, strict=True):
         own, raw = adapters[i]
         np.testing.assert_allclose(each, model.logits(own.apply(raw), row[None], TINY)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("3 bits, blocks of 64, GPTQ", "3 bits, blocks of 64, rounding"),
+        pytest.param("2:4, SparseGPT", "2:4, magnitude", marks=pytest.mark.thorough),
+    ],
+)
+def test_kernels_that_learned_from_windows_are_nearer_in_what_they_compute(name, plain, params):
+    seen = compression.seen_in(params, ROWS, TINY)
+    learned, rounded = (
+        compression.compressed(compression.STAGES[each], params, seen)[0]["layers"] for each in (name, plain)
+    )
+
+    def lost(weights, part, kernel):
+        (read,) = seen["layers"][part][kernel]["kernel"].reads
+        change = np.asarray(weights[part][kernel]["kernel"] - params["layers"][part][kernel]["kernel"])
+        return np.einsum("lkn,lkj,ljn->", change, np.asarray(read.second), change)
+
+    kernels = [(part, kernel) for part in ("self_attn", "mlp") for kernel in params["layers"][part]]
+    assert len(kernels) == 7
+    assert all(lost(learned, *each) < 0.8 * lost(rounded, *each) for each in kernels)
+    np.testing.assert_array_equal(learned["input_layernorm"]["scale"], params["layers"]["input_layernorm"]["scale"])
