@@ -1,8 +1,12 @@
 """Shardings of raw trees and of optimizer states, against specs written by hand and those that JAX itself finds."""
 
+import math
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from cases import CASES
@@ -379,3 +383,80 @@ def test_one_spec_for_all_a_raw_tree_and_specs_of_a_state_are_told():
         p.shardings(given, MESH, like=raw)
     with raises(ValueError, "state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec."):
         rpx.state_shardings(raw, raw, jax.tree.map(lambda _: P(), raw))
+
+
+# What travels between devices, and between a host and its devices. -------------------------------------------------
+
+WIDTH, LAYERS = 128, 3
+
+
+def base():
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+    return {f"layer_{i}": {"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / 12} for i, key in enumerate(keys)}
+
+
+def error(w, x):
+    for layer in w.values():
+        x = jnp.tanh(x @ layer["kernel"])
+    return jnp.mean(x**2)
+
+
+def gathered(text):
+    """The bytes of all all-gathers in a compiled program, for each weight."""
+    size = {"f32": 4, "bf16": 2, "s8": 1, "u8": 1}
+    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-gather\(", text)
+    assert len(found) == text.count(" all-gather(")
+    return sum(size[kind] * math.prod(map(int, shape.split(","))) for kind, shape in found) / (LAYERS * WIDTH**2)
+
+
+def stored_on(mesh, p, memory=None):
+    """A raw tree whose weights are cut into eight parts, and how a step moves it to where products read it."""
+    cut, whole = (jax.tree.map(lambda w, spec=spec: spec, base()) for spec in (P("data", None), P()))
+    raw = jax.device_put(p.init(base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory=memory))
+    here, used = (p.shardings(specs, mesh, like=base()) for specs in (cut, whole))
+    return raw, lambda raw: jax.lax.with_sharding_constraint(jax.device_put(raw, here), used)
+
+
+def step_of(p, moved):
+    """The gradient of what trains; the raw tree moves as it is stored."""
+
+    @jax.jit
+    def step(free, fixed, x):
+        def loss(free):
+            return rpx.factored(lambda raw: error(p.apply(raw), x))(moved(rpx.combine(free, fixed)))
+
+        return jax.value_and_grad(loss)(free)
+
+    return step
+
+
+@pytest.mark.parametrize(("format", "bits"), [("int8", 8), ("nf4", 4), ("int3", 3)])
+def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    p = rpx.Stored(format, axis=-1) >> rpx.LoRA(1)
+    raw, moved = stored_on(mesh, p)
+    x = jax.device_put(jnp.ones((64, WIDTH)), NamedSharding(mesh, P("data")))
+    compiled = step_of(p, moved).lower(*rpx.partition(raw), x).compile()
+    factors = 4 / WIDTH  # of LoRA, whose columns are whole on each device
+    assert gathered(compiled.as_text()) == bits / 8 + factors
+    plain = jax.jit(lambda raw, x: error(p.apply(raw), x)).lower(raw, x).compile()
+    assert gathered(plain.as_text()) >= 4  # what a network gathers by itself
+    want = error(p.apply(p.init(base(), jax.random.key(0))), jnp.ones((64, WIDTH)))
+    np.testing.assert_allclose(compiled(*rpx.partition(raw), x)[0], want, rtol=1e-5)
+
+
+def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    p = rpx.Stored("nf4", block=64) >> rpx.LoRA(2)
+    raw, moved = stored_on(mesh, p, memory="pinned_host")
+    free, fixed = rpx.partition(raw)
+    kind = jax.devices()[0].default_memory().kind
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(fixed)} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(free)} == {kind}
+    x = jax.device_put(jnp.ones((64, WIDTH)), NamedSharding(mesh, P("data")))
+    value, grads = step_of(p, moved)(free, fixed, x)
+    beside, moved = stored_on(mesh, p)
+    want, others = step_of(p, moved)(*rpx.partition(beside), x)
+    np.testing.assert_array_equal(value, want)
+    jax.tree.map(np.testing.assert_array_equal, grads, others)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(grads)} == {kind}

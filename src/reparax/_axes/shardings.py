@@ -9,22 +9,27 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from reparax._axes.origin import Follow, Init, inherit
 from reparax._tree.differences import abstract
 from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text
+from reparax._tree.raw import FIXED
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def shardings_of_raw(who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree) -> PyTree:
+def shardings_of_raw(
+    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory: str | None
+) -> PyTree:
     """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
-    ``follow`` finds that axis, and ``init`` puts boxes around the shardings.
+    ``follow`` finds that axis, and ``init`` puts boxes around the shardings. Fixed values lie in that kind of memory.
     """
     params = specs if like is None else like
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
     cuts = {path: _cuts(f"{who} at {path!r}", x, arrays[path], mesh) for path, x in _found(who, specs, arrays).items()}
     taken = inherit(follow, params, cuts)
     paths, leaves, treedef = named(abstract(init, params))
+    kinds = [memory if FIXED in path else None for path in paths]
+    fits = [_fitting(taken[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
     return treedef.unflatten(
-        [NamedSharding(mesh, _fitting(taken[path], x.shape, mesh)) for path, x in zip(paths, leaves, strict=True)]
+        [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]
     )
 
 

@@ -298,7 +298,9 @@ class Parametrization(Static, ABC):
         """
         require_no_differences(call(self, "check"), raw, like, with_any_key(self.init))
 
-    def shardings(self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None) -> PyTree:
+    def shardings(
+        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory: str | None = None
+    ) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
         A raw axis is not sharded if it follows none, or if the mesh axes do not divide it; an axis of a parameter that
@@ -308,6 +310,9 @@ class Parametrization(Static, ABC):
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
           mesh: The mesh.
           like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
+          memory: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
+            others lie on the device. Before ``apply``, a jitted step moves them there:
+            ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -318,7 +323,7 @@ class Parametrization(Static, ABC):
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
         follow = functools.partial(followed, self._parts)
-        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like)
+        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory)
 
 
 class AtSites(Parametrization):
