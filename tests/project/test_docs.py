@@ -66,6 +66,24 @@ def test_the_lines_for_a_cluster_run_after_those_of_their_page(monkeypatch):
     assert {axis.name for axis in names["mesh"].axis_types} == {"Auto"}
 
 
+def test_the_lines_for_weights_in_few_bits_run_after_those_of_their_page():
+    page = (ROOT / "docs" / "notebooks" / "sharding.md").read_text()
+    imports, model, *_ = re.findall(r"```\{code-cell\}\n(.*?)```", page, flags=re.DOTALL)
+    (few,) = re.findall(r"## Weights in few bits.*?```python\n(.*?)```", page, flags=re.DOTALL)
+    (mesh,) = re.findall(r"^mesh = .*", imports, flags=re.MULTILINE)
+    lines = re.findall(r"^(?:import|from) .*", imports, flags=re.MULTILINE)
+    names = {}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec("\n".join([*lines, mesh, model, few]), names)
+        q, params, tuned = (names[name] for name in ("q", "params", "tuned"))
+        whole = q.init(params, jax.random.key(0))
+        raw = jax.device_put(whole, names["kept"])
+        x = jax.random.normal(jax.random.key(1), (8, 32))
+        got, want = jax.jit(tuned)(raw, x), np.mean(names["network"](q.apply(whole), x) ** 2)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert raw["up"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]["q"].sharding.memory_kind == "pinned_host"
+
+
 def test_the_lines_for_schedule_free_optimizers_run():
     page = (ROOT / "docs" / "notebooks" / "recipes.md").read_text()
     (lines,) = re.findall(r"Schedule-free.*?```python\n(.*?)```", page, flags=re.DOTALL)
