@@ -244,6 +244,13 @@ def test_a_loss_that_applies_a_chain_gives_a_tree_like_the_effective_one(found):
     assert seen["b"].why[0].startswith("add reads it: ")
 
 
+def test_several_effective_trees_are_refused():
+    p = rpx.WeightNorm()
+    raw = p.init({"w": normal(3, 3)}), p.init([normal(3, 3)])
+    with pytest.raises(ValueError, match="found several `apply`, of which the effective trees differ in structure"):
+        rpx.inputs(lambda raw, x: jnp.sum(x @ p.apply(raw[0])["w"] @ p.apply(raw[1])[0]))(raw, X)
+
+
 def test_apply_inside_of_a_scan_is_refused():
     p = rpx.WeightNorm()
     raw = p.init({"w": normal(3, 3)})
@@ -256,6 +263,20 @@ def test_apply_inside_of_a_scan_is_refused():
 
 
 # ---- arguments
+
+
+def test_explain_tells_what_is_collected_and_computes_nothing():
+    like = jax.eval_shape(lambda: PARAMS)
+    lines = repr(rpx.explain(rpx.inputs(network, moments="diagonal"), like, X)).splitlines()
+    assert lines[:6] == [
+        "3 of 4 arrays have data, 124 B in all",
+        "  with data:",
+        "    g  2 x 2 inputs along axis 1, 40 B",
+        "    v  6 inputs along axis 1, 52 B",
+        "    w  3 inputs along axis 0, 28 B",
+        "  without:",
+    ]
+    assert lines[6].startswith("    b  no data, 0 B  add reads it: ")
 
 
 def test_where_chooses_and_other_leaves_have_no_data():

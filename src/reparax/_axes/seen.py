@@ -166,10 +166,14 @@ class Seen:
     stands_in: bool = False
 
     def __repr__(self) -> str:
+        return f"Seen({', '.join(text for text in self.told if text)})"
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """How many inputs along which axes, and how many bytes; and what else reads the array."""
         ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}" for read in self.reads]
-        size = sum(size_in_bytes(x) for x in jax.tree.leaves(self))
-        held = [f"{', '.join(ways) or 'no data'}, {readable(size)}", *self.why]
-        return f"Seen({'; '.join(held)})"
+        size = readable(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
+        return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.why)
 
     def read(self, moments: str, w: Any, axes: Collection[int] | None = None) -> Read:
         """The data that a stage needs for ``w``.

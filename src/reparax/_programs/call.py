@@ -58,13 +58,13 @@ class Arguments:
 
         return [path(names[i]) for i in self.places]
 
-    def call(self, arrays: Sequence[Any]) -> Any:
-        """The function's result for other arrays."""
+    def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
+        """The function's result for other arrays, or that of another function of the same arguments."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, arrays, strict=True):
             leaves[i] = x
         args, kwargs = self.treedef.unflatten(leaves)
-        return self.fun(*args, **kwargs)
+        return (fun or self.fun)(*args, **kwargs)
 
     def traced(self) -> "Traced":
         """The program of the traced leaves of the result."""

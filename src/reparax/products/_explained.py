@@ -8,13 +8,15 @@ import jax
 
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.sources import calls, source
-from reparax._tree.folding import folded
 from reparax._tree.paths import describe
 from reparax.products._explained_draws import ExplainedDraws, explained_draws
+from reparax.products._explained_inputs import ExplainedInputs, explained_inputs
 from reparax.products._factored import known, planned, rehearse
+from reparax.products._inputs import Inputs
 from reparax.products._local import Local
 from reparax.products._paths import common_path, paths_of
 from reparax.products._plan import Plan, Read
+from reparax.products._sections import sections
 
 
 @dataclass(frozen=True)
@@ -46,26 +48,28 @@ class Explained:
 
     def __repr__(self) -> str:
         apart = sum(weight.in_factors for weight in self.weights)
-        lines = [f"{apart} of {len(self.weights)} weights with factors are never formed for a product"]
-        for title, flag in {"in factors": True, "formed": False}.items():
-            rows = folded((each.path, (each.type, each.reason)) for each in self.weights if each.in_factors is flag)
-            lines += [f"  {title}:"] if rows else []
-            width = max((len(row.path) for row in rows), default=0)
-            lines += [f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}" for row in rows]
-        return "\n".join(lines)
+        rows = {
+            title: [(each.path, (each.type, each.reason)) for each in self.weights if each.in_factors is flag]
+            for title, flag in {"in factors": True, "formed": False}.items()
+        }
+        return sections(f"{apart} of {len(self.weights)} weights with factors are never formed for a product", rows)
 
 
-def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained | ExplainedDraws:
+def explain(
+    fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any
+) -> Explained | ExplainedDraws | ExplainedInputs:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
     For ``rpx.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is for all.
+    For ``rpx.inputs(loss)`` it says which arrays have data, how many bytes, and why others have none.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local`.
+      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local` or
+        :func:`inputs`.
       args: Its arguments, or their shapes and dtypes.
-      argnums: As for :func:`factored`; what :func:`local` returns has its own.
+      argnums: As for :func:`factored`; what these return has its own.
       kwargs: Its keyword arguments.
 
     Raises:
@@ -87,6 +91,8 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     """
     if isinstance(fun, Local):
         return explained_draws(fun, args, kwargs)
+    if isinstance(fun, Inputs):
+        return explained_inputs(fun, args, kwargs)
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = given.traced()

@@ -6,11 +6,11 @@ from typing import Any
 
 from reparax._programs.call import Arguments
 from reparax._programs.sources import calls, source
-from reparax._tree.folding import folded
 from reparax._tree.paths import describe
 from reparax.products._drawing import Drawing, Read
 from reparax.products._local import Local
 from reparax.products._paths import common_path, paths_of
+from reparax.products._sections import sections
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,11 @@ class ExplainedDraws:
 
     def __repr__(self) -> str:
         own = sum(weight.is_own for weight in self.weights)
-        lines = [f"{own} of {len(self.weights)} noisy weights draw for each example"]
-        for title, flag in {"for each example": True, "one draw for all": False}.items():
-            rows = folded((each.path, (each.type, each.reason)) for each in self.weights if each.is_own is flag)
-            lines += [f"  {title}:"] if rows else []
-            width = max((len(row.path) for row in rows), default=0)
-            lines += [f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}" for row in rows]
-        return "\n".join(lines)
+        rows = {
+            title: [(each.path, (each.type, each.reason)) for each in self.weights if each.is_own is flag]
+            for title, flag in {"for each example": True, "one draw for all": False}.items()
+        }
+        return sections(f"{own} of {len(self.weights)} noisy weights draw for each example", rows)
 
 
 def explained_draws(fun: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:

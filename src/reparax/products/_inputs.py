@@ -19,6 +19,39 @@ from reparax.products._seeing import Seeing
 from reparax.products._taps import Taps
 
 
+class Inputs:
+    """A function that returns what weights are multiplied with; :func:`explain` reports it."""
+
+    def __init__(self, fun: Callable[..., Any], argnums: Argnums, moments: str, where: Any, *, gradients: bool) -> None:
+        self.who, self.fun, self.argnums = caller("inputs", fun, argnums), fun, argnums
+        self.moments, self.where, self.gradients = one_of(*MOMENTS)(moments, self.who, "moments"), where, gradients
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        rehearse()
+        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        traced = arguments.traced()
+        first = Seeing(self.moments, calls(traced.program))
+        jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
+        ways: list[Seeing] = []
+
+        def counted(taps: Taps | None) -> tuple[Any, Any]:
+            ways.append(Seeing(self.moments, first.lines, first.slots, taps))
+            ways[-1].state = [zero for slot in first.slots for zero in slot.zeros(self.moments)]
+            outs = _evaluated(ways[-1], traced, traced.inputs)
+            return _loss(self.who, traced, outs, wanted=taps is not None), ways[-1].state
+
+        slopes = None
+        if self.gradients:
+            arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items()}
+            own = {slot: slot.slopes(self.moments) for slot in first.slots if slot not in first.cut}
+            slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
+        else:
+            _, state = counted(None)
+        ways[-1].state = state
+        return _Result(ways[-1], slopes, self.where).tree(arguments, len(traced.inputs) - len(arguments.places))
+
+
 def inputs(
     fun: Callable[..., Any],
     argnums: Argnums = None,
@@ -26,7 +59,7 @@ def inputs(
     moments: str = "full",
     gradients: bool = False,
     where: str | Callable[[str, Any], bool] | None = None,
-) -> Callable[..., PyTree]:
+) -> Inputs:
     r"""A function of the same arguments as ``fun`` that returns what each weight is multiplied with.
 
     The result is a tree like the parameters with a :class:`Seen` in the place of each array: for each way in which
@@ -74,34 +107,7 @@ def inputs(
     References:
       Frantar, Ashkboos, Hoefler and Alistarh, *GPTQ*, 2023; Lin et al., *AWQ*, 2024.
     """
-    who = caller("inputs", fun, argnums)
-    one_of(*MOMENTS)(moments, who, "moments")
-
-    @functools.wraps(fun)
-    def function(*args: Any, **kwargs: Any) -> PyTree:
-        rehearse()
-        arguments = Arguments.of(who, fun, argnums, args, kwargs)
-        traced = arguments.traced()
-        first = Seeing(moments, calls(traced.program))
-        jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
-        ways: list[Seeing] = []
-
-        def counted(taps: Taps | None) -> tuple[Any, Any]:
-            ways.append(Seeing(moments, first.lines, first.slots, taps))
-            ways[-1].state = [zero for slot in first.slots for zero in slot.zeros(moments)]
-            return _loss(who, traced, _evaluated(ways[-1], traced, traced.inputs), wanted=gradients), ways[-1].state
-
-        slopes = None
-        if gradients:
-            arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items()}
-            zeros = Taps(arrays, {slot: slot.slopes(moments) for slot in first.slots if slot not in first.cut})
-            slopes, state = jax.grad(counted, has_aux=True)(zeros)
-        else:
-            _, state = counted(None)
-        ways[-1].state = state
-        return _Result(ways[-1], slopes, where).tree(arguments, len(traced.inputs) - len(arguments.places))
-
-    return function
+    return Inputs(fun, argnums, moments, where, gradients=gradients)
 
 
 def _loss(who: str, traced: Traced, outs: list[Any], *, wanted: bool) -> Any:
@@ -150,7 +156,11 @@ class _Result:
             return entries[0] if len(entries) == 1 else tuple(entries)
         treedef, roots = trees[0]
         if any(each != treedef for each, _ in trees[1:]):
-            raise ValueError("several apply")
+            raise ValueError(
+                "rpx.inputs found several `apply`, of which the effective trees differ in structure, so it cannot "
+                "return one like them. Pass a loss of the effective trees: "
+                "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
+            )
         return self._entries(treedef.unflatten(range(treedef.num_leaves)), roots.get)
 
     def _entries(self, tree: PyTree, root: Callable[[int], Any]) -> PyTree:
