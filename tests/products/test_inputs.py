@@ -269,7 +269,7 @@ def test_explain_tells_what_is_collected_and_computes_nothing():
     like = jax.eval_shape(lambda: PARAMS)
     lines = repr(rpx.explain(rpx.inputs(network, moments="diagonal"), like, X)).splitlines()
     assert lines[:6] == [
-        "3 of 4 arrays have data, 124 B in all",
+        "3 of 4 arrays have data, 120 B in all",
         "  with data:",
         "    g  2 x 2 inputs along axis 1, 40 B",
         "    v  6 inputs along axis 1, 52 B",
