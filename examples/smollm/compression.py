@@ -51,4 +51,4 @@ def compressed(p: rpx.Parametrization, params: Params, seen: Any) -> tuple[Param
     begin = time.process_time()
     raw = jax.block_until_ready(start(params, seen=seen))
     seconds = time.process_time() - begin
-    return jax.jit(p.fold)(raw), {"seconds": seconds, "bytes": memory.temp_size_in_bytes}
+    return jax.jit(p.fold)(raw), {"seconds": seconds, "bytes": float(memory.temp_size_in_bytes)}

@@ -88,6 +88,7 @@ from reparax.products import inputs as inputs
 from reparax.products import local as local
 from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
+from reparax.quantized import Smooth as Smooth
 from reparax.quantized import Stored as Stored
 from reparax.shared import Concat as Concat
 from reparax.shared import CudnnLSTM as CudnnLSTM

@@ -65,6 +65,7 @@ KINDS = {
     "Sphere": "sphere",
     "Split": "split",
     "Stiefel": "stiefel",
+    "Smooth": "smooth",
     "Stored": "stored",
     "Symmetric": "symmetric",
     "Tie": "tie",

@@ -113,6 +113,7 @@ STAGES = {
         rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.Stiefel("expm")],
+    "Smooth": [rpx.Smooth({"scale": "(.*)/scale", "w": "(.*)/kernel"}, alpha=0.8)],
     "Stored": [
         rpx.Stored("int8"),
         rpx.Stored("nf4", block=64, double_quant=True, where="a|b"),

@@ -66,3 +66,14 @@ def test_awq(name, block):
     assert np.ptp(factors) > 0.1
     want = (gptq_core.qarray.dequantize(theirs) / factors).T
     assert np.mean(np.abs(got - want) > 1e-4) < 0.01
+
+
+def test_smooth_scales():
+    smooth_quant = pytest.importorskip("qwix.contrib.smooth_quant")
+    w, x = weights(), correlated(50, K)
+    largest = jnp.max(jnp.abs(x), axis=0)
+    want = smooth_quant.compute_scales_ratio(largest, jnp.max(jnp.abs(jnp.asarray(w)), axis=1), 0.7)
+    params = {"scale": jnp.ones(K), "w": jnp.asarray(w)}
+    seen = rpx.inputs(lambda params: jnp.sum((x * params["scale"][None]) @ params["w"]), moments="largest")(params)
+    p = rpx.Smooth({"scale": "scale", "w": "w"}, alpha=0.7)
+    np.testing.assert_allclose(1 / p.apply(p.init(params, seen=seen))["scale"], want, rtol=1e-5)

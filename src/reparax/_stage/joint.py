@@ -60,6 +60,7 @@ class Joint(AtSites):
         cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
 
     @abstractmethod
