@@ -244,6 +244,17 @@ def test_a_loss_that_applies_a_chain_gives_a_tree_like_the_effective_one(found):
     assert seen["b"].why[0].startswith("add reads it: ")
 
 
+def test_two_draws_of_one_chain_are_counted_together(found):
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.0)
+
+    def loss(raw, key, x):
+        return network(p.apply(raw, key), x) + network(p.apply(raw, jax.random.fold_in(key, 1)), x)
+
+    seen = rpx.inputs(loss, gradients=True)(p.init(PARAMS), KEY, X)
+    close(only(seen["v"]).second, 2 * only(found["v"]).second)
+    close(seen["v"].gradient, 2 * found["v"].gradient)
+
+
 def test_several_effective_trees_are_refused():
     p = rpx.WeightNorm()
     raw = p.init({"w": normal(3, 3)}), p.init([normal(3, 3)])

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from reparax._programs.sources import calls
 from reparax._tree.paths import PyTree, describe, named, path_text
 from reparax.products._factored import known, rehearse
 from reparax.products._reader import Reader
-from reparax.products._seeing import Seeing
+from reparax.products._seeing import Root, Seeing, placed
 from reparax.products._taps import Taps
 
 
@@ -33,23 +34,42 @@ class Inputs:
         traced = arguments.traced()
         first = Seeing(self.moments, calls(traced.program))
         jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
-        ways: list[Seeing] = []
+        layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
+        roots = {root for root, like in first.types.items() if self._wants(layout.path_of(root), like)}
+        wanted = [slot for slot in first.slots if slot.root in roots]
 
-        def counted(taps: Taps | None) -> tuple[Any, Any]:
-            ways.append(Seeing(self.moments, first.lines, first.slots, taps))
-            ways[-1].state = [zero for slot in first.slots for zero in slot.zeros(self.moments)]
-            outs = _evaluated(ways[-1], traced, traced.inputs)
-            return _loss(self.who, traced, outs, wanted=taps is not None), ways[-1].state
+        def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
+            way = Seeing(self.moments, first.lines, wanted, taps)
+            outs = _evaluated(way, traced, traced.inputs)
+            return _loss(self.who, traced, outs, wanted=taps is not None), way.state
 
-        slopes = None
+        slopes: Taps | None = None
         if self.gradients:
-            arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items()}
-            own = {slot: slot.slopes(self.moments) for slot in first.slots if slot not in first.cut}
+            own = {slot: slot.slopes(self.moments) for slot in wanted if slot not in first.cut}
+            arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items() if root in roots}
             slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
         else:
             _, state = counted(None)
-        ways[-1].state = state
-        return _Result(ways[-1], slopes, self.where).tree(arguments, len(traced.inputs) - len(arguments.places))
+        found: dict[Any, list[Any]] = {}
+        for slot, start in placed(wanted, self.moments).items():
+            held = state[start : start + slot.entries(self.moments)]
+            found.setdefault(slot.root, []).append(slot.read(self.moments, held, slopes and slopes.slopes.get(slot)))
+
+        def entry(path: str, root: Any) -> Seen:
+            if root not in first.types:
+                return Seen(why=("it is no floating array",))
+            if root not in roots:
+                return Seen(why=("`where` leaves it out",))
+            gradient = slopes and slopes.arrays.get(root)
+            return Seen(tuple(found.get(root, ())), gradient, tuple(first.why.get(root, ())))
+
+        return layout.tree(entry)
+
+    def _wants(self, path: str | None, like: Any) -> bool:
+        where = self.where
+        if path is None:
+            return False
+        return where is None or bool(re.fullmatch(where, path) if isinstance(where, str) else where(path, like))
 
 
 def inputs(
@@ -134,50 +154,44 @@ def _evaluated(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
     return Reader(way).arrays(traced.program, followed, facts)
 
 
-class _Result:
-    """The statistics as a tree."""
+@dataclass(frozen=True)
+class _Layout:
+    """A tree like the parameters, or like the effective tree of an ``apply`` of them.
 
-    def __init__(self, way: Seeing, slopes: Taps | None, where: Any) -> None:
-        self._way, self._slopes, self._where = way, slopes, where
-        self._found: dict[Any, list[Any]] = {}
-        for slot, place in way.slots.items():
-            held = way.state[place : place + len(slot.zeros(way.moments))]
-            own = slopes and slopes.slopes.get(slot)
-            self._found.setdefault(slot.root, []).append(slot.read(way.moments, held, own))
+    Attributes:
+      treedef: Its structure.
+      paths: The path of each leaf.
+      roots: What is followed there; None for other leaves.
+    """
 
-    def tree(self, arguments: Arguments, offset: int) -> PyTree:
-        """A tree like the parameters, or like the effective tree of an ``apply`` of them."""
-        trees = self._way.trees
-        if not trees:
-            roots = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.given[i]}
-            whole = arguments.treedef.unflatten(map(roots.get, range(arguments.treedef.num_leaves)))[0]
-            chosen = [arg for arg in whole if jax.tree.leaves(arg)]
-            entries = [self._entries(arg, lambda root: root) for arg in chosen]
-            return entries[0] if len(entries) == 1 else tuple(entries)
-        treedef, roots = trees[0]
-        if any(each != treedef for each, _ in trees[1:]):
-            raise ValueError(
-                "rpx.inputs found several `apply`, of which the effective trees differ in structure, so it cannot "
-                "return one like them. Pass a loss of the effective trees: "
-                "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
-            )
-        return self._entries(treedef.unflatten(range(treedef.num_leaves)), roots.get)
+    treedef: Any
+    paths: list[str]
+    roots: list[Any]
 
-    def _entries(self, tree: PyTree, root: Callable[[int], Any]) -> PyTree:
-        paths, leaves, treedef = named(tree, lambda x: x is None)
-        return treedef.unflatten(
-            [self._entry(path_text(path), root(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-        )
+    @classmethod
+    def of(cls, way: Seeing, arguments: Arguments, offset: int) -> "_Layout":
+        """The layout for the arguments of a call, of which the arrays are inputs from ``offset`` on."""
+        if way.trees:
+            treedef, roots = way.trees[0]
+            if any(each != treedef for each, _ in way.trees[1:]):
+                raise ValueError(
+                    "rpx.inputs found several `apply`, of which the effective trees differ in structure, so it cannot "
+                    "return one like them. Pass a loss of the effective trees: "
+                    "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
+                )
+            tree = treedef.unflatten([roots.get(place) for place in range(treedef.num_leaves)])
+        else:
+            given = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.given[i]}
+            args, _ = arguments.treedef.unflatten(map(given.get, range(arguments.treedef.num_leaves)))
+            chosen = tuple(arg for arg in args if any(root in way.types for root in jax.tree.leaves(arg)))
+            tree = chosen[0] if len(chosen) == 1 else chosen
+        paths, roots, treedef = named(tree, lambda x: x is None or isinstance(x, Root))
+        return cls(treedef, list(map(path_text, paths)), roots)
 
-    def _entry(self, path: str, root: Any) -> Seen:
-        way = self._way
-        if root is None or root not in way.types:
-            return Seen(why=("it is no floating array",))
-        if not self._wanted(path, way.types[root]):
-            return Seen(why=("`where` leaves it out",))
-        gradient = self._slopes and self._slopes.arrays[root]
-        return Seen(tuple(self._found.get(root, ())), gradient, tuple(way.why.get(root, ())))
+    def path_of(self, root: Any) -> str | None:
+        """The path of what is followed; None if it is no part of the result."""
+        return self.paths[self.roots.index(root)] if root in self.roots else None
 
-    def _wanted(self, path: str, like: Any) -> bool:
-        where = self._where
-        return where is None or bool(re.fullmatch(where, path) if isinstance(where, str) else where(path, like))
+    def tree(self, entry: Callable[[str, Any], Seen]) -> PyTree:
+        """The tree with an entry for each leaf."""
+        return self.treedef.unflatten(map(entry, self.paths, self.roots))

@@ -31,6 +31,13 @@ ONE = Label(1)
 
 
 @dataclass(frozen=True)
+class Root:
+    """An effective array: its leaf in the tree that an ``apply`` gives."""
+
+    leaf: int
+
+
+@dataclass(frozen=True)
 class Slot:
     """One way in which an array is read: what :class:`Read` says of it, and whether it is the rows of a table."""
 
@@ -56,6 +63,11 @@ class Slot:
         square = (inputs, inputs) if moments == "full" and not self.is_table else (inputs,)
         sizes = [(batch,), (batch, inputs)] + ([] if moments == "largest" else [(batch, *square)])
         return [jnp.zeros(size, jnp.float32) for size in sizes]
+
+    @staticmethod
+    def entries(moments: str) -> int:
+        """How many arrays these are."""
+        return 2 if moments == "largest" else 3
 
     def read(self, moments: str, found: Sequence[Array], slopes: Any) -> Read:
         """What was found, in words of the array."""
@@ -90,7 +102,7 @@ class Seeing:
       moments: What is counted.
       lines: The user's line of each equation.
       state: The statistics of each slot.
-      slots: For each slot its place in the state. Filled by a first evaluation, which counts nothing.
+      slots: For each slot its place in the state. A first evaluation finds them, and counts nothing.
       taps: What is differentiated, if gradients are wanted.
       trees: What each ``apply`` says of the effective tree that it gives.
       types: The type of each array that is followed.
@@ -102,11 +114,12 @@ class Seeing:
         self,
         moments: str,
         lines: Mapping[int, str],
-        slots: Mapping[Slot, int] | None = None,
+        slots: Sequence[Slot] | None = None,
         taps: Taps | None = None,
     ) -> None:
-        self.moments, self.lines, self.state, self.taps = moments, lines, list[Any](), taps
-        self.slots, self.counts = dict(slots or {}), slots is not None
+        self.moments, self.lines, self.taps, self.counts = moments, lines, taps, slots is not None
+        self.slots = placed(slots or (), moments)
+        self.state = [zero for slot in self.slots for zero in slot.zeros(moments)]
         self.trees: list[Any] = []
         self.types: dict[Any, Any] = {}
         self.cut: set[Slot] = set()
@@ -115,7 +128,7 @@ class Seeing:
     def start(self, root: Any, x: Any) -> Sum:
         """An array, to be followed."""
         self.types[root] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        x = x if self.taps is None else x + self.taps.arrays[root]
+        x = x if self.taps is None or root not in self.taps.arrays else x + self.taps.arrays[root]
         labels = tuple(Label(n, whole=True) for n in x.shape)
         axes = tuple((label,) if label.size != 1 else () for label in labels)
         indices = [Factor(jnp.arange(label.size)[:, None], (label, ONE), still=True) for label in labels]
@@ -194,10 +207,7 @@ class Seeing:
             )
         outs = jaxprs.evaluate(jaxpr, [*consts, *map(_array, args)])
         roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
-        followed = [
-            self.start((reader.path, id(eqn), place), x) if _is_float(x) else x
-            for place, x in zip(mark.made, outs, strict=True)
-        ]
+        followed = [self.start(Root(place), x) if _is_float(x) else x for place, x in zip(mark.made, outs, strict=True)]
         roots |= dict(zip(mark.made, followed, strict=True))
         self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
         return followed
@@ -295,9 +305,11 @@ class Seeing:
         self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None
     ) -> Place:
         """Adds to the statistics of a slot; ``differs`` are the mesh axes over which the data differ."""
-        first = self.slots.setdefault(place.slot, sum(len(each.zeros(self.moments)) for each in self.slots))
         if not self.counts:
+            self.slots.setdefault(place.slot, 0)
+        if not self.counts or place.slot not in self.slots:
             return place
+        first = self.slots[place.slot]
         for i, new in enumerate(found):
             old, most = self.state[first + i], i == 1 and self.moments == "largest"
             at = _at(*(place.batch, place.inputs, place.inputs if columns is None else columns)[: new.ndim])
@@ -331,6 +343,11 @@ def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, 
     rows = [label for label in labels if label not in held]
     x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *own[0], *own[1])))
     return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
+
+
+def placed(slots: Sequence[Slot], moments: str) -> dict[Slot, int]:
+    """For each slot its place among the statistics of all."""
+    return {slot: i * slot.entries(moments) for i, slot in enumerate(slots)}
 
 
 def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:
