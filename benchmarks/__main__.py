@@ -31,6 +31,7 @@ REPEATS = {
     "factored": 10,
     "evolution": 3,
     "seen": 10,
+    "local": 10,
 }
 """The scripts, each with how often it repeats what it times."""
 

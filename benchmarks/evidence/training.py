@@ -10,6 +10,7 @@ from jax import Array
 import reparax as rpx
 
 PyTree = Any
+Loss = Callable[..., Array]
 
 
 def fit(
@@ -22,6 +23,7 @@ def fit(
     key: Array,
     *,
     penalty: Array | float = 0.0,
+    of_loss: Callable[[Loss], Loss] = lambda loss: loss,
     look: Callable[[PyTree], PyTree] = lambda raw: (),
     looks: int = 1,
 ) -> tuple[PyTree, Array, PyTree]:
@@ -36,6 +38,7 @@ def fit(
       steps: How many.
       key: Of all draws.
       penalty: How often the loss has ``p.penalty`` in it.
+      of_loss: Changes how the loss of raw values, a key of their noise, a batch and a key is computed.
       look: Is called with the raw tree after each part of the steps; its results are stacked along a first axis.
       looks: How many equal parts there are.
     """
@@ -43,15 +46,15 @@ def fit(
     key_init, key_steps = jax.random.split(key)
     raw = p.init(params, key_init)
 
+    def paid(raw: PyTree, of_weights: Array, drawn: Any, of_model: Array) -> Array:
+        return loss(p.apply(raw, of_weights), drawn, of_model) + penalty * p.penalty(raw)
+
     def step(carry: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], Array]:
         raw, state = carry
         of_batch, of_weights, of_model = jax.random.split(key, 3)
         drawn = batch(of_batch)
 
-        def paid(raw: PyTree) -> Array:
-            return loss(p.apply(raw, of_weights), drawn, of_model) + penalty * p.penalty(raw)
-
-        value, grads = jax.value_and_grad(paid)(raw)
+        value, grads = jax.value_and_grad(of_loss(paid))(raw, of_weights, drawn, of_model)
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
             updates, state = tx.update(grads, state, raw)
         return (optax.apply_updates(raw, updates), state), value

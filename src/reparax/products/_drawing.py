@@ -97,14 +97,14 @@ class Drawing:
         if weight is None or found is None:
             return None
         mean, variance = map(widened, found)
-        spread = root_of(variance).astype(mean.dtype)
-        if not jaxprs.tells_shards(jax.typeof(mean + spread)):
+        variance = variance.astype(mean.dtype)
+        if not jaxprs.tells_shards(jax.typeof(mean + variance)):
             return None
         (number,) = self.state
         self.state = [number + jnp.uint32(1)]
         self.reads.append(Read(eqn, args[i].root, is_own=True))
         key = key_of_use(weight.key, number, sorted(of_equation(eqn, facts).differs))
-        return (mean + spread * random.normal(key, mean)).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+        return (mean + _spread(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(Read(eqn, x.root, is_own=False))
@@ -131,6 +131,14 @@ def _root(eqn: JaxprEqn, own: Facts) -> Made:
     return Made(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
 
 
-def root_of(x: Array) -> Array:
-    """The square root, with gradient zero at zero."""
-    return jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, jnp.ones_like(x))), jnp.zeros_like(x))
+@jax.custom_jvp
+def _spread(variance: Array, noise: Array) -> Array:
+    """Noise of this variance; the backward pass stores one array, and the slope at zero is zero."""
+    return jnp.sqrt(variance) * noise
+
+
+@_spread.defjvp
+def _spread_on(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    variance, noise = primals
+    slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
+    return _spread(variance, noise), slope * tangents[0]
