@@ -16,8 +16,8 @@ from cases import PACK, SPLIT, JointNorm, cell, definite, matrices, model
 from jax.scipy.linalg import expm, solve_triangular
 
 import reparax as rpx
+from reparax._core import random
 from reparax._core.keys import Keys
-from reparax.noise import _random
 
 MATRICES = matrices()
 SQUARE, TALL, WIDE, BATCH = (MATRICES[name] for name in ("square", "tall", "wide", "batch"))
@@ -287,11 +287,11 @@ def keys(key, kind, names):
 
 
 def noisy(w, key):
-    return w + 0.075 * _random.normal(key, w)
+    return w + 0.075 * random.normal(key, w)
 
 
 def dropped(w, key):
-    return jnp.where(_random.uniform(key, w, ()) < jnp.float32(0.8), w / 0.8, 0)
+    return jnp.where(random.uniform(key, w, ()) < jnp.float32(0.8), w / 0.8, 0)
 
 
 def noise(raw, key):
