@@ -12,6 +12,9 @@ from jax import Array
 
 from reparax._numerics.linalg import adjoint, identity, product
 
+BLOCK = 128
+"""The rows that are factored together; any number gives the same, up to rounding."""
+
 Plan = Callable[[Array, Array, Any], Any]
 Nearest = Callable[[Array, Any], Array]
 
@@ -56,7 +59,11 @@ def compensated(
     def blocks(x: Array) -> Array:
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(number, size, *x.shape[1:])
 
-    factor, inverses = _factor(jnp.pad(_damped(moments, percdamp), (0, missing)), count, size)
+    factor = _factor(_damped(moments, percdamp))
+    factor = jnp.pad(factor, (0, missing)) + jnp.diag(
+        jnp.pad(jnp.zeros(count, w.dtype), (0, missing), constant_values=1)
+    )
+    inverses = jax.vmap(_inverse)(_blocks_on_diagonal(factor, size))
 
     def one_block(changes: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
         i, block, upper, part = each
@@ -90,33 +97,33 @@ def _damped(moments: Array, percdamp: float) -> Array:
     return moments + jnp.where(mean == 0, jnp.ones_like(mean), percdamp * mean) * identity(moments)
 
 
-def _factor(moments: Array, count: int, size: int) -> tuple[Array, Array]:
-    """The upper triangular R such that the moments are ``R R^T``, and the inverses of its blocks on the diagonal.
+def _factor(moments: Array) -> Array:
+    """The upper triangular R such that the moments are ``R R^T``.
 
     Cholesky's algorithm from the last row on, by products of blocks: those of LAPACK, one for each weight of a model,
-    wait for each other on a CPU of few cores, for ever. Rows from ``count`` on are those of the identity.
+    wait for each other on a CPU of few cores, for ever.
     """
-    rows = jnp.arange(len(moments))
-    moments = moments + jnp.diag((rows >= count).astype(moments.dtype))
+    count = len(moments)
+    missing = -count % BLOCK
+    rows = jnp.arange(count + missing)
+    moments = jnp.pad(moments, (0, missing)) + jnp.diag((rows >= count).astype(moments.dtype))
+    number = len(moments) // BLOCK
 
-    def one_block(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        rest, factor, inverses = state
-        i = len(inverses) - 1 - k
-        columns = jax.lax.dynamic_slice_in_dim(rest, i * size, size, axis=1)
-        own, upper = _factor_one(jax.lax.dynamic_slice_in_dim(columns, i * size, size))
-        above = jnp.where((rows < i * size)[:, None], product(columns, adjoint(upper)), jnp.zeros_like(columns))
+    def one_block(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, factor = state
+        start = (number - 1 - k) * BLOCK
+        columns = jax.lax.dynamic_slice_in_dim(rest, start, BLOCK, axis=1)
+        own = _factor_one(jax.lax.dynamic_slice_in_dim(columns, start, BLOCK))
+        above = jnp.where((rows < start)[:, None], product(columns, adjoint(_inverse(own))), jnp.zeros_like(columns))
         rest = rest - product(above, adjoint(above))
-        above = jax.lax.dynamic_update_slice_in_dim(above, own, i * size, 0)
-        factor = jax.lax.dynamic_update_slice_in_dim(factor, above, i * size, 1)
-        return rest, factor, inverses.at[i].set(upper)
+        whole = jax.lax.dynamic_update_slice_in_dim(above, own, start, 0)
+        return rest, jax.lax.dynamic_update_slice_in_dim(factor, whole, start, 1)
 
-    number = len(moments) // size
-    start = moments, jnp.zeros_like(moments), jnp.zeros((number, size, size), moments.dtype)
-    _, factor, inverses = jax.lax.fori_loop(0, number, one_block, start)
-    return factor, inverses
+    _, factor = jax.lax.fori_loop(0, number, one_block, (moments, jnp.zeros_like(moments)))
+    return factor[:count, :count]
 
 
-def _factor_one(moments: Array) -> tuple[Array, Array]:
+def _factor_one(moments: Array) -> Array:
     """The same for one block, a column at a time."""
     size = len(moments)
     rows = jnp.arange(size)
@@ -127,10 +134,21 @@ def _factor_one(moments: Array) -> tuple[Array, Array]:
         column = jnp.where(rows <= j, rest[:, j] / jnp.sqrt(rest[j, j]), jnp.zeros_like(rest[j]))
         return rest - jnp.outer(column, column), factor.at[:, j].set(column)
 
+    return jax.lax.fori_loop(0, size, one_column, (moments, jnp.zeros_like(moments)))[1]
+
+
+def _inverse(upper: Array) -> Array:
+    """The inverse of an upper triangular matrix, a row at a time."""
+    size = len(upper)
+    unit = identity(upper)
+
     def one_row(k: Array, inverse: Array) -> Array:
         j = size - 1 - k
-        unit = (rows == j).astype(factor.dtype)
-        return inverse.at[j].set((unit - product(factor[j], inverse)) / factor[j, j])
+        return inverse.at[j].set((unit[j] - product(upper[j], inverse)) / upper[j, j])
 
-    _, factor = jax.lax.fori_loop(0, size, one_column, (moments, jnp.zeros_like(moments)))
-    return factor, jax.lax.fori_loop(0, size, one_row, jnp.zeros_like(moments))
+    return jax.lax.fori_loop(0, size, one_row, jnp.zeros_like(upper))
+
+
+def _blocks_on_diagonal(x: Array, size: int) -> Array:
+    number = len(x) // size
+    return jnp.einsum("iaib->iab", x.reshape(number, size, number, size))
