@@ -125,6 +125,18 @@ def compression_tables() -> str:
     return "\n\n".join(_perplexities(rows) for rows in (bits, masks))
 
 
+def compression_order() -> str:
+    """A line for each setting: its ways from the least perplexity on, after that of the model as downloaded."""
+    cells = found("compression", RESULTS)
+    losses = {name: float(cell["old"][0]) for name, cell in cells.items()}
+    settings = dict.fromkeys(name.rpartition(", ")[0] for name in losses if name != UNTOUCHED)
+    lines = [f"{UNTOUCHED}: {np.exp(losses[UNTOUCHED]):.1f}"]
+    for setting in settings:
+        ways = sorted((value, name.rpartition(", ")[2]) for name, value in losses.items() if name.startswith(setting))
+        lines.append(f"{setting}: {' < '.join(way for _, way in ways)}")
+    return "\n".join(lines)
+
+
 def compression_costs() -> str:
     """A row for each way: the seconds of a processor and the memory of its start, the largest of all settings."""
     cells = found("compression", RESULTS)
@@ -144,7 +156,6 @@ def compression_costs() -> str:
 
 
 def _perplexities(rows: dict[str, dict[str, str]]) -> str:
-    columns = list(next(iter(rows.values())))
-    return markdown(
-        ["perplexity of prose", *columns], [[name, *(row[way] for way in columns)] for name, row in rows.items()]
-    )
+    columns = list(dict.fromkeys(way for row in rows.values() for way in row))
+    lines = [[name, *(row.get(way, "") for way in columns)] for name, row in rows.items()]
+    return markdown(["perplexity of prose", *columns], lines)
