@@ -37,6 +37,8 @@ from reparax.adapters import Rotated as Rotated
 from reparax.adapters import Slices as Slices
 from reparax.adapters import VeRA as VeRA
 from reparax.adapters import eva_ranks as eva_ranks
+from reparax.draws import ExplainedDraws as ExplainedDraws
+from reparax.draws import local as local
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal
 from reparax.matrices import Blocks as Blocks
@@ -81,15 +83,13 @@ from reparax.numbers import Positive as Positive
 from reparax.numbers import Scale as Scale
 from reparax.numbers import Simplex as Simplex
 from reparax.products import Explained as Explained
-from reparax.products import ExplainedDraws as ExplainedDraws
 from reparax.products import explain as explain
 from reparax.products import factored as factored
-from reparax.products import inputs as inputs
-from reparax.products import local as local
 from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Smooth as Smooth
 from reparax.quantized import Stored as Stored
+from reparax.seen import inputs as inputs
 from reparax.shared import Concat as Concat
 from reparax.shared import CudnnLSTM as CudnnLSTM
 from reparax.shared import Pack as Pack

@@ -13,7 +13,7 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-FLOORS = ["_tree", "_numerics", "_axes", "_core", "_programs", "_stage"]
+FLOORS = ["_tree", "_numerics", "_axes", "_core", "_programs", "_weights", "_stage"]
 """Each imports those before it alone."""
 FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
 """Each imports the floors, and no other family."""
@@ -23,7 +23,10 @@ ALLOWED = {
     "training": set(FLOORS),
     "_programs": {"_tree", "_core"},
     "memory": {"_tree", "_numerics", "_core", "_programs"},
-    "products": {"_tree", "_numerics", "_axes", "_core", "_programs"},
+    "_weights": {"_tree", "_numerics", "_programs"},
+    "products": {"_tree", "_numerics", "_programs", "_weights"},
+    "seen": {"_tree", "_numerics", "_axes", "_programs", "_weights"},
+    "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training"},
     "_torch": {*FLOORS, *FAMILIES, "training"},
     "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},

@@ -17,20 +17,13 @@ arrays are multiplied.
 >>> operations(rpx.factored(loss)) < 0.6 * operations(loss)
 True
 
-A weight is a sum of products of smaller arrays (``_sums``). It starts where arrays of named arguments are multiplied
-(``_makers``), or where a stage declares its terms (``_told``). Transposes, casts and slices of it act on its factors
-(``_moves``). Products with data multiply by one factor after the other (``_uses``). Sums also go into the bodies of
-loops, calls and shards (``_bodies``). ``_multiply`` finds the best order and its cost. ``_reader`` follows
-weights through a program, and ``_factoring`` says what to do with them. The program is evaluated twice: first to record
-what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
-
-With noise on a weight, the same rules follow its mean and its draws to the products with data, where each row of the
-result draws for itself: ``_drawing`` says what to do, and ``_noisy`` computes means and variances.
+A weight is a sum of products of smaller arrays (``_weights``). It starts where arrays of named arguments are
+multiplied, or where a stage declares its terms (``_told``). Transposes, casts and slices of it act on its factors.
+Products with data multiply by one factor after the other (``_uses``). Sums also go into the bodies of loops, calls and
+shards. ``_factoring`` says what the reader of programs does with weights. The program is evaluated twice: first to
+record what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.
 """
 
 from reparax.products._explained import Explained as Explained
 from reparax.products._explained import explain as explain
-from reparax.products._explained_draws import ExplainedDraws as ExplainedDraws
 from reparax.products._factored import factored as factored
-from reparax.products._inputs import inputs as inputs
-from reparax.products._local import local as local

@@ -9,14 +9,12 @@ import jax
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.sources import calls, source
 from reparax._tree.paths import describe
-from reparax.products._explained_draws import ExplainedDraws, explained_draws
-from reparax.products._explained_inputs import ExplainedInputs, explained_inputs
-from reparax.products._factored import known, planned, rehearse
-from reparax.products._inputs import Inputs
-from reparax.products._local import Local
-from reparax.products._paths import common_path, paths_of
+from reparax._weights.facts import known
+from reparax._weights.paths import common_path, paths_of
+from reparax._weights.reports import Reports
+from reparax._weights.sections import sections
+from reparax.products._factored import planned, rehearse
 from reparax.products._plan import Plan, Read
-from reparax.products._sections import sections
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Explained:
         return sections(f"{apart} of {len(self.weights)} weights with factors are never formed for a product", rows)
 
 
-def explain(
-    fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any
-) -> Explained | ExplainedDraws | ExplainedInputs:
+def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Any:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
     For ``rpx.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is for all.
@@ -89,10 +85,8 @@ def explain(
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    if isinstance(fun, Local):
-        return explained_draws(fun, args, kwargs)
-    if isinstance(fun, Inputs):
-        return explained_inputs(fun, args, kwargs)
+    if isinstance(fun, Reports):
+        return fun.explained(args, kwargs)
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = given.traced()

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Jaxpr
 
-from reparax._programs import dependence, jaxprs
+from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
-from reparax._programs.roots import with_roots
+from reparax._weights.facts import Facts, known
+from reparax._weights.reader import Reader
+from reparax._weights.rehearsal import network
 from reparax.products._factoring import Factoring
-from reparax.products._facts import Facts
 from reparax.products._plan import Plan
-from reparax.products._reader import Reader
 
 
 def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
@@ -77,33 +77,16 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 @functools.cache
 def rehearse() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _products_of(_network) == [3])
+    jaxprs.rehearse(lambda: _products_of(lambda a, b, x: network(a @ b, x)) == [3])
 
 
-def _products_of(network: Callable[..., Array]) -> list[int]:
+def _products_of(function: Callable[..., Array]) -> list[int]:
     """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
-    program, consts = jaxprs.opened(jax.make_jaxpr(network)(a, b, x))
+    program, consts = jaxprs.opened(jax.make_jaxpr(function)(a, b, x))
     plan = planned(program, [*consts, a, b, x], known(program, [*(True for _ in consts), True, True, False]))
     apart = [record for record in plan.records.values() if not record.is_formed]
     return [sum(read.factored is not None for read in record.reads) for record in apart]
-
-
-def _network(a: Array, b: Array, x: Array) -> Array:
-    """Three products with a weight: in a call, in a loop and in ``jax.checkpoint``."""
-    w = a @ b
-    x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
-    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
-    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
-
-
-def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
-    """Facts about the inputs of a program; ``given`` says which of them are named."""
-    flags = with_roots(program, given)
-    return [
-        Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
-        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
-    ]
 
 
 def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:

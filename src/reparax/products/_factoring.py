@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax.products import _bodies, _makers, _multiply, _told, _uses
-from reparax.products._facts import Facts, of_equation
+from reparax._programs import jaxprs
+from reparax._weights import bodies, makers, multiply
+from reparax._weights.facts import Facts, of_equation
+from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.sums import Sum
+from reparax.products import _told, _uses
 from reparax.products._plan import Plan, Read, Record
-from reparax.products._reader import AS_IS, Outs, Reader
-from reparax.products._sums import Sum
 
 
 class Factoring:
@@ -25,7 +27,7 @@ class Factoring:
         self.plan, self.state = plan, list[Any]()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
-        return bool(own.known and own.origins and _makers.may_make(eqn)) or _bodies.may_make(eqn, facts)
+        return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
 
     def told(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
@@ -39,7 +41,7 @@ class Factoring:
 
     def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
         own = of_equation(eqn, facts)
-        made = _makers.made(eqn, args, facts) if own.known else None
+        made = makers.made(eqn, args, facts) if own.known else None
         if made is None:
             return None
         made = self._new(reader, eqn, args, facts, own, made)
@@ -55,7 +57,7 @@ class Factoring:
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, Read(eqn, reader.times, reader.in_formula))
-        return _multiply.formed(x)
+        return multiply.formed(x)
 
     def _new(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum
@@ -65,6 +67,17 @@ class Factoring:
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
             known = self.plan.records
-            cost = reader.times * _makers.forming(eqn, facts) + sum(known[each].forming for each in parents)
+            cost = reader.times * makers.forming(eqn, facts) + sum(known[each].forming for each in parents)
             self.plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
         return None if self.plan.forms(made.root) else made
+
+
+def _may_make_inside(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
+    """Whether a body of an equation may make a sum."""
+    if bodies.rule(eqn) is None or not any(each.known for each in facts):
+        return False
+    return _told.tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
+
+
+def _makes(jaxpr: Jaxpr) -> bool:
+    return any(makers.may_make(eqn) or _told.tells(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from reparax.products._sums import Sum
+from reparax._weights.sums import Sum
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from jax.extend.core import JaxprEqn
 
 from reparax._numerics.terms import specs_told
 from reparax._programs import jaxprs
-from reparax.products._circles import Circle
-from reparax.products._dtypes import covers, has_range, stored
-from reparax.products._facts import Facts, facts_in
-from reparax.products._sums import Factor, Label, Product, Sum
+from reparax._weights.circles import Circle
+from reparax._weights.dtypes import covers, has_range, stored
+from reparax._weights.facts import Facts, facts_in
+from reparax._weights.sums import Factor, Label, Product, Sum
 
 
 def tells(eqn: JaxprEqn) -> bool:

@@ -12,10 +12,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs.jaxprs import type_of
-from reparax.products import _moves
-from reparax.products._dtypes import between, in_any_order
-from reparax.products._multiply import ENTRY, How, cost, total
-from reparax.products._sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
+from reparax._weights import moves
+from reparax._weights.dtypes import between, in_any_order
+from reparax._weights.multiply import ENTRY, How, cost, total
+from reparax._weights.sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
     def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return complete([_moves.along(each, axis, count, change) for each in weight.products])
+        return complete([moves.along(each, axis, count, change) for each in weight.products])
 
     costs = of_rows(counted)
     if costs is None:

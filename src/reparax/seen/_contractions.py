@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from reparax.products._sums import Product, Sum
+from reparax._weights.sums import Product, Sum
 
 
 @dataclass(frozen=True)

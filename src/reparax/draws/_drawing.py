@@ -13,12 +13,12 @@ from reparax._core import random
 from reparax._core.keys import key_of_use
 from reparax._numerics.arithmetic import widened
 from reparax._programs import jaxprs
-from reparax.products import _bodies, _makers
-from reparax.products._dtypes import narrows
-from reparax.products._facts import Facts, of_equation
-from reparax.products._noisy import Noisy, formed, moments
-from reparax.products._reader import Outs, Reader
-from reparax.products._sums import Product, Sum
+from reparax._weights import bodies, makers
+from reparax._weights.dtypes import narrows
+from reparax._weights.facts import Facts, of_equation
+from reparax._weights.reader import Outs, Reader
+from reparax._weights.sums import Product, Sum
+from reparax.draws._noisy import Noisy, formed, moments
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Drawing:
         self.reads, self.state = list[Read](), list[Any]([jnp.uint32(0)])
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
-        return is_draw(eqn) or (_bodies.rule(eqn) is not None and _holds_draw(eqn))
+        return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
     def told(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
@@ -84,7 +84,7 @@ class Drawing:
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
-        made = _makers.chosen(args) if eqn.primitive.name == "select_n" else _makers.combined(eqn, args, facts)
+        made = makers.chosen(args) if eqn.primitive.name == "select_n" else makers.combined(eqn, args, facts)
         return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:

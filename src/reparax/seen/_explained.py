@@ -1,17 +1,14 @@
 """A report of what is known of the data that arrays are multiplied with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from reparax._axes.seen import Seen
-from reparax._programs.call import Arguments
-from reparax._tree.paths import named, path_text
+from reparax._tree.paths import PyTree, named, path_text
 from reparax._tree.sizes import readable, size_in_bytes
-from reparax.products._inputs import Inputs
-from reparax.products._sections import sections
+from reparax._weights.sections import sections
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,9 +31,7 @@ class ExplainedInputs:
         return sections(f"{read} of {len(self.seen)} arrays have data, {readable(size)} in all", rows)
 
 
-def explained_inputs(fun: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
-    """What ``fun(*args, **kwargs)`` collects."""
-    given = Arguments.of(fun.who, fun.fun, fun.argnums, args, kwargs)
-    seen = jax.eval_shape(lambda arrays: given.call(arrays, fun), given.arrays)
+def explained(seen: PyTree) -> ExplainedInputs:
+    """The report of a tree of entries, or of their types."""
     paths, entries, _ = named(seen, lambda x: isinstance(x, Seen))
     return ExplainedInputs(dict(zip(map(path_text, paths), entries, strict=True)))

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,20 @@ import jax.numpy as jnp
 
 from reparax._axes.seen import MOMENTS, Seen
 from reparax._numerics.arguments import one_of
+from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
 from reparax._programs.sources import calls
 from reparax._tree.paths import PyTree, describe, named, path_text
-from reparax.products._factored import known, rehearse
-from reparax.products._reader import Reader
-from reparax.products._seeing import Root, Seeing, placed
-from reparax.products._taps import Taps
+from reparax._weights.facts import known
+from reparax._weights.reader import Reader
+from reparax._weights.rehearsal import network
+from reparax._weights.reports import Reports
+from reparax.seen._explained import ExplainedInputs, explained
+from reparax.seen._seeing import Root, Seeing, placed
+from reparax.seen._taps import Taps
 
 
-class Inputs:
+class Inputs(Reports):
     """A function that returns what weights are multiplied with; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums, moments: str, where: Any, *, gradients: bool) -> None:
@@ -64,6 +68,10 @@ class Inputs:
             return Seen(tuple(found.get(root, ())), gradient, tuple(first.why.get(root, ())))
 
         return layout.tree(entry)
+
+    def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
+        given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        return explained(jax.eval_shape(lambda arrays: given.call(arrays, self), given.arrays))
 
     def _wants(self, path: str | None, like: Any) -> bool:
         where = self.where
@@ -128,6 +136,20 @@ def inputs(
       Frantar, Ashkboos, Hoefler and Alistarh, *GPTQ*, 2023; Lin et al., *AWQ*, 2024.
     """
     return Inputs(fun, argnums, moments, where, gradients=gradients)
+
+
+@functools.cache
+def rehearse() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
+    jaxprs.rehearse(lambda: _axes_read() == {(0,), (1,)})
+
+
+def _axes_read() -> set[tuple[int, ...]]:
+    """The axes of a weight that the products of a small network contract; none if it is read otherwise."""
+    w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Seeing("full", {})
+    traced = Arguments.of("inputs", network, None, (w, w), {}).traced()
+    jax.make_jaxpr(lambda *inputs: _evaluated(way, traced, inputs))(*traced.inputs)
+    return set() if way.why else {slot.axes for slot in way.slots}
 
 
 def _loss(who: str, traced: Traced, outs: list[Any], *, wanted: bool) -> Any:

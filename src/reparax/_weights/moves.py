@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax.products._dtypes import narrows, stored
-from reparax.products._sums import Factor, Label, Product, Sum, complete
+from reparax._weights.dtypes import narrows, stored
+from reparax._weights.sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
 

@@ -19,12 +19,12 @@ from reparax._axes.seen import Read
 from reparax._programs import jaxprs
 from reparax._programs.roots import holds_apply, is_apply, mark_of
 from reparax._programs.sources import source
-from reparax.products import _moves, _multiply
-from reparax.products._contractions import Contraction, Lookup, contraction, lookup
-from reparax.products._facts import Facts, of_outputs
-from reparax.products._reader import AS_IS, Outs, Reader
-from reparax.products._sums import Factor, Label, Product, Sum
-from reparax.products._taps import Taps, second, tapped
+from reparax._weights import moves, multiply
+from reparax._weights.facts import Facts, of_outputs
+from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.sums import Factor, Label, Product, Sum
+from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
+from reparax.seen._taps import Taps, second, tapped
 
 ONE = Label(1)
 """A further axis of indices, so that those of one entry are no mere number."""
@@ -387,7 +387,7 @@ def _array(x: Any) -> Any:
     (product,) = x.products
     indices = [factor for factor in product.factors if ONE in factor.labels]
     own = tuple(factor for factor in product.factors if all(factor is not each for each in indices))
-    return _multiply.formed(replace(x, products=(replace(product, factors=own),)))
+    return multiply.formed(replace(x, products=(replace(product, factors=own),)))
 
 
 def _cast(x: Sum, dtype: Any) -> Sum:
@@ -403,7 +403,7 @@ def _cast(x: Sum, dtype: Any) -> Sum:
 def _scaled(name: str, x: Sum, *number: Any) -> Sum:
     """``x`` times a number, or divided by it, or with another sign."""
     factor = {"mul": lambda n: n, "div": lambda n: 1 / n, "neg": lambda: jnp.asarray(-1, x.dtype)}[name](*number)
-    return _moves.scaled(x, factor, still=True)
+    return moves.scaled(x, factor, still=True)
 
 
 def _are_whole(args: Sequence[Any]) -> bool:

@@ -11,8 +11,8 @@ from jax.extend.core import JaxprEqn
 
 from reparax._numerics.arithmetic import widened
 from reparax._programs.jaxprs import type_of
-from reparax.products._multiply import How, total
-from reparax.products._sums import Factor, Label, Product, Sum, complete, contracted
+from reparax._weights.multiply import How, total
+from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from reparax._programs.jaxprs import type_of
-from reparax.products import _moves
-from reparax.products._dtypes import covers, has_range, in_any_order
-from reparax.products._facts import Facts
-from reparax.products._multiply import ENTRY, cost
-from reparax.products._sums import Product, Sum, complete, contracted, entries, multiplied
+from reparax._weights import moves
+from reparax._weights.dtypes import covers, has_range, in_any_order
+from reparax._weights.facts import Facts
+from reparax._weights.multiply import ENTRY, cost
+from reparax._weights.sums import Product, Sum, complete, contracted, entries, multiplied
 
 _SIGNS = {"add": 1, "add_any": 1, "sub": -1}
 
@@ -127,10 +127,10 @@ def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
     out = type_of(eqn.outvars[0])
     if _SIGNS[eqn.primitive.name] < 0:
-        y = _moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
+        y = moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
     if x.ndim != out.ndim or y.ndim != out.ndim:
         return None
-    wide = complete(_moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y))
+    wide = complete(moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y))
     if wide is None:
         return None
     products = tuple(product for each in wide for product in each.products)
@@ -139,7 +139,7 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
 
 def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:
     """Integers as floats; the arrays stay integers until they are multiplied."""
-    return _moves.cast(x, eqn.params["new_dtype"]) if _is_whole(x.dtype) else None
+    return moves.cast(x, eqn.params["new_dtype"]) if _is_whole(x.dtype) else None
 
 
 def _is_whole(dtype: Any) -> bool:
@@ -150,7 +150,7 @@ _RULES: dict[str, Callable[..., Sum | None]] = {
     "dot_general": _dot,
     "mul": _multiple,
     "div": _quotient,
-    "broadcast_in_dim": lambda eqn, x: _moves.broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"]),
+    "broadcast_in_dim": lambda eqn, x: moves.broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"]),
     "convert_element_type": _floats,
     **dict.fromkeys(_SIGNS, _sum),
 }

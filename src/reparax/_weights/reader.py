@@ -10,9 +10,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
-from reparax.products import _bodies, _moves
-from reparax.products._facts import NUMBER, Facts, of_equation, of_outputs
-from reparax.products._sums import Sum
+from reparax._weights import bodies, moves
+from reparax._weights.facts import NUMBER, Facts, of_equation, of_outputs
+from reparax._weights.sums import Sum
 
 Outs = tuple[list[Any], list[Facts]]
 
@@ -139,7 +139,7 @@ class _Run:
                 self._facts.update(zip(eqn.outvars, found[1], strict=True))
                 return
         self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts), strict=True))
-        passed = _bodies.passed(eqn, facts)
+        passed = bodies.passed(eqn, facts)
         if passed is None:
             self._next.append(eqn)
             return
@@ -154,10 +154,10 @@ class _Run:
         told = reader.way.told(reader, eqn, args, facts, alone=alone)
         if told is not None:
             return _unless_as_is(told)
-        body = _bodies.rule(eqn)
+        body = bodies.rule(eqn)
         if body is not None:
             return body(reader, eqn, args, facts)
-        moved = _moves.moved(eqn, args)
+        moved = moves.moved(eqn, args)
         if moved is not None:
             return moved, [own for _ in moved]
         made = reader.way.made(reader, eqn, args, facts)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from reparax._numerics.terms import with_diagonals
-from reparax.products._circles import Circle, back, operations, transform
-from reparax.products._sums import Factor, Label, Product, Sum, entries
+from reparax._weights.circles import Circle, back, operations, transform
+from reparax._weights.sums import Factor, Label, Product, Sum, entries
 
 ENTRY = 16
 """The cost to write one number, in operations of a matrix product."""

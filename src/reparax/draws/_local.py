@@ -1,20 +1,27 @@
 """Losses in which each example has noise of its own."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from reparax._core import random
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
-from reparax.products._drawing import Drawing
-from reparax.products._factored import known, rehearse
-from reparax.products._reader import Reader
+from reparax._programs.sources import calls
+from reparax._weights.facts import known
+from reparax._weights.paths import paths_of
+from reparax._weights.reader import Reader
+from reparax._weights.rehearsal import network
+from reparax._weights.reports import Reports
+from reparax.draws._drawing import Drawing
+from reparax.draws._explained import ExplainedDraws, explained
 
 
-class Local:
+class Local(Reports):
     """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
@@ -22,13 +29,19 @@ class Local:
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rehearse()
         traced, program, consts = self.rewritten(Drawing(), args, kwargs)
         # A draw that nothing reads is not drawn.
         return traced.restored(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
 
+    def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
+        rehearse()
+        way, given = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        traced, *_ = self.rewritten(way, args, kwargs)
+        return explained(way.reads, paths_of(given, traced), calls(traced.program))
+
     def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
         """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-        rehearse()
         given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced = given.traced()
         closed_over = len(traced.inputs) - len(given.arrays)
@@ -98,3 +111,17 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
       Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
     """
     return Local(fun, argnums)
+
+
+@functools.cache
+def rehearse() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
+    jaxprs.rehearse(lambda: _own_draws() == [True, True, True])
+
+
+def _own_draws() -> list[bool]:
+    """For each product of a small network whether it draws for itself."""
+    w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
+    noisy = Local(lambda w, key, x: network(w + random.normal(key, w), x), None)
+    noisy.rewritten(way, (w, jax.random.key(0), w), {})
+    return [read.is_own for read in way.reads]

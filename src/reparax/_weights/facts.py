@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import dependence, jaxprs
+from reparax._programs.roots import with_roots
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,12 @@ def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
 def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
     """The facts of the inputs of a body, whose constants come first."""
     return [*(NUMBER for _ in consts), *facts]
+
+
+def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
+    """Facts about the inputs of a program; ``given`` says which of them are named."""
+    flags = with_roots(program, given)
+    return [
+        Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
+        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
+    ]

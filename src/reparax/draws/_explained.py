@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from reparax._programs.call import Arguments
-from reparax._programs.sources import calls, source
+from reparax._programs.sources import source
 from reparax._tree.paths import describe
-from reparax.products._drawing import Drawing, Read
-from reparax.products._local import Local
-from reparax.products._paths import common_path, paths_of
-from reparax.products._sections import sections
+from reparax._weights.paths import common_path
+from reparax._weights.sections import sections
+from reparax.draws._drawing import Read
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,9 @@ class ExplainedDraws:
         return sections(f"{own} of {len(self.weights)} noisy weights draw for each example", rows)
 
 
-def explained_draws(fun: Local, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
-    """The noisy weights of ``fun(*args, **kwargs)``."""
-    given = Arguments.of(fun.who, fun.fun, fun.argnums, args, kwargs)
-    way = Drawing()
-    traced, *_ = fun.rewritten(way, args, kwargs)
-    return ExplainedDraws(tuple(_weights(way.reads, paths_of(given, traced), calls(traced.program))))
+def explained(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
+    """The report of all reads of noisy weights, with the paths of arguments and the user's lines."""
+    return ExplainedDraws(tuple(_weights(reads, paths, lines)))
 
 
 def _weights(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[NoisyWeight]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from reparax.products._circles import Circle
+from reparax._weights.circles import Circle
 
 Shape = Sequence[int]
 T = TypeVar("T")

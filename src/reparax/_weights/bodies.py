@@ -11,11 +11,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from reparax._programs import dependence, jaxprs
-from reparax.products import _makers
-from reparax.products._facts import Facts, facts_in, together
-from reparax.products._moves import each_factor
-from reparax.products._sums import Factor, Label, Product, Sum, entries
-from reparax.products._told import tells
+from reparax._weights.facts import Facts, facts_in, together
+from reparax._weights.moves import each_factor
+from reparax._weights.sums import Factor, Label, Product, Sum, entries
 
 Outs = tuple[list[Any], list[Facts]]
 Rule = Callable[[Any, JaxprEqn, Sequence[Any], Sequence[Facts]], "Outs | None"]
@@ -27,17 +25,6 @@ def rule(eqn: JaxprEqn) -> Rule | None:
     The function returns None if the equation must be evaluated unchanged.
     """
     return _RULES.get(eqn.primitive.name)
-
-
-def may_make(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
-    """Whether a body of an equation may make a sum."""
-    if rule(eqn) is None or not any(each.known for each in facts):
-        return False
-    return tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
-
-
-def _makes(jaxpr: Jaxpr) -> bool:
-    return any(_makers.may_make(eqn) or tells(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns)
 
 
 def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:

@@ -1,0 +1,7 @@
+"""What a weight sees: the data that products multiply it with.
+
+``_seeing`` says what a reader of programs does with arrays: it follows them to their products (``_contractions``), and
+counts the data there. ``_taps`` collects the gradients at the outputs.
+"""
+
+from reparax.seen._inputs import inputs as inputs
