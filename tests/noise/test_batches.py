@@ -8,8 +8,8 @@ from jax import export
 from jax.sharding import AxisType
 
 import reparax as rpx
+from reparax._core import random
 from reparax._core.draws import LOOPED
-from reparax.noise import _random
 
 KEYS = jax.random.split(jax.random.key(11), 3)
 STAGES = [rpx.VarNoise(1.0), rpx.WeightDropout(0.4), rpx.WeightDropout(0.4, broadcast=-1)]
@@ -33,7 +33,7 @@ def test_a_batch_of_keys_draws_what_each_key_draws_alone(impl):
 
     @jax.jit
     def drawn(key):
-        return _random.normal(key, w), _random.normal(key, w.astype(complex)), _random.uniform(key, w, (1,))
+        return random.normal(key, w), random.normal(key, w.astype(complex)), random.uniform(key, w, (1,))
 
     batch = drawn(keys)
     for i, key in enumerate(keys):
