@@ -28,6 +28,9 @@ class Mark:
     def __call__(self, *_: Any, **__: Any) -> bool:
         return False
 
+    def __repr__(self) -> str:
+        return "mark"  # so that equal programs have equal texts
+
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
     """``fun(tree, key)``; the backward pass keeps only ``tree``, ``key`` and the result.
