@@ -40,6 +40,7 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    operands = {i: number for number, i in enumerate(places)}
     mark, failed = Mark(), list[Exception]()
     found: list[dict[int, int]] = []
 
@@ -55,7 +56,7 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
         found.append(passed)
         mark.treedef, mark.size = outdef, len(arrays) + (key is not None)
         mark.made = [place for place in range(len(outs)) if place not in passed]
-        mark.passed = {place: places.index(i) for place, i in passed.items() if i in places}
+        mark.passed = {place: operands[i] for place, i in passed.items() if i in operands}
         return {place: outs[place] for place in mark.made}
 
     made = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)

@@ -3,12 +3,12 @@
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 _FORMULAS = (
-    "ADAMSS BEFT DEFT DELORA FROD GLORA HIRA OSF PEANUT PSOFT PVERA RANDLORA ROAD SUPERTUNING TINYLORA UNILORA VBLORA "
-    "WAVEFT"
+    "ADAMSS BEFT DEFT DELORA FROD GLORA OSF PEANUT PSOFT PVERA RANDLORA ROAD SUPERTUNING TINYLORA UNILORA VBLORA WAVEFT"
 )
 _INPUTS = "ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING PROMPT_TUNING SHADOW"
 TYPES = {
     **dict.fromkeys(_FORMULAS.split(), f"no chain of stages has its formula. {MERGE}"),
+    "HIRA": f"its chain would hold an array of ones as large as each weight. {MERGE}",
     **dict.fromkeys(_INPUTS.split(), "it adds inputs or activations, so it is no function of the weights."),
     **dict.fromkeys(("LILY", "POLY", "XLORA"), "it mixes adapters by the input, so it is no function of the weights."),
 }
