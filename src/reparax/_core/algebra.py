@@ -2,27 +2,26 @@
 
 import dataclasses
 import functools
-import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import ABC
+from collections.abc import Iterator
 from typing import Any, ClassVar, overload
 
 import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
-from reparax._axes.origin import Origins, probe
-from reparax._axes.seen import ANY, Seen
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
+from reparax._core.calls import call, checked_key, needed_key, with_any_key
 from reparax._core.config import dump_stages, expression
-from reparax._core.keys import Keys, check_key
-from reparax._core.layers import Layer
-from reparax._core.plan import ON_TREES, TreeLayer, open_all
+from reparax._core.keys import Keys
+from reparax._core.on_tree import ON_TREES, OnTree
+from reparax._core.plan import open_all
+from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
 from reparax._core.sights import by_place
 from reparax._core.value import Static
 from reparax._core.verbs import advanced, closed, followed, opened, rebased, total_log_det, total_penalty
 from reparax._tree.differences import abstract, require_no_differences
-from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, resolve_owners
 
@@ -62,6 +61,14 @@ class Parametrization(Static, ABC):
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if on_tree := [] if issubclass(cls._planner, OnTree) else [name for name in ON_TREES if hasattr(cls, name)]:
+            raise TypeError(
+                f"{cls.__name__} defines {on_tree[0]}, but acts on arrays at places of their own. Write its formulas, "
+                f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
+            )
+
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
         *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
@@ -100,7 +107,7 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
                 f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
             )
-        checked, tree = _checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
+        checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
         sights = by_place(call(self, "init"), tree, seen)
         return spread_boxes(
             functools.partial(followed, self._parts),
@@ -115,10 +122,10 @@ class Parametrization(Static, ABC):
           raw: The result of ``init``, or that after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
         """
-        effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), _needed_key(self, key))
+        effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
         if marks := outer_markers(effective):
             path, mark = next(iter(marks.items()))
-            if kind_of(mark) in [stage.kind for stage in _stages(self)]:
+            if kind_of(mark) in [stage.kind for stage in self._parts]:
                 raise ValueError(
                     f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                     f"or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
@@ -138,7 +145,7 @@ class Parametrization(Static, ABC):
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
         """
-        keys = Keys(_checked_key(self, "update", key))
+        keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
         tree = advanced(call(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
@@ -188,7 +195,7 @@ class Parametrization(Static, ABC):
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
-        return self._has("update")
+        return any(planner(stage).does("update") for stage in self._parts)
 
     @property
     def random_start(self) -> bool:
@@ -197,49 +204,13 @@ class Parametrization(Static, ABC):
 
     _sees: ClassVar[bool] = False
     """Whether ``init`` of the stage takes what arrays are multiplied with."""
+    _planner: ClassVar[type[Planner]] = OnTree
+    """What decides where the stage acts. A stage on the whole tree needs none of its own."""
 
-    # What follows is for the plan of a chain. A stage on the whole tree needs none of it.
     @property
     def _parts(self) -> "tuple[Parametrization, ...]":
         """The stages, of which a stage alone is one."""
         return (self,)
-
-    _sees_tree: ClassVar[Any] = True
-    """Whether the stage takes whole trees, not arrays at sites of their own."""
-
-    @property
-    def _asks_functions(self) -> bool:
-        """Whether the sites depend on functions, whose answers may change."""
-        return False
-
-    def _has(self, verb: str) -> bool:
-        """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
-        return overrides(self, f"{verb}_tree") or (verb != "log_det" and overrides(self, verb))
-
-    @property
-    def _reads_grads(self) -> bool:
-        """Whether ``update`` takes the gradient with respect to the stage's output."""
-        update = getattr(self, "update_tree", None)
-        return update is not None and "grads" in inspect.signature(update).parameters
-
-    def _opening(self, tree: Flat) -> Layer:
-        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
-        del tree
-        return self._on_tree
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        """Where ``apply`` and the other verbs find raw values of this stage in ``tree``, which is of types."""
-        del method, tree
-        return self._on_tree
-
-    @property
-    def _on_tree(self) -> TreeLayer:
-        return TreeLayer(self, public=[verb for verb in ("init", "apply", "update", "rebase") if overrides(self, verb)])
-
-    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        """The shapes of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        init = functools.partial(opened, self._parts)
-        return abstract(init, tree), probe(init, tree)
 
     @property
     def deterministic(self) -> "Parametrization":
@@ -258,15 +229,10 @@ class Parametrization(Static, ABC):
         """
         tree = flatten(abstract(lambda x: x, params))
         owners = {slot.path: slot.path for slot in tree.slots().values()}
-        for stage in reversed(_stages(self)):
-            owners = resolve_owners(owners, stage._sources(tree))
+        for stage in reversed(self._parts):
+            owners = resolve_owners(owners, planner(stage).sources(tree))
             tree = flatten(abstract(functools.partial(opened, (stage,)), nest(tree)))
         return owners
-
-    def _sources(self, tree: Flat) -> dict[str, str]:
-        """For each array without a value of its own, the path of the array that it copies."""
-        del tree
-        return {}
 
     def fold(self, raw: PyTree) -> PyTree:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``."""
@@ -282,8 +248,8 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        of_one = isinstance(self, Chain) and len(self) == 1  # it is not equal to the stage itself
-        return dump_stages((self,) if of_one else _stages(self))
+        of_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
+        return dump_stages((self,) if of_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
@@ -326,26 +292,6 @@ class Parametrization(Static, ABC):
         return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory)
 
 
-class AtSites(Parametrization):
-    """A stage that acts at sites of its own, each of one array or of several, and not on the whole tree."""
-
-    _sees_tree: ClassVar[Any] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if on_tree := [name for name in ON_TREES if hasattr(cls, name)]:
-            raise TypeError(
-                f"{cls.__name__} defines {on_tree[0]}, but acts on arrays at places of their own. Write its formulas, "
-                f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
-            )
-
-    @abstractmethod
-    def _opening(self, tree: Flat) -> Layer: ...
-
-    @abstractmethod
-    def _closing(self, method: str, tree: Flat) -> Layer: ...
-
-
 class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
@@ -369,7 +315,6 @@ class Chain(Parametrization):
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
     random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
-    advances: ClassVar[Any] = property(lambda self: any(stage.advances for stage in self.stages))
 
     def __post_init__(self) -> None:
         got: Any = self.stages
@@ -402,9 +347,6 @@ class Chain(Parametrization):
     def _parts(self) -> tuple[Parametrization, ...]:
         return self.stages
 
-    def _has(self, verb: str) -> bool:
-        return any(stage._has(verb) for stage in self.stages)
-
     @property
     def deterministic(self) -> Parametrization:
         return compose(tuple(stage.deterministic for stage in self.stages))
@@ -422,48 +364,8 @@ def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
     return chain.stages[0] if len(chain) == 1 else chain
 
 
-def overrides(stage: Parametrization, *methods: str) -> bool:
-    """Whether the class of a stage defines one of these methods itself."""
-    return any(getattr(type(stage), method, None) is not getattr(Parametrization, method, None) for method in methods)
-
-
-def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
-    """``init`` where only the structure of its result, or its nearest point, matters."""
-    return functools.partial(init, key=jax.random.key(0), **any_data(init))
-
-
-def any_data(init: Callable[..., PyTree]) -> dict[str, Seen]:
-    """The argument of ``init`` that stands for any data; a class may write its own init without it."""
-    return {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}
-
-
 def require_chains(usage: str, *got: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
     if others := [type(x).__name__ for x in got if not isinstance(x, Parametrization)]:
         name = usage.partition("(")[0]
         raise TypeError(f"{name} takes parametrizations first, but got {others[0]}. Write `rpx.{usage}`.")
-
-
-def call(p: Parametrization, method: str) -> str:
-    """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
-    text = " >> ".join(map(repr, _stages(p))) or repr(p)
-    return f"({text}).{method}" if len(_stages(p)) > 1 else f"{text}.{method}"
-
-
-def _checked_key(p: Parametrization, method: str, key: jax.Array | None) -> jax.Array | None:
-    """``key`` as a typed scalar key; None stays None."""
-    tree = "params" if method == "init" else "raw"
-    in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
-    return None if key is None else check_key(key, call(p, method), in_batches)
-
-
-def _needed_key(p: Parametrization, key: jax.Array | None) -> jax.Array | None:
-    """The key of ``apply``; None if nothing is random."""
-    if not p.stochastic:
-        return None
-    if key is None:
-        raise ValueError(
-            f"{call(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
-            f"Pass a key, or evaluate with `p.deterministic`."
-        )
-    return _checked_key(p, "apply", key)

@@ -21,7 +21,7 @@ from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, Swap
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, path_text
-from reparax._tree.raw import FIXED
+from reparax._tree.raw import FIXED, marker, next_number
 from reparax._tree.values import Values, value_of
 
 Sights = Mapping[Names, Seen]
@@ -59,6 +59,11 @@ class Spot:
         fixed = [name for name in {**said, **values} if name in values and value_of(said, name).fixed]
         held = {(*node, FIXED, name): values[name] for name in fixed}
         return free | held or {node: {}}
+
+
+def opened_spot(kind: str, place: Names, w: Any) -> Spot:
+    """The spot of an array that raw values of this kind are to replace."""
+    return Spot(place, {}, marker(kind, next_number(place, kind)), w)
 
 
 @dataclass(frozen=True, eq=False)

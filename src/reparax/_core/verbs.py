@@ -1,5 +1,6 @@
 """What the methods of a chain do once their arguments are checked: loops over its stages, on trees laid flat."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.seen import ANY
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
+from reparax._core.planner import planner
 from reparax._core.pullback import pull_back
 from reparax._core.sights import by_place
 from reparax._numerics.arithmetic import add_up
@@ -33,7 +35,7 @@ def followed(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
     """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
     tree, origins = params, keep_origins(params)
     for stage in reversed(stages):
-        tree, own = stage._follow(tree)
+        tree, own = planner(stage).follow(tree, functools.partial(opened, (stage,)))
         origins = compose_origins(own, origins)
     return tree, origins
 
@@ -43,9 +45,9 @@ def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) ->
     for i, stage in enumerate(stages):
         if stage.advances:
             seen = run(means(stages[:i]), tree, Keys(None))
-            reads = grads is not None and stage._reads_grads
+            reads = grads is not None and planner(stage).reads_grads
             slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
-            after = stage._closing("update", seen.types).update(seen, keys, slopes)
+            after = planner(stage).plan("update", seen.types).update(seen, keys, slopes)
             tree = graft("update", tree, seen, after, free=stage.moves_weights)
     return tree
 
@@ -53,9 +55,9 @@ def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) ->
 def rebased(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
-        if stage._has("rebase"):
+        if planner(stage).does("rebase"):
             seen = run(means(stages[:i]), tree, Keys(None))
-            after = stage._closing("rebase", seen.types).rebase(seen)
+            after = planner(stage).plan("rebase", seen.types).rebase(seen)
             tree = graft("rebase", tree, seen, after, free=True)
     return tree
 
@@ -74,7 +76,7 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
         return any(each == place or each.startswith(f"{place}/") for each in places)
 
     for layer, seen, _ in walk("log_det", means(stages), tree):
-        if not layer.stage._has("log_det"):
+        if not planner(layer.stage).does("log_det"):
             raise ValueError(
                 f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
@@ -86,7 +88,7 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
 
 def reads_grads(stages: Stages) -> bool:
     """Whether ``update`` of a stage reads gradients."""
-    return any(stage._reads_grads for stage in stages)
+    return any(planner(stage).reads_grads for stage in stages)
 
 
 def means(stages: Stages) -> list[Any]:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import list_axes
-from reparax._core.algebra import Chain, Parametrization, with_any_key
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import with_any_key
 from reparax._peft.method import Layer, Method, Node, Tensors, Values, Written, acting, one_of_all, require
 from reparax._peft.settings import ANY, Setting, one_of
 from reparax._peft.target import Target

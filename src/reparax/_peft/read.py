@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization, with_any_key
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import with_any_key
 from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method, acting, require
 from reparax._peft.methods import METHODS

@@ -5,25 +5,96 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import Array
 
 from reparax._axes.seen import Seen
-from reparax._core.algebra import AtSites, call
-from reparax._core.layers import Held, Layer, Site, Spot
+from reparax._core.algebra import Parametrization
+from reparax._core.layers import Held, Layer, Site, Spot, opened_spot
+from reparax._core.planner import Planner
 from reparax._stage.nodes import find_nodes
 from reparax._stage.where import check_where, nothing
 from reparax._tree.flat import Flat, nest
 from reparax._tree.markers import abstract, locate_errors, no_own_node, require_named_arrays, require_type
 from reparax._tree.paths import Names, is_array
-from reparax._tree.raw import Slot, marker, next_number
+from reparax._tree.raw import Slot
 
 Leaves = dict[str, dict[str, Array]]
 
 
-class Joint(AtSites):
+@dataclass(frozen=True, eq=False)
+class _Group(Site):
+    """The stage on one group of arrays."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key
+        return self.stage._opened(arrays, seen)
+
+    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
+        del random
+        return self.stage.apply_leaves(values)
+
+
+class _OnGroups(Planner):
+    """The planner of a stage on groups of arrays."""
+
+    def plan_init(self, tree: Flat) -> Layer:
+        slots, kind = tree.slots(), self.stage.kind
+        seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
+        sites: list[_Group] = []
+        for group in self._groups("init", {place: slots[place].path for place in seen}):
+            spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
+            sites.append(_Group(self.stage, _at(slots, group), spots))
+        return self.layer("init", sites)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        who, nodes, sites = self.who(method), find_nodes(tree, self.stage.kind), list[_Group]()
+        if not nodes:
+            raise no_own_node(who, self.stage.kind, nest(tree))
+        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
+        for group in self._groups(method, {place: slots[place].path for place in nodes}):
+            own = {name: nodes[place] for name, place in group.items()}
+            with locate_errors(f"{who} at {_at(slots, group)}"):
+                for node in own.values():
+                    node.require_values()
+                held = {name: abstract(node.types) for name, node in own.items()}
+                types = jax.eval_shape(self.stage.apply_leaves, held)
+            spots = {name: Spot(node.place, node.values, node.mark, types[name]) for name, node in own.items()}
+            sites.append(_Group(self.stage, _at(slots, group), spots))
+        return self.layer(method, sites)
+
+    def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
+        """For each group of captured texts, the place of the array of each name."""
+        who = self.who(method)
+        groups: dict[tuple[Any, ...], dict[str, Names]] = {}
+        taken: dict[Names, str] = {}
+        for name, expression in self.stage.arrays:
+            matches = {place: re.fullmatch(expression, path) for place, path in paths.items()}
+            found = {place: match.groups() for place, match in matches.items() if match}
+            if not found:
+                raise ValueError(f"{who} found no array for {name!r}: {nothing(expression, list(paths.values()))}")
+            for place, captured in found.items():
+                group = groups.setdefault(captured, {})
+                if name in group or place in taken:
+                    others = f"{name!r} at {paths[group[name]]!r}" if name in group else f"it for {taken[place]!r}"
+                    raise ValueError(
+                        f"{who} found {paths[place]!r} for {name!r}, but has {others} already. Capture in parentheses "
+                        f"what differs between layers, and put the stage after those that split an array."
+                    )
+                group[name], taken[place] = place, name
+        for group in groups.values():
+            if lacking := [name for name, _ in self.stage.arrays if name not in group]:
+                (name, place), names = next(iter(group.items())), [name for name, _ in self.stage.arrays]
+                raise ValueError(
+                    f"{who} found {paths[place]!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
+                    f"text. Narrow the expressions to the layers that have all of {names}."
+                )
+        return list(groups.values())
+
+
+class Joint(Parametrization):
     """A stage whose formula takes several arrays and returns several.
 
     Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
@@ -55,6 +126,8 @@ class Joint(AtSites):
 
     arrays: Any
 
+    _planner: ClassVar[type[Planner]] = _OnGroups
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
@@ -75,31 +148,6 @@ class Joint(AtSites):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def _opening(self, tree: Flat) -> Layer:
-        slots = tree.slots()
-        seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
-        sites: list[_Group] = []
-        for group in self._groups("init", {place: slots[place].path for place in seen}):
-            marks = {name: marker(self.kind, next_number(place, self.kind)) for name, place in group.items()}
-            spots = {name: Spot(place, {}, marks[name], tree.arrays[place]) for name, place in group.items()}
-            sites.append(_Group(self, _at(slots, group), spots))
-        return Layer(self, call(self, "init"), sites)
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        who, nodes, sites = call(self, method), find_nodes(tree, self.kind), list[_Group]()
-        if not nodes:
-            raise no_own_node(who, self.kind, nest(tree))
-        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
-        for group in self._groups(method, {place: slots[place].path for place in nodes}):
-            own = {name: nodes[place] for name, place in group.items()}
-            with locate_errors(f"{who} at {_at(slots, group)}"):
-                for node in own.values():
-                    node.require_values()
-                types = jax.eval_shape(self.apply_leaves, {name: abstract(node.types) for name, node in own.items()})
-            spots = {name: Spot(node.place, node.values, node.mark, types[name]) for name, node in own.items()}
-            sites.append(_Group(self, _at(slots, group), spots))
-        return Layer(self, who, sites)
-
     def _opened(self, arrays: dict[str, Array], seen: Mapping[str, Seen]) -> Held:
         """The raw values for each name, after checking that they reproduce the types of the arrays."""
         try:
@@ -118,47 +166,6 @@ class Joint(AtSites):
             if not self.changes_type:
                 require_type("apply_leaves", effective[name], w)
         return values
-
-    def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
-        """For each group of captured texts, the place of the array of each name."""
-        who = call(self, method)
-        groups: dict[tuple[Any, ...], dict[str, Names]] = {}
-        taken: dict[Names, str] = {}
-        for name, expression in self.arrays:
-            matches = {place: re.fullmatch(expression, path) for place, path in paths.items()}
-            found = {place: match.groups() for place, match in matches.items() if match}
-            if not found:
-                raise ValueError(f"{who} found no array for {name!r}: {nothing(expression, list(paths.values()))}")
-            for place, captured in found.items():
-                group = groups.setdefault(captured, {})
-                if name in group or place in taken:
-                    others = f"{name!r} at {paths[group[name]]!r}" if name in group else f"it for {taken[place]!r}"
-                    raise ValueError(
-                        f"{who} found {paths[place]!r} for {name!r}, but has {others} already. Capture in parentheses "
-                        f"what differs between layers, and put the stage after those that split an array."
-                    )
-                group[name], taken[place] = place, name
-        for group in groups.values():
-            if lacking := [name for name, _ in self.arrays if name not in group]:
-                name, place = next(iter(group.items()))
-                raise ValueError(
-                    f"{who} found {paths[place]!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
-                    f"text. Narrow the expressions to the layers that have all of {[name for name, _ in self.arrays]}."
-                )
-        return list(groups.values())
-
-
-@dataclass(frozen=True, eq=False)
-class _Group(Site):
-    """The stage on one group of arrays."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key
-        return self.stage._opened(arrays, seen)
-
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        del random
-        return self.stage.apply_leaves(values)
 
 
 def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:

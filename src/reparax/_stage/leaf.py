@@ -3,36 +3,18 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.names import AxisNames
-from reparax._axes.origin import Origins, Places, keep_origins
-from reparax._core.algebra import Chain, Parametrization, call
-from reparax._core.layers import Layer, Spot
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.planner import Planner
 from reparax._core.renamed import old_update_reads
-from reparax._core.verbs import opened
 from reparax._numerics.terms import Term, summed
-from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
-from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.leafwise import Leafwise
 from reparax._stage.mean import Mean
-from reparax._stage.nodes import find_nodes
-from reparax._stage.remembered import remembered
-from reparax._stage.where import by_path
-from reparax._tree.differences import abstract as abstract_of
-from reparax._tree.flat import Flat, flatten, nest
-from reparax._tree.markers import (
-    locate_errors,
-    no_own_node,
-    require_fit,
-)
-from reparax._tree.paths import Names, PyTree, is_array
-from reparax._tree.raw import FIXED, Slot, marker, next_number
+from reparax._stage.on_arrays import OnArrays, OnArraysInPlace
 
 
 class Perturbation(Leafwise):
@@ -76,6 +58,7 @@ class Perturbation(Leafwise):
     """
 
     stochastic: ClassVar[bool] = True
+    _planner: ClassVar[type[Planner]] = OnArraysInPlace
 
     @abstractmethod
     def apply_leaf(self, w: Array, key: Array) -> Array:
@@ -90,24 +73,6 @@ class Perturbation(Leafwise):
         if not self.stochastic:
             return self
         return Chain() if type(self).mean_leaf is Perturbation.mean_leaf else Mean(self)
-
-    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        return tree, keep_origins(tree)
-
-    def _opening(self, tree: Flat) -> Layer:
-        return self._closing("init", tree)
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        return Layer(
-            self, call(self, method), [self._site(method, tree, *found) for found in self._present(method, tree)]
-        )
-
-    def _site(self, method: str, tree: Flat, place: Names, slot: Slot, names: AxisNames | None) -> InPlace:
-        w = tree.arrays[place]
-        stage = self._taking(f"{call(self, method)} at {slot.path!r}", slot.path, w, names)
-        return InPlace(
-            stage, f"{slot.path!r}", {"w": Spot(place, {"w": place}, None, changed_type(stage, w))}, slot.seed
-        )
 
 
 class Reparametrization(Leafwise):
@@ -147,6 +112,7 @@ class Reparametrization(Leafwise):
       {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
+    _planner: ClassVar[type[Planner]] = OnArrays
     _update_reads: ClassVar[Mapping[str, str]] = {}
     """For each argument of ``update_leaf`` after the values what it is: ``"grad"`` or ``"key"``."""
     _tells: ClassVar[bool] = False
@@ -243,9 +209,6 @@ class Reparametrization(Leafwise):
         """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
 
-    def _has(self, verb: str) -> bool:
-        return getattr(type(self), f"{verb}_leaf") is not getattr(Reparametrization, f"{verb}_leaf")
-
     @property
     def _draws(self) -> bool:
         """Whether the start may be random."""
@@ -254,92 +217,6 @@ class Reparametrization(Leafwise):
     @property
     def random_start(self) -> bool:
         return self._draws
-
-    @property
-    def _reads_grads(self) -> bool:
-        return "grad" in self._update_reads.values()
-
-    def _opening(self, tree: Flat) -> Layer:
-        return self._at_arrays("init", tree)
-
-    def _at_arrays(self, method: str, tree: Flat) -> Layer:
-        """Where the stage finds arrays as the model has them."""
-        who, sites = call(self, method), list[Values]()
-        for place, slot, names in self._present(method, tree):
-            w, number = tree.arrays[place], next_number(place, self.kind)
-            stage = self._taking(f"{who} at {slot.path!r}", slot.path, w, names)
-            spot = Spot(place, {}, marker(self.kind, number), w)
-            if self._bare:
-                spot = Spot(place, dict.fromkeys(self.raw_values, place), None, w)
-            site = Bare if self._bare else Values
-            sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.seed, number))
-        return Layer(self, who, sites)
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        """Where the stage made the values.
-
-        Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-        looks at shapes or dtypes, this stage takes only those that it could have made.
-        """
-        if self._bare:
-            return self._at_arrays(method, tree)
-        who, nodes = call(self, method), find_nodes(tree, self.kind)
-        if not nodes:
-            raise no_own_node(who, self.kind, nest(tree))
-        closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
-        slots, names = closed.slots(bases=self._takes_base), self._axis_names(closed)
-        known: dict[Any, tuple[Any, Any]] = {}
-
-        def type_at(place: Names) -> Any:
-            """The type of the effective array at a place; raises an error for values that do not fit."""
-            if place not in nodes:
-                return closed.arrays[place]
-            node, own = nodes[place], names[place]
-            with locate_errors(f"{who} at {slots[place].path!r}"):
-                if (own, node.types) not in known:
-                    known[own, node.types] = remembered(facts_of, self._typical._numbered(own), node.types)
-                type_, expected = known[own, node.types]
-                require_fit(node.held, expected)
-            return type_
-
-        def fits(place: Names) -> bool:
-            with suppress(Exception):  # a formula may fail in any way on the values of another stage
-                return type_at(place) is not None
-            return False
-
-        for place, node in nodes.items():
-            with locate_errors(f"{who} at {slots[place].path!r}"):
-                node.require_values()
-        fitting = nodes if by_path(self.where) else set(filter(fits, nodes)) or nodes
-        present = {place: place in fitting or is_array(x) for place, x in closed.arrays.items()}
-        hidden = nodes if self.changes_type else ()  # the effective array does not show the type of the model's
-        chosen = self._selected(method, closed, slots, names, present, type_at, hidden)
-        if plain := [slots[place].path for place in chosen if place not in nodes]:
-            raise ValueError(
-                f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
-                f"the whole chain, and pass `raw`."
-            )
-
-        def site(place: Names) -> Values:
-            node, slot, type_ = nodes[place], slots[place], type_at(place)
-            with locate_errors(f"{who} at {slot.path!r}"):
-                stage = self.for_array(slot.path, type_)._numbered(names[place])
-            return Values(stage, f"{slot.path!r}", {"w": Spot(place, node.values, node.mark, type_)}, slot.seed)
-
-        return Layer(self, who, list(map(site, chosen)))
-
-    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        made, flat = abstract_of(partial(opened, (self,)), tree), flatten(tree)
-        names = self._axis_names(flat)
-
-        def of(path: Names) -> tuple[Names, Places]:
-            source = path[: -3 if path[-2] == FIXED else -2]
-            w = flat.arrays[source]
-            stage = self._typical._numbered(names[source])
-            return source, remembered(followed_axes, stage, type_of_one(w))[path[-1]]
-
-        found = keep_origins(made)
-        return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

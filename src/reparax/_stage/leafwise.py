@@ -1,6 +1,6 @@
 """The base of stages with a formula on one array: which arrays they act on, and with which numbers and axes."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Self
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.names import AxisNames, names_of_places, require_names_fit
+from reparax._axes.names import AxisNames
 from reparax._axes.numbers import (
     AXIS_CHECKS,
     Axes,
@@ -17,33 +17,20 @@ from reparax._axes.numbers import (
     has_names,
     number_axes,
     out_of_bounds,
-    require_axes,
 )
-from reparax._axes.stacked import each_stacked, lacks_axes, map_stacked, one_stacked, stacked_sizes
-from reparax._core.algebra import AtSites, call
+from reparax._axes.stacked import map_stacked, stacked_sizes
+from reparax._core.algebra import Parametrization
 from reparax._core.keys import split_key
 from reparax._core.renamed import old_axis_fields
 from reparax._core.value import argument
-from reparax._stage.varied import TYPICAL, ByArray, ByPath, without_unmatched
+from reparax._stage.varied import TYPICAL, ByArray, ByPath
 from reparax._stage.where import (
-    AllBut,
-    Candidate,
-    Selected,
     Where,
     check_where,
-    choose,
-    is_bias_or_scale,
-    is_state,
-    is_table,
-    require_known,
 )
-from reparax._tree.flat import Flat, nest
-from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, is_array
-from reparax._tree.raw import Slot
 
 
-class Leafwise(AtSites):
+class Leafwise(Parametrization):
     """A stage that acts on arrays one by one."""
 
     where: Where = argument(check_where, default=None, kw_only=True)
@@ -92,67 +79,9 @@ class Leafwise(AtSites):
         reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields if name in self._checks)
         return next(filter(None, reasons), None)
 
-    @property
-    def _asks_functions(self) -> bool:
-        asks = callable(self.where) and not isinstance(self.where, Selected | AllBut)
-        return asks or any(isinstance(number, ByArray) for number in self._varied.values())
-
-    def _present(self, method: str, tree: Flat) -> list[tuple[Names, Slot, AxisNames | None]]:
-        """The place, the description and the axis names of each array of ``tree`` that the stage acts on."""
-        slots, names = tree.slots(bases=self._takes_base), self._axis_names(tree)
-        present = {place: is_array(x) for place, x in tree.arrays.items()}
-        chosen = self._selected(method, tree, slots, names, present, lambda place: tree.arrays[place])
-        return [(place, slots[place], names[place]) for place in chosen]
-
-    def _selected(
-        self,
-        method: str,
-        tree: Flat,
-        slots: Mapping[Names, Slot],
-        names: Mapping[Names, AxisNames | None],
-        present: Mapping[Names, bool],
-        array: Callable[[Names], Any],
-        hidden: Collection[Names] = (),
-    ) -> list[Names]:
-        """The places on which the stage acts.
-
-        ``array`` gives the array at a place, or its type; at ``hidden`` places, it is not the one that the model has.
-        """
-        who = call(self, method)
-
-        def candidate(at: Names) -> Candidate:
-            def by_default() -> bool:
-                return self._by_default(who, None if at in hidden else array(at), slots[at], names[at])
-
-            return Candidate(slots[at], present[at], lambda: array(at), by_default)
-
-        require_known(who, self.where, list(slots.values()), nest(tree))
-        state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
-        chosen = choose(who, self.where, list(map(candidate, slots)), [state[tree.root(at)] for at in slots])
-        chosen = without_unmatched(who, self._varied, chosen, [slot.path for slot in slots.values()])
-        found = [at for at, flag in zip(slots, chosen, strict=True) if flag]
-        if method == "init":  # in the body of a scan over the layers, no array has their axis any more
-            require_axes(who, "stacked", self.stacked, [names[at] for at in found])
-        return found
-
-    def _axis_names(self, tree: Flat) -> dict[Names, AxisNames | None]:
-        """The axis names of each array, if this stage needs any."""
-        asks = self._named_axes or has_names(self.stacked)
-        return names_of_places(tree) if asks else dict.fromkeys(tree.arrays)
-
     def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula, mapped over the stacked axes."""
         return map_stacked(self._places(None), formula)
-
-    def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
-        """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
-        if (self.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.tables and is_table(slot)):
-            return False
-        if w is None:
-            return True
-        with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = self._places(names)
-        return lacks_axes(w, stacked) is None and self.default(one_stacked(w, stacked))
 
     @property
     def _varied(self) -> dict[str, ByPath | ByArray]:
@@ -172,21 +101,6 @@ class Leafwise(AtSites):
         """This stage with a placeholder for each number that varies, to ask it for shapes and dtypes."""
         varied = self._varied
         return replace(self, **dict.fromkeys(varied, TYPICAL)) if varied else self
-
-    def _taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Self:
-        """This stage for one array; raises an error if it cannot take the array."""
-        with locate_errors(who):
-            own = self.for_array(path, w)
-            stage = own._numbered(names)
-            if stage is not own and names is not None:
-                require_names_fit(names, w)
-            places = stage._places(names)
-            reason = stage._wrong_dtype(w) or lacks_axes(w, places)
-            for one in each_stacked(w, places) if reason is None else ():
-                reason = reason or stage._unstacked._refuse(one)
-        if reason is not None:
-            raise ValueError(f"{who}: {reason}")
-        return stage
 
     @property
     def _named_axes(self) -> dict[str, Any]:

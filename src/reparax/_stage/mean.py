@@ -1,12 +1,38 @@
 """The mean of a random stage."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from reparax._axes.origin import Origins
-from reparax._core.algebra import AtSites, Parametrization
+from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer
+from reparax._core.planner import Planner, planner
 from reparax._tree.flat import Flat
 from reparax._tree.paths import PyTree
+
+
+class _OfMean(Planner):
+    """The planner of the stage, which decides for its mean too."""
+
+    @property
+    def _inner(self) -> Planner:
+        return planner(self.stage.stage)
+
+    on_trees: ClassVar[Any] = property(lambda self: self._inner.on_trees)
+    reads_grads: ClassVar[Any] = property(lambda self: self._inner.reads_grads)
+    asks_functions: ClassVar[Any] = property(lambda self: self._inner.asks_functions)
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return self._inner.plan_init(tree)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        return self._inner.plan("fold" if method == "apply" else method, tree).at_mean
+
+    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        return self._inner.follow(tree, init)
+
+    def does(self, verb: str) -> bool:
+        return self._inner.does(verb)
 
 
 def _of_stage(name: str) -> Any:
@@ -44,16 +70,14 @@ class Mean(Parametrization):
     straight_through: ClassVar[Any] = _of_stage("straight_through")
     moves_weights: ClassVar[Any] = _of_stage("moves_weights")
     random_start: ClassVar[Any] = _of_stage("random_start")
-    _sees_tree: ClassVar[Any] = _of_stage("_sees_tree")
-    _asks_functions: ClassVar[Any] = _of_stage("_asks_functions")
-    _reads_grads: ClassVar[Any] = _of_stage("_reads_grads")
+    _planner: ClassVar[type[Planner]] = _OfMean
 
     def __post_init__(self) -> None:
         got: Any = self.stage
         known = (
             isinstance(got, Parametrization)
             and got.stochastic
-            and (isinstance(got, AtSites) or hasattr(got, "mean_tree"))
+            and (not planner(got).on_trees or hasattr(got, "mean_tree"))
         )
         if not known:
             raise TypeError(
@@ -61,15 +85,3 @@ class Mean(Parametrization):
             )
 
         object.__setattr__(self, "kind", got.kind)  # its markers are those of the stage
-
-    def _has(self, verb: str) -> bool:
-        return self.stage._has(verb)
-
-    def _opening(self, tree: Flat) -> Layer:
-        return self.stage._opening(tree)
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        return self.stage._closing("fold" if method == "apply" else method, tree).at_mean
-
-    def _follow(self, tree: PyTree) -> tuple[PyTree, Origins]:
-        return self.stage._follow(tree)

@@ -1,20 +1,26 @@
 """Perturbations whose draw depends only on an array's type, so that consecutive ones on an array can draw once."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import Array
 
-from reparax._axes.names import AxisNames
+from reparax._core.planner import Planner
 from reparax._stage.leaf import Perturbation
-from reparax._stage.leaf_sites import Noise
-from reparax._tree.flat import Flat
-from reparax._tree.paths import Names
-from reparax._tree.raw import Slot
+from reparax._stage.leaf_sites import InPlace, Noise
+from reparax._stage.on_arrays import OnArraysInPlace
+
+
+class _OfNoise(OnArraysInPlace):
+    """The planner of noise."""
+
+    site: ClassVar[type[InPlace]] = Noise
 
 
 class Drawn(Perturbation):
     """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array."""
+
+    _planner: ClassVar[type[Planner]] = _OfNoise
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:
@@ -39,7 +45,3 @@ class Drawn(Perturbation):
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
         return self.perturb(w, self.draw(w, key))
-
-    def _site(self, method: str, tree: Flat, place: Names, slot: Slot, names: AxisNames | None) -> Noise:
-        site = super()._site(method, tree, place, slot, names)
-        return Noise(site.stage, site.at, site.spots, site.seed)

@@ -11,11 +11,13 @@ import numpy as np
 from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
-from reparax._core.algebra import Chain, Parametrization, call, require_chains
+from reparax._core.algebra import Chain, Parametrization, require_chains
+from reparax._core.calls import call
 from reparax._core.draws import randoms
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
 from reparax._core.plan import run
+from reparax._core.planner import planner
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.flat import Flat, flatten, nest
@@ -79,7 +81,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
         return run(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
     seen = before(moving)
-    layer = replace(noise, std=1.0)._closing("apply", seen.types)
+    layer = planner(replace(noise, std=1.0)).plan("apply", seen.types)
     total: dict[Names, Array] = {}
     for kind in (_Full, _LowRank):
         own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]

@@ -9,16 +9,17 @@ import jax
 from jax import Array
 
 from reparax._axes.seen import Seen
-from reparax._core.algebra import AtSites, call
+from reparax._core.algebra import Parametrization
 from reparax._core.config import arguments
-from reparax._core.layers import Held, Layer, Site, Spot
+from reparax._core.layers import Held, Layer, Site, Spot, opened_spot
+from reparax._core.planner import Planner
 from reparax._numerics.arguments import check_whole
 from reparax._stage.nodes import find_nodes
 from reparax._stage.where import matches, nearest
 from reparax._tree.flat import Flat, nest
 from reparax._tree.markers import locate_errors, no_own_node
 from reparax._tree.paths import Names, describe, is_array
-from reparax._tree.raw import OTHER_CHAIN, Slot, marker, next_number
+from reparax._tree.raw import OTHER_CHAIN, Slot
 from reparax._tree.values import OTHERS, Values, main
 from reparax.shared._block import Block, names, require_unique, texts
 from reparax.shared._cells import blocks, optional, read, write
@@ -26,7 +27,71 @@ from reparax.shared._cells import blocks, optional, read, write
 Places = dict[str, Names]
 
 
-class _Rearranged(AtSites):
+@dataclass(frozen=True, eq=False)
+class _Cell(Site):
+    """The arrays of one cell."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
+        stage, sizes = self.stage, dict(self.stage.sizes)
+        stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
+        return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return self.stage._effective(values)
+
+
+class _Cells(Planner):
+    """The planner of both directions."""
+
+    def plan_init(self, tree: Flat) -> Layer:
+        slots = tree.slots()
+        cells = self.cells("init", _found(slots, lambda place: is_array(tree.arrays[place])))
+        return self.layer("init", [self._cell(cell, places, tree.arrays) for cell, places in cells.items()])
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        who, nodes = self.who(method), find_nodes(tree, self.stage.kind)
+        if not nodes:
+            raise no_own_node(who, self.stage.kind, nest(tree))
+        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
+        sites: list[_Cell] = []
+        for cell, places in self.cells(method, _found(slots, nodes.__contains__)).items():
+            own = {path: nodes[place] for path, place in places.items()}
+            with locate_errors(_at(who, cell)):
+                for node in own.values():
+                    if node.held is not None:  # some formats store an empty node so
+                        node.require_values()
+                types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
+            spots = {path: Spot(node.place, node.values, node.mark, types[path]) for path, node in own.items()}
+            sites.append(_Cell(self.stage, _text(cell), spots))
+        return self.layer(method, sites)
+
+    def _cell(self, cell: str, places: Places, arrays: Mapping[Names, Any]) -> _Cell:
+        spots = {path: opened_spot(self.stage.kind, place, arrays[place]) for path, place in places.items()}
+        return _Cell(self.stage, _text(cell), spots)
+
+    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
+        """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
+        found = [(_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
+        chosen = {match[0] for match in matches(self.stage.at, [cell for cell, _, _ in found if cell is not None])}
+        cells: dict[str, Places] = {}
+        for cell, path, i in found:
+            if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
+                raise ValueError(
+                    f"{_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a block. "
+                    f"Put the stage that replaces it earlier in the chain."
+                )
+        if not cells:
+            first = _below(self.stage.at, next(iter(self.stage._model)))
+            raise ValueError(
+                f"{self.who(method)} found no array {first!r}; the nearest paths are "
+                f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
+            )
+        return cells
+
+
+class _Rearranged(Parametrization):
     """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
 
     A raw array is stored at the place of the first model array that shares a value with it; the other places hold
@@ -38,6 +103,7 @@ class _Rearranged(AtSites):
     sizes: Any = field(default=(), kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
+    _planner: ClassVar[type[Planner]] = _Cells
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _pairs(self.layout))
@@ -72,35 +138,6 @@ class _Rearranged(AtSites):
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
 
-    def _opening(self, tree: Flat) -> Layer:
-        slots = tree.slots()
-        cells = self._cells("init", _found(slots, lambda place: is_array(tree.arrays[place])))
-        return Layer(
-            self, call(self, "init"), [self._cell(cell, places, tree.arrays) for cell, places in cells.items()]
-        )
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        who, nodes = call(self, method), find_nodes(tree, self.kind)
-        if not nodes:
-            raise no_own_node(who, self.kind, nest(tree))
-        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
-        sites: list[_Cell] = []
-        for cell, places in self._cells(method, _found(slots, nodes.__contains__)).items():
-            own = {path: nodes[place] for path, place in places.items()}
-            with locate_errors(_at(who, cell)):
-                for node in own.values():
-                    if node.held is not None:  # some formats store an empty node so
-                        node.require_values()
-                types = jax.eval_shape(self._effective, {path: node.held for path, node in own.items()})
-            spots = {path: Spot(node.place, node.values, node.mark, types[path]) for path, node in own.items()}
-            sites.append(_Cell(self, _text(cell), spots))
-        return Layer(self, who, sites)
-
-    def _cell(self, cell: str, places: Places, arrays: Mapping[Names, Any]) -> "_Cell":
-        marks = {path: marker(self.kind, next_number(place, self.kind)) for path, place in places.items()}
-        spots = {path: Spot(place, {}, marks[path], arrays[place]) for path, place in places.items()}
-        return _Cell(self, _text(cell), spots)
-
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
         paths = {_label(path): path for path in self._stored}
@@ -124,40 +161,6 @@ class _Rearranged(AtSites):
         """The array of the model at whose place a raw array is stored."""
         first = names(self._stored[stored])[0]
         return next(path for path, block in self._model.items() if first in names(block))
-
-    def _cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
-        """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
-        found = [(_above(path, full), path, i) for full, i in arrays for path in self._model]
-        chosen = {match[0] for match in matches(self.at, [cell for cell, _, _ in found if cell is not None])}
-        cells: dict[str, Places] = {}
-        for cell, path, i in found:
-            if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
-                raise ValueError(
-                    f"{_at(call(self, method), cell)}: {path!r} holds several values, so it cannot be part of a block. "
-                    f"Put the stage that replaces it earlier in the chain."
-                )
-        if not cells:
-            first = _below(self.at, next(iter(self._model)))
-            raise ValueError(
-                f"{call(self, method)} found no array {first!r}; the nearest paths are "
-                f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
-            )
-        return cells
-
-
-@dataclass(frozen=True, eq=False)
-class _Cell(Site):
-    """The arrays of one cell."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        stage, sizes = self.stage, dict(self.stage.sizes)
-        stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
-        return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
-
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
-        return self.stage._effective(values)
 
 
 def _found(slots: Mapping[Names, Slot], wanted: Callable[[Names], bool]) -> list[tuple[str, Names]]:
@@ -237,6 +240,20 @@ class Pack(_Rearranged):
         return _alone(self._model)
 
 
+class _SplitCells(_Cells):
+    """The planner of a split, whose raw values stand where the first of their parts was."""
+
+    def sources(self, tree: Flat) -> dict[str, str]:
+        cells = self.cells("owners", _found(tree.slots(), lambda place: is_array(tree.arrays[place])))
+        holder = {name: stored for stored, block in self.stage._stored.items() for name in names(block)}
+        held = {path: holder[names(block)[0]] for path, block in self.stage._model.items()}
+        return {
+            _below(cell, path): _below(cell, f"{self.stage._home(held[path])}/{_label(held[path])}")
+            for cell, places in cells.items()
+            for path in places
+        }
+
+
 class Split(_Rearranged):
     r"""Blocks that the optimizer moves, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
@@ -264,19 +281,11 @@ class Split(_Rearranged):
 
     model: Any = field(default=None, kw_only=True)
 
+    _planner: ClassVar[type[Planner]] = _SplitCells
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
         super().__post_init__()
-
-    def _sources(self, tree: Flat) -> dict[str, str]:
-        cells = self._cells("owners", _found(tree.slots(), lambda place: is_array(tree.arrays[place])))
-        holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
-        held = {path: holder[names(block)[0]] for path, block in self._model.items()}
-        return {
-            _below(cell, path): _below(cell, f"{self._home(held[path])}/{_label(held[path])}")
-            for cell, places in cells.items()
-            for path in places
-        }
 
     @property
     def _model(self) -> dict[str, Block]:

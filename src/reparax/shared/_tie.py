@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,146 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax._axes.seen import Seen
-from reparax._core.algebra import AtSites, call
+from reparax._core.algebra import Parametrization
 from reparax._core.config import code
-from reparax._core.layers import Held, Layer, Site, Spot
+from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.planner import Planner
 from reparax._stage.nodes import Node, find_nodes
 from reparax._stage.where import matches, nearest
 from reparax._tree.flat import Flat
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, describe, is_array
-from reparax._tree.raw import Slot, marker, next_number
+from reparax._tree.raw import Slot
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
 
 
-class Tie(AtSites):
+@dataclass(frozen=True, eq=False)
+class _Tied(Site):
+    """A tied array, and the function of its source that it is."""
+
+    transform: Transform = field(kw_only=True)
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
+        return {name: {} for name in arrays}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return {"w": self.transform(values["source"][""])}
+
+
+class _Ties(Planner):
+    """The planner of a tie."""
+
+    def plan_init(self, tree: Flat) -> Layer:
+        who, (slots, tied) = self.who("init"), _seen(tree, self.stage.kind)
+        places = self._places("init", slots)
+        for target, (source, transform) in places.items():
+            if again := [place for place in (target, source) if place in tied]:
+                raise ValueError(
+                    f"{who} names {slots[again[0]].seed!r}, which a later Tie of the chain has tied already. Use "
+                    f"each path as a target once, and the owner of a tied array as the source."
+                )
+            got, given = tree.arrays[target], tree.arrays[source]
+            self._require_equal(slots[target].seed, got, slots[source].seed, given, transform)
+        return self.layer("init", self._sites(slots, places, tree.arrays))
+
+    def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
+        shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
+        if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"{self.who('init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
+                f"{describe(wanted)}. Add a transform from the source to the target."
+            )
+        if self.stage.unequal == "refuse" and _differ(got, given, transform):
+            raise ValueError(
+                f"{self.who('init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
+                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
+            )
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        who, (slots, tied) = self.who(method), _seen(tree, self.stage.kind)
+        for target, _, _ in self.stage.ties:
+            if not matches(target, [slot.path for slot in slots.values()]):
+                raise ValueError(
+                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
+                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                )
+        places = self._places(method, slots)
+        for target in places:
+            if target not in tied:
+                raise ValueError(
+                    f"{who} got a tree that never went through init: {slots[target].seed!r} holds a value of its "
+                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
+                )
+            with locate_errors(f"{who} at {slots[target].path!r}"):
+                if tied[target].held is not None:  # some formats store an empty node so
+                    tied[target].require_values()
+        return self.layer(method, self._sites(slots, places, tree.arrays))
+
+    def _sites(
+        self, slots: Mapping[Names, Slot], places: Mapping[Names, tuple[Names, Transform]], arrays: Mapping[Names, Any]
+    ) -> list[_Tied]:
+        """A site for each tied array, after that of its source."""
+        found: dict[Names, _Tied] = {}
+
+        def add(target: Names) -> Any:
+            """The type of an array."""
+            if target not in places:
+                return arrays[target]
+            if target not in found:
+                source, transform = places[target]
+                type_ = jax.eval_shape(lambda x: transform(x), add(source))
+                spot = opened_spot(self.stage.kind, target, type_)
+                at, reads = repr(slots[target].path), {"source": source}
+                found[target] = _Tied(self.stage, at, {"w": spot}, reads=reads, transform=transform)
+            return found[target].spots["w"].type
+
+        for target in places:
+            add(target)
+        return list(found.values())
+
+    def sources(self, tree: Flat) -> dict[str, str]:
+        paths = [slot.path for place, slot in tree.slots().items() if is_array(tree.arrays[place])]
+        return {target: source for target, source, _ in self._resolved("owners", paths)}
+
+    def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
+        """For each tied array, by its place: its source array and the transform."""
+        places: dict[Names, tuple[Names, Transform]] = {}
+        own: dict[str, dict[str, Names]] = {}
+        for place, slot in slots.items():
+            own.setdefault(slot.path, {})[slot.seed] = place
+        for target, source, transform in self._resolved(method, list(own)):
+            for draw, place in own[target].items():
+                alone = len(own[target]) == len(own[source]) == 1
+                image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
+                if image not in own[source]:
+                    raise ValueError(
+                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
+                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
+                    )
+                places[place] = (own[source][image], transform or _same)
+        return places
+
+    def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
+        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
+        who = self.who(method)
+        found: list[Tied] = []
+        for target, source, transform in self.stage.ties:
+            pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
+            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
+            if missing:
+                near = nearest(missing[0], paths)
+                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
+            found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
+        _require_one_source(who, found)
+        _require_no_loop(who, {target: source for target, source, _ in found})
+        return found
+
+
+class Tie(Parametrization):
     r"""One parameter in several places: each target is its source, or a pure function of it.
 
     The raw tree holds each parameter once, at its owner. A tied place holds the empty node ``{"@tie": {}}``, so
@@ -63,6 +188,8 @@ class Tie(AtSites):
     ties: Any
     unequal: str = field(default="refuse", kw_only=True)
 
+    _planner: ClassVar[type[Planner]] = _Ties
+
     def __post_init__(self) -> None:
         ties = _entries(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
@@ -76,126 +203,6 @@ class Tie(AtSites):
 
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
-
-    def _opening(self, tree: Flat) -> Layer:
-        who, (slots, tied) = call(self, "init"), _seen(tree, self.kind)
-        places = self._places("init", slots)
-        for target, (source, transform) in places.items():
-            if again := [place for place in (target, source) if place in tied]:
-                raise ValueError(
-                    f"{who} names {slots[again[0]].seed!r}, which a later Tie of the chain has tied already. Use "
-                    f"each path as a target once, and the owner of a tied array as the source."
-                )
-            got, given = tree.arrays[target], tree.arrays[source]
-            self._require_equal(slots[target].seed, got, slots[source].seed, given, transform)
-        return Layer(self, who, self._sites(slots, places, tree.arrays))
-
-    def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
-        shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
-        if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
-            raise ValueError(
-                f"{call(self, 'init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
-                f"{describe(wanted)}. Add a transform from the source to the target."
-            )
-        if self.unequal == "refuse" and _differ(got, given, transform):
-            raise ValueError(
-                f"{call(self, 'init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
-                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
-            )
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        who, (slots, tied) = call(self, method), _seen(tree, self.kind)
-        for target, _, _ in self.ties:
-            if not matches(target, [slot.path for slot in slots.values()]):
-                raise ValueError(
-                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
-                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
-                )
-        places = self._places(method, slots)
-        for target in places:
-            if target not in tied:
-                raise ValueError(
-                    f"{who} got a tree that never went through init: {slots[target].seed!r} holds a value of its "
-                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
-                )
-            with locate_errors(f"{who} at {slots[target].path!r}"):
-                if tied[target].held is not None:  # some formats store an empty node so
-                    tied[target].require_values()
-        return Layer(self, who, self._sites(slots, places, tree.arrays))
-
-    def _sites(
-        self, slots: Mapping[Names, Slot], places: Mapping[Names, tuple[Names, Transform]], arrays: Mapping[Names, Any]
-    ) -> list["_Tied"]:
-        """A site for each tied array, after that of its source."""
-        found: dict[Names, _Tied] = {}
-
-        def add(target: Names) -> Any:
-            """The type of an array."""
-            if target not in places:
-                return arrays[target]
-            if target not in found:
-                source, transform = places[target]
-                type_ = jax.eval_shape(lambda x: transform(x), add(source))
-                spot = Spot(target, {}, marker(self.kind, next_number(target, self.kind)), type_)
-                at, reads = repr(slots[target].path), {"source": source}
-                found[target] = _Tied(self, at, {"w": spot}, reads=reads, transform=transform)
-            return found[target].spots["w"].type
-
-        for target in places:
-            add(target)
-        return list(found.values())
-
-    def _sources(self, tree: Flat) -> dict[str, str]:
-        paths = [slot.path for place, slot in tree.slots().items() if is_array(tree.arrays[place])]
-        return {target: source for target, source, _ in self._resolved("owners", paths)}
-
-    def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
-        """For each tied array, by its place: its source array and the transform."""
-        places: dict[Names, tuple[Names, Transform]] = {}
-        own: dict[str, dict[str, Names]] = {}
-        for place, slot in slots.items():
-            own.setdefault(slot.path, {})[slot.seed] = place
-        for target, source, transform in self._resolved(method, list(own)):
-            for draw, place in own[target].items():
-                alone = len(own[target]) == len(own[source]) == 1
-                image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
-                if image not in own[source]:
-                    raise ValueError(
-                        f"{call(self, method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
-                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
-                    )
-                places[place] = (own[source][image], transform or _same)
-        return places
-
-    def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
-        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
-        who = call(self, method)
-        found: list[Tied] = []
-        for target, source, transform in self.ties:
-            pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
-            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
-            if missing:
-                near = nearest(missing[0], paths)
-                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
-            found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
-        _require_one_source(who, found)
-        _require_no_loop(who, {target: source for target, source, _ in found})
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class _Tied(Site):
-    """A tied array, and the function of its source that it is."""
-
-    transform: Transform = field(kw_only=True)
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        return {name: {} for name in arrays}
-
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
-        return {"w": self.transform(values["source"][""])}
 
 
 def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:

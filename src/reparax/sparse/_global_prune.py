@@ -10,16 +10,62 @@ from jax import Array
 
 from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Layer, Site
+from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
 from reparax._stage.leaf import Reparametrization
+from reparax._stage.on_arrays import OnArrays
 from reparax._tree.flat import Flat
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranking(Site):
+    """All arrays that share one ranking."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
+        values = {name: self.stage.init_leaf(w) for name, w in arrays.items()}
+        return {name: values[name] | mask for name, mask in self.update(values, {}, None).items()}
+
+    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
+        del random
+        return {name: self.stage.apply_leaf(held) for name, held in values.items()}
+
+    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+        del grads, key
+        masks = self.stage._masks([held["w"] for held in values.values()])
+        return {name: {"mask": mask} for name, mask in zip(values, masks, strict=True)}
+
+
+def _ranked_together(layer: Layer) -> Layer:
+    """The layer with one site instead of one for each array."""
+    spots = {site.at: site.spots["w"] for site in layer.sites}
+    return replace(layer, sites=[_Ranking(layer.stage, "", spots)])
+
+
+class _Ranked(OnArrays):
+    """The planner of stages that rank all arrays together."""
+
+    def does(self, verb: str) -> bool:
+        return verb == "update" or super().does(verb)
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return _ranked_together(super().plan_init(tree))
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        layer = super().plan(method, tree)
+        for site in layer.sites:
+            if lacking := {"w", "mask"} - set(site.spots["w"].values):
+                raise ValueError(
+                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
+                )
+        return _ranked_together(layer)
 
 
 class GlobalPrune(Reparametrization):
@@ -52,6 +98,7 @@ class GlobalPrune(Reparametrization):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
+    _planner: ClassVar[type[Planner]] = _Ranked
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +109,6 @@ class GlobalPrune(Reparametrization):
                 f"`stacked` out, or prune each array alone with MagnitudePrune."
             )
 
-    def _has(self, verb: str) -> bool:
-        return verb == "update" or super()._has(verb)
-
     def refuse_leaf(self, w: Array) -> str | None:
         return refuse_infinite(w)
 
@@ -74,18 +118,6 @@ class GlobalPrune(Reparametrization):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
 
-    def _opening(self, tree: Flat) -> Layer:
-        return _ranked_together(super()._opening(tree))
-
-    def _closing(self, method: str, tree: Flat) -> Layer:
-        layer = super()._closing(method, tree)
-        for site in layer.sites:
-            if lacking := {"w", "mask"} - set(site.spots["w"].values):
-                raise ValueError(
-                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
-                )
-        return _ranked_together(layer)
-
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
         if (wrong := _amount.too_many(self, scores.size)) is not None:
@@ -94,28 +126,3 @@ class GlobalPrune(Reparametrization):
         ends = np.cumsum([w.size for w in weights])
         parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
         return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Ranking(Site):
-    """All arrays that share one ranking."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        values = {name: self.stage.init_leaf(w) for name, w in arrays.items()}
-        return {name: values[name] | mask for name, mask in self.update(values, {}, None).items()}
-
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
-        return {name: self.stage.apply_leaf(held) for name, held in values.items()}
-
-    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
-        del grads, key
-        masks = self.stage._masks([held["w"] for held in values.values()])
-        return {name: {"mask": mask} for name, mask in zip(values, masks, strict=True)}
-
-
-def _ranked_together(layer: Layer) -> Layer:
-    """The layer with one site instead of one for each array."""
-    spots = {site.at: site.spots["w"] for site in layer.sites}
-    return replace(layer, sites=[_Ranking(layer.stage, "", spots)])

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization, any_data
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import any_data
 from reparax._core.verbs import closed, means, reads_grads
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from reparax._core.algebra import Chain, Parametrization, call, with_any_key
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import call, with_any_key
 from reparax._core.verbs import opened
 from reparax._tree.paths import PyTree
 

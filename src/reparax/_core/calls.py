@@ -1,0 +1,47 @@
+"""A call of a method of a chain: its name in errors, and its key."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax._axes.seen import ANY, Seen
+from reparax._core.keys import check_key
+from reparax._tree.paths import PyTree
+
+
+def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
+    """``init`` where only the structure of its result, or its nearest point, matters."""
+    return functools.partial(init, key=jax.random.key(0), **any_data(init))
+
+
+def any_data(init: Callable[..., PyTree]) -> dict[str, Seen]:
+    """The argument of ``init`` that stands for any data; a class may write its own init without it."""
+    return {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}
+
+
+def call(p: Any, method: str) -> str:
+    """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
+    text = " >> ".join(map(repr, p._parts)) or repr(p)
+    return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
+
+
+def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
+    """``key`` as a typed scalar key; None stays None."""
+    tree = "params" if method == "init" else "raw"
+    in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
+    return None if key is None else check_key(key, call(p, method), in_batches)
+
+
+def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
+    """The key of ``apply``; None if nothing is random."""
+    if not p.stochastic:
+        return None
+    if key is None:
+        raise ValueError(
+            f"{call(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+            f"Pass a key, or evaluate with `p.deterministic`."
+        )
+    return checked_key(p, "apply", key)

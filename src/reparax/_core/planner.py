@@ -1,0 +1,73 @@
+"""Planners decide where stages act, one class for each kind of stages; a stage itself is formulas and numbers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from reparax._axes.origin import Origins, probe
+from reparax._core.calls import call
+from reparax._core.layers import Layer, Site
+from reparax._tree.differences import abstract
+from reparax._tree.flat import Flat
+from reparax._tree.paths import PyTree
+
+
+@dataclass(frozen=True)
+class Planner(ABC):
+    """What decides where ``stage`` acts. It reads types and computes nothing."""
+
+    stage: Any
+
+    on_trees: ClassVar[Any] = False
+    """Whether the stage takes whole trees, not arrays at sites of their own."""
+
+    def who(self, method: str) -> str:
+        """The name of a call in errors."""
+        return call(self.stage, method)
+
+    def layer(self, method: str, sites: Sequence[Site]) -> Layer:
+        """The sites for a method."""
+        return Layer(self.stage, self.who(method), sites)
+
+    @abstractmethod
+    def plan_init(self, tree: Flat) -> Layer:
+        """Where ``init`` replaces arrays of ``tree``, which may hold markers of later stages."""
+
+    @abstractmethod
+    def plan(self, method: str, tree: Flat) -> Layer:
+        """Where ``apply`` and the other verbs find raw values of the stage in ``tree``, which is of types."""
+
+    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
+        return abstract(init, tree), probe(init, tree)
+
+    def sources(self, tree: Flat) -> dict[str, str]:
+        """For each array without a value of its own, the path of the array that it copies."""
+        del tree
+        return {}
+
+    def does(self, verb: str) -> bool:
+        """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
+        del verb
+        return False
+
+    @property
+    def reads_grads(self) -> bool:
+        """Whether ``update`` takes the gradient with respect to the stage's output."""
+        return False
+
+    @property
+    def asks_functions(self) -> bool:
+        """Whether the sites depend on functions, whose answers may change."""
+        return False
+
+
+def planner(stage: Any) -> Planner:
+    """The planner of a stage."""
+    return stage._planner(stage)
+
+
+def rewrites(cls: type, method: str) -> bool:
+    """Whether a class of stages writes a method that its base has too."""
+    return sum(method in vars(each) for each in cls.__mro__) > 1

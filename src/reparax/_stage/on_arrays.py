@@ -1,0 +1,133 @@
+"""The planners of stages on one array: where they find arrays, and where they find the raw values that they made."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from reparax._axes.origin import Origins, Places, keep_origins
+from reparax._core.layers import Layer, Spot, opened_spot
+from reparax._core.planner import rewrites
+from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
+from reparax._stage.leaf_sites import Bare, InPlace, Values
+from reparax._stage.nodes import find_nodes
+from reparax._stage.remembered import remembered
+from reparax._stage.selection import Selection
+from reparax._stage.where import by_path
+from reparax._tree.differences import abstract as abstract_of
+from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.markers import locate_errors, no_own_node, require_fit
+from reparax._tree.paths import Names, PyTree, is_array
+from reparax._tree.raw import FIXED, next_number
+
+
+class OnArraysInPlace(Selection):
+    """The planner of a stage that changes arrays in place."""
+
+    site: ClassVar[type[InPlace]] = InPlace
+
+    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        return tree, keep_origins(tree)
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return self.plan("init", tree)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        who, sites = self.who(method), list[InPlace]()
+        for place, slot, names in self.present(method, tree):
+            w = tree.arrays[place]
+            stage = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
+            spot = Spot(place, {"w": place}, None, changed_type(stage, w))
+            sites.append(self.site(stage, f"{slot.path!r}", {"w": spot}, slot.seed))
+        return self.layer(method, sites)
+
+
+class OnArrays(Selection):
+    """The planner of a stage that replaces arrays by raw values."""
+
+    def does(self, verb: str) -> bool:
+        return rewrites(type(self.stage), f"{verb}_leaf")
+
+    @property
+    def reads_grads(self) -> bool:
+        return "grad" in self.stage._update_reads.values()
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return self.at_arrays("init", tree)
+
+    def at_arrays(self, method: str, tree: Flat) -> Layer:
+        """Where the stage finds arrays as the model has them."""
+        who, sites = self.who(method), list[Values]()
+        for place, slot, names in self.present(method, tree):
+            w, number = tree.arrays[place], next_number(place, self.stage.kind)
+            stage = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
+            spot, site = opened_spot(self.stage.kind, place, w), Values
+            if self.stage._bare:
+                spot, site = Spot(place, dict.fromkeys(self.stage.raw_values, place), None, w), Bare
+            sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.seed, number))
+        return self.layer(method, sites)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        """Where the stage made the values.
+
+        Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
+        looks at shapes or dtypes, this stage takes only those that it could have made.
+        """
+        if self.stage._bare:
+            return self.at_arrays(method, tree)
+        who, nodes = self.who(method), find_nodes(tree, self.stage.kind)
+        if not nodes:
+            raise no_own_node(who, self.stage.kind, nest(tree))
+        closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
+        slots, names = closed.slots(bases=self.stage._takes_base), self.axis_names(closed)
+        known: dict[Any, tuple[Any, Any]] = {}
+
+        def type_at(place: Names) -> Any:
+            """The type of the effective array at a place; raises an error for values that do not fit."""
+            if place not in nodes:
+                return closed.arrays[place]
+            node, own = nodes[place], names[place]
+            with locate_errors(f"{who} at {slots[place].path!r}"):
+                if (own, node.types) not in known:
+                    known[own, node.types] = remembered(facts_of, self.stage._typical._numbered(own), node.types)
+                type_, expected = known[own, node.types]
+                require_fit(node.held, expected)
+            return type_
+
+        def fits(place: Names) -> bool:
+            with suppress(Exception):  # a formula may fail in any way on the values of another stage
+                return type_at(place) is not None
+            return False
+
+        for place, node in nodes.items():
+            with locate_errors(f"{who} at {slots[place].path!r}"):
+                node.require_values()
+        fitting = nodes if by_path(self.stage.where) else set(filter(fits, nodes)) or nodes
+        present = {place: place in fitting or is_array(x) for place, x in closed.arrays.items()}
+        hidden = nodes if self.stage.changes_type else ()  # the effective array does not show the type of the model's
+        chosen = self.selected(method, closed, slots, names, present, type_at, hidden)
+        if plain := [slots[place].path for place in chosen if place not in nodes]:
+            raise ValueError(
+                f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
+                f"the whole chain, and pass `raw`."
+            )
+
+        def site(place: Names) -> Values:
+            node, slot, type_ = nodes[place], slots[place], type_at(place)
+            with locate_errors(f"{who} at {slot.path!r}"):
+                stage = self.stage.for_array(slot.path, type_)._numbered(names[place])
+            return Values(stage, f"{slot.path!r}", {"w": Spot(place, node.values, node.mark, type_)}, slot.seed)
+
+        return self.layer(method, list(map(site, chosen)))
+
+    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        made, flat = abstract_of(init, tree), flatten(tree)
+        names = self.axis_names(flat)
+
+        def of(path: Names) -> tuple[Names, Places]:
+            source = path[: -3 if path[-2] == FIXED else -2]
+            w = flat.arrays[source]
+            stage = self.stage._typical._numbered(names[source])
+            return source, remembered(followed_axes, stage, type_of_one(w))[path[-1]]
+
+        found = keep_origins(made)
+        return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}

@@ -1,0 +1,101 @@
+"""Which arrays a stage acts on, and with which numbers and axes."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from reparax._axes.names import AxisNames, names_of_places, require_names_fit
+from reparax._axes.numbers import has_names, require_axes
+from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
+from reparax._core.planner import Planner
+from reparax._stage.varied import ByArray, without_unmatched
+from reparax._stage.where import (
+    AllBut,
+    Candidate,
+    Selected,
+    choose,
+    is_bias_or_scale,
+    is_state,
+    is_table,
+    require_known,
+)
+from reparax._tree.flat import Flat, nest
+from reparax._tree.markers import locate_errors
+from reparax._tree.paths import Names, is_array
+from reparax._tree.raw import Slot
+
+
+class Selection(Planner):
+    """What the planners of stages on one array share."""
+
+    @property
+    def asks_functions(self) -> bool:
+        asks = callable(self.stage.where) and not isinstance(self.stage.where, Selected | AllBut)
+        return asks or any(isinstance(number, ByArray) for number in self.stage._varied.values())
+
+    def present(self, method: str, tree: Flat) -> list[tuple[Names, Slot, AxisNames | None]]:
+        """The place, the description and the axis names of each array of ``tree`` that the stage acts on."""
+        slots, names = tree.slots(bases=self.stage._takes_base), self.axis_names(tree)
+        present = {place: is_array(x) for place, x in tree.arrays.items()}
+        chosen = self.selected(method, tree, slots, names, present, lambda place: tree.arrays[place])
+        return [(place, slots[place], names[place]) for place in chosen]
+
+    def selected(
+        self,
+        method: str,
+        tree: Flat,
+        slots: Mapping[Names, Slot],
+        names: Mapping[Names, AxisNames | None],
+        present: Mapping[Names, bool],
+        array: Callable[[Names], Any],
+        hidden: Collection[Names] = (),
+    ) -> list[Names]:
+        """The places on which the stage acts.
+
+        ``array`` gives the array at a place, or its type; at ``hidden`` places, it is not the one that the model has.
+        """
+        who = self.who(method)
+
+        def candidate(at: Names) -> Candidate:
+            def by_default() -> bool:
+                return self._by_default(who, None if at in hidden else array(at), slots[at], names[at])
+
+            return Candidate(slots[at], present[at], lambda: array(at), by_default)
+
+        require_known(who, self.stage.where, list(slots.values()), nest(tree))
+        state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
+        chosen = choose(who, self.stage.where, list(map(candidate, slots)), [state[tree.root(at)] for at in slots])
+        chosen = without_unmatched(who, self.stage._varied, chosen, [slot.path for slot in slots.values()])
+        found = [at for at, flag in zip(slots, chosen, strict=True) if flag]
+        if method == "init":  # in the body of a scan over the layers, no array has their axis any more
+            require_axes(who, "stacked", self.stage.stacked, [names[at] for at in found])
+        return found
+
+    def axis_names(self, tree: Flat) -> dict[Names, AxisNames | None]:
+        """The axis names of each array, if this stage needs any."""
+        asks = self.stage._named_axes or has_names(self.stage.stacked)
+        return names_of_places(tree) if asks else dict.fromkeys(tree.arrays)
+
+    def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
+        """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
+        if (self.stage.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.stage.tables and is_table(slot)):
+            return False
+        if w is None:
+            return True
+        with locate_errors(f"{who} at {slot.path!r}"):
+            stacked = self.stage._places(names)
+        return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
+
+    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Any:
+        """The stage for one array; raises an error if it cannot take the array."""
+        with locate_errors(who):
+            own = self.stage.for_array(path, w)
+            stage = own._numbered(names)
+            if stage is not own and names is not None:
+                require_names_fit(names, w)
+            places = stage._places(names)
+            reason = stage._wrong_dtype(w) or lacks_axes(w, places)
+            for one in each_stacked(w, places) if reason is None else ():
+                reason = reason or stage._unstacked._refuse(one)
+        if reason is not None:
+            raise ValueError(f"{who}: {reason}")
+        return stage
