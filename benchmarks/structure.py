@@ -1,8 +1,9 @@
 """How the code is built, in numbers: ``PYTHONPATH=src python benchmarks/structure.py``.
 
 Lines of code are those with code, without docstrings, comments and blanks. Names are those that the author of a stage
-meets on it, methods those that a class defines itself. A file is crossed where a call goes from one file of the package
-to another. Times are of the CPU, of this machine; compare them with those of another commit in the same hour.
+may write or read in a stage, beside the methods that users call; methods those that a class defines itself. A line of
+classes goes from a stage to the last of its parents. A file is crossed where a call goes from one file to
+another of the package. Times are of the CPU; compare them with those of another commit in the same hour.
 """
 
 import ast
@@ -34,6 +35,19 @@ def lines(file: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         found.update(() if token.type in LAYOUT else range(token.start[0], token.end[0] + 1))
     return len(found - documented)
+
+
+def line(cls: type) -> int:
+    """How many classes stand between a class and ``object``, itself included, on the longest way."""
+    return 0 if cls is object else 1 + max(map(line, cls.__bases__))
+
+
+class Plain(rpx.Reparametrization):
+    """A stage without arguments."""
+
+    def apply_leaf(self, values: dict[str, jax.Array]) -> jax.Array:
+        """The array."""
+        return values["w"]
 
 
 def definitions(file: Path) -> int:
@@ -69,7 +83,8 @@ def main() -> None:
     classes = [x for x in vars(rpx).values() if inspect.isclass(x) and issubclass(x, rpx.Parametrization)]
     methods = {c: sum(inspect.isfunction(x) or isinstance(x, property) for x in vars(c).values()) for c in classes}
     files = [file for wing in CORE for file in (ROOT / wing).glob("*.py")]
-    names = [name for name in dir(rpx.Reparametrization) if not name.startswith("_")]
+    names = {name for name in dir(rpx.Reparametrization) if not name.startswith("_")}
+    shown = {name for name in dir(Plain()) if not name.startswith("_")}
     key, chain, adapter = jax.random.key(0), rpx.WeightNorm() >> rpx.VarNoise(0.1), rpx.Freeze() >> rpx.LoRA(2)
     one = chain.init({"dense": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}})
     many = {f"layer{i}": {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)} for i in range(250)}
@@ -78,9 +93,10 @@ def main() -> None:
         "lines of _tree, _axes, _core, _stage": sum(map(lines, files)),
         "lines of the package": sum(map(lines, ROOT.rglob("*.py"))),
         "most definitions in a file of the core": max(map(definitions, files)),
-        "public names on a stage": len(names),
+        "names on a stage, for users": len(names & shown),
+        "names on a stage, for authors": len(names - shown | {"stochastic"}),
         "most methods of a class": max(methods.values()),
-        "deepest line of classes": max(len(c.__mro__) for c in classes),
+        "deepest line of classes": max(map(line, classes)),
         "files crossed by apply on two arrays": crossings(lambda: jax.eval_shape(chain.apply, one, key)),
         "the same again": crossings(lambda: jax.eval_shape(chain.apply, one, key)),
         "trace of apply, 500 arrays": seconds(lambda: jax.jit(chain.apply).trace(raw, key)),

@@ -58,6 +58,8 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
 
 def gather_boxes(raw: PyTree) -> PyTree:
     """``raw`` with the parameter's own box around each marker dict again, as stages expect it."""
+    if not any(map(is_box, jax.tree.leaves(raw, is_leaf=is_box))):
+        return raw
     nodes, treedef = jax.tree.flatten(raw, is_leaf=_is_marked)
     return treedef.unflatten([_around_all(node) if _is_marked(node) else node for node in nodes])
 

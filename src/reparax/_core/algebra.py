@@ -1,6 +1,5 @@
 """Parametrizations and their composition."""
 
-import dataclasses
 import functools
 from abc import ABC
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
-from reparax._core.calls import call, checked_key, needed_key, with_any_key
+from reparax._core.calls import call, checked_key, needed_key, parts_of, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
-from reparax._core.on_tree import ON_TREES, OnTree
+from reparax._core.on_tree import OnTree
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
@@ -61,27 +60,11 @@ class Parametrization(Static, ABC):
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if on_tree := [] if issubclass(cls._planner, OnTree) else [name for name in ON_TREES if hasattr(cls, name)]:
-            raise TypeError(
-                f"{cls.__name__} defines {on_tree[0]}, but acts on arrays at places of their own. Write its formulas, "
-                f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
-            )
-
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
         *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
     )
     """The names that users call; all other names are for authors of stages."""
-
-    def __dir__(self) -> list[str]:
-        """The names that users call, the stage's arguments, and what third-party classes add."""
-        ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
-        known = {name for c, own in ours.items() if own for name in vars(c)}
-        added = {name for c, own in ours.items() if not own for name in vars(c)} - known
-        shown = {*self._for_users, *(each.name for each in dataclasses.fields(self)), *added}
-        return [name for name in super().__dir__() if name in shown or name.startswith("_")]
 
     def init(self, params: PyTree, key: jax.Array | None = None, *, seen: PyTree = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
@@ -320,7 +303,7 @@ class Chain(Parametrization):
         got: Any = self.stages
         if not isinstance(got, tuple):
             raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
-        object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in _stages(part)))
+        object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
     def __repr__(self) -> str:
         if len(self.stages) > 1:
@@ -352,20 +335,7 @@ class Chain(Parametrization):
         return compose(tuple(stage.deterministic for stage in self.stages))
 
 
-def _stages(part: object) -> tuple[Parametrization, ...]:
-    if not isinstance(part, Parametrization):
-        raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")
-    return part.stages if isinstance(part, Chain) else (part,)
-
-
 def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
     """The chain of ``stages``; a single stage itself."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
-
-
-def require_chains(usage: str, *got: object) -> None:
-    """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
-    if others := [type(x).__name__ for x in got if not isinstance(x, Parametrization)]:
-        name = usage.partition("(")[0]
-        raise TypeError(f"{name} takes parametrizations first, but got {others[0]}. Write `rpx.{usage}`.")

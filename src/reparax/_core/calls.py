@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from reparax._axes.seen import ANY, Seen
-from reparax._core.keys import check_key
+from reparax._core.keys import check_key, is_one_key
+from reparax._core.value import Static
 from reparax._tree.paths import PyTree
 
 
@@ -30,9 +31,10 @@ def call(p: Any, method: str) -> str:
 
 def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
     """``key`` as a typed scalar key; None stays None."""
+    if key is None or is_one_key(key):
+        return key
     tree = "params" if method == "init" else "raw"
-    in_batches = f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)"
-    return None if key is None else check_key(key, call(p, method), in_batches)
+    return check_key(key, call(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 
 
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
@@ -45,3 +47,18 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
             f"Pass a key, or evaluate with `p.deterministic`."
         )
     return checked_key(p, "apply", key)
+
+
+def parts_of(part: Any) -> tuple[Any, ...]:
+    """The stages of a chain, or of a stage alone."""
+    if not isinstance(part, Static):
+        raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")
+    stage: Any = part
+    return stage._parts
+
+
+def require_chains(usage: str, *got: object) -> None:
+    """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
+    if others := [type(x).__name__ for x in got if not isinstance(x, Static)]:
+        name = usage.partition("(")[0]
+        raise TypeError(f"{name} takes parametrizations first, but got {others[0]}. Write `rpx.{usage}`.")

@@ -60,6 +60,11 @@ def _each(batch: jax.Array) -> Iterable[jax.Array]:
     return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
 
 
+def is_one_key(key: Any) -> bool:
+    """Whether ``key`` is a typed scalar key."""
+    return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
 def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
     """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
     typed = key

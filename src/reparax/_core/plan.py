@@ -1,11 +1,12 @@
 """The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from jax import export
+from jax import ShapeDtypeStruct, export
 
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
@@ -13,7 +14,7 @@ from reparax._core.layers import Layer, Sights
 from reparax._core.planner import planner
 from reparax._core.value import exactly
 from reparax._tree.flat import Flat, Frame
-from reparax._tree.paths import Names, is_array, is_empty
+from reparax._tree.paths import Names, is_empty
 
 
 def decide(method: str, stages: Sequence[Any], tree: Flat) -> list[Layer]:
@@ -56,18 +57,13 @@ def walk(
 def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
     # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
-    leaves = tuple(() if is_empty(x) else x if is_array(x) else None for x in tree.arrays.values())
+    leaves = tuple(x if isinstance(x, ShapeDtypeStruct) else () if is_empty(x) else None for x in tree.arrays.values())
     unsure = any(planner(stage).asks_functions for stage in stages) or any(map(_has_symbols, leaves))
-    try:
-        hash((stages, tree.frame, leaves))
-    except TypeError:  # a traced hyperparameter is not hashable, and some boxes are not
-        unsure = True
-    if unsure:
-        return merge_noise(decide("apply", stages, tree))
-    try:
-        return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
-    except Exception:  # the error shows the leaves that are there
-        return merge_noise(decide("apply", stages, tree))
+    # A traced hyperparameter cannot be hashed, nor can some boxes; an error shows the leaves that are there.
+    with suppress(Exception):
+        if not unsure:
+            return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
+    return merge_noise(decide("apply", stages, tree))
 
 
 @lru_cache(maxsize=256)
@@ -78,4 +74,4 @@ def _decided_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ..
 
 
 def _has_symbols(x: Any) -> bool:
-    return is_array(x) and any(map(export.is_symbolic_dim, x.shape))
+    return isinstance(x, ShapeDtypeStruct) and any(map(export.is_symbolic_dim, x.shape))

@@ -110,6 +110,17 @@ class Static:
             register_kind(cls.kind, cls)
             register_class(cls)
 
+    _for_users: ClassVar[tuple[str, ...]] = ()
+    """The names that users call; all other names are for authors of stages."""
+
+    def __dir__(self) -> list[str]:
+        """The names that users call, the stage's arguments, and what third-party classes add."""
+        ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
+        known = {name for c, own in ours.items() if own for name in vars(c)}
+        added = {name for c, own in ours.items() if not own for name in vars(c)} - known
+        shown = {*self._for_users, *(each.name for each in _fields(self)), *added}
+        return [name for name in super().__dir__() if name in shown or name.startswith("_")]
+
     def __post_init__(self) -> None:
         for name, check in self._checks.items():
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
@@ -120,7 +131,10 @@ class Static:
         return self._compared() == other._compared()
 
     def __hash__(self) -> int:
-        return hash((type(self), self._compared()))
+        try:
+            return hash((type(self), *(getattr(self, each.name) for each in _fields(self) if each.compare)))
+        except TypeError:
+            return hash((type(self), self._compared()))  # which names the field that holds an array
 
     def _compared(self) -> tuple[Any, ...]:
         """The values that equality and hash compare."""

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization, require_chains
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import require_chains
 from reparax._peft.lora import BIAS
 from reparax._peft.method import Method, Node, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of

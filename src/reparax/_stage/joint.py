@@ -12,12 +12,13 @@ from jax import Array
 
 from reparax._axes.seen import Seen
 from reparax._core.algebra import Parametrization
-from reparax._core.layers import Held, Layer, Site, Spot, opened_spot
+from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.on_tree import refuse_on_tree
 from reparax._core.planner import Planner
-from reparax._stage.nodes import find_nodes
+from reparax._stage.nodes import own_nodes
 from reparax._stage.where import check_where, nothing
-from reparax._tree.flat import Flat, nest
-from reparax._tree.markers import abstract, locate_errors, no_own_node, require_named_arrays, require_type
+from reparax._tree.flat import Flat
+from reparax._tree.markers import abstract, locate_errors, require_named_arrays, require_type
 from reparax._tree.paths import Names, is_array
 from reparax._tree.raw import Slot
 
@@ -50,10 +51,9 @@ class _OnGroups(Planner):
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        who, nodes, sites = self.who(method), find_nodes(tree, self.stage.kind), list[_Group]()
-        if not nodes:
-            raise no_own_node(who, self.stage.kind, nest(tree))
-        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
+        who, sites = self.who(method), list[_Group]()
+        nodes, closed = own_nodes(who, self.stage.kind, tree)
+        slots = closed.slots()
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
             own = {name: nodes[place] for name, place in group.items()}
             with locate_errors(f"{who} at {_at(slots, group)}"):
@@ -61,7 +61,7 @@ class _OnGroups(Planner):
                     node.require_values()
                 held = {name: abstract(node.types) for name, node in own.items()}
                 types = jax.eval_shape(self.stage.apply_leaves, held)
-            spots = {name: Spot(node.place, node.values, node.mark, types[name]) for name, node in own.items()}
+            spots = {name: node.spot(types[name]) for name, node in own.items()}
             sites.append(_Group(self.stage, _at(slots, group), spots))
         return self.layer(method, sites)
 
@@ -130,6 +130,7 @@ class Joint(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        refuse_on_tree(cls)
         cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ from jax import Array
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
 from reparax._axes.seen import Seen
 from reparax._core.value import argument
-from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import value_of
@@ -186,10 +185,6 @@ class RowsAndColumns(Reparametrization):
         parts = {"rows": sizes[0], "columns": sizes[1]}
         shape = [n for axis, size in zip(axes, value.shape, strict=True) for n in parts.get(axis, (size,))]
         return value.reshape(shape)
-
-
-class Matrices(RowsAndColumns, Constraint):
-    """A constraint on matrices."""
 
 
 def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reparax._tree.flat import Flat, nested
-from reparax._tree.markers import Types, require_values, types_under
+from reparax._core.layers import Spot
+from reparax._tree.flat import Flat, nest, nested
+from reparax._tree.markers import Types, no_own_node, require_values, types_under
 from reparax._tree.paths import Names
 from reparax._tree.raw import is_mark, kind_of
 
@@ -26,6 +27,10 @@ class Node:
     mark: str
     inside: Sequence[Names]
     content: Mapping[str, Any]
+
+    def spot(self, effective: Any) -> Spot:
+        """The spot of the array, of this type."""
+        return Spot(self.place, self.values, self.mark, effective)
 
     def require_values(self) -> None:
         """Requires named arrays, and nothing beside them."""
@@ -51,6 +56,18 @@ class Node:
         """The shape of each value, by its place."""
         shapes = {name: shape for name, shape, _ in self.types}
         return {place: shapes[name] for name, place in self.values.items()}
+
+
+def own_nodes(who: str, kind: str, tree: Flat) -> tuple[dict[Names, Node], Flat]:
+    """The nodes of a kind, by the place of their array, and the tree with each of them at that place.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    nodes = find_nodes(tree, kind)
+    if not nodes:
+        raise no_own_node(who, kind, nest(tree))
+    return nodes, tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
 
 
 def find_nodes(tree: Flat, kind: str) -> dict[Names, Node]:

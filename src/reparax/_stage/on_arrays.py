@@ -9,13 +9,13 @@ from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
 from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
-from reparax._stage.nodes import find_nodes
+from reparax._stage.nodes import own_nodes
 from reparax._stage.remembered import remembered
 from reparax._stage.selection import Selection
 from reparax._stage.where import by_path
 from reparax._tree.differences import abstract as abstract_of
-from reparax._tree.flat import Flat, flatten, nest
-from reparax._tree.markers import locate_errors, no_own_node, require_fit
+from reparax._tree.flat import Flat, flatten
+from reparax._tree.markers import locate_errors, require_fit
 from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED, next_number
 
@@ -74,10 +74,8 @@ class OnArrays(Selection):
         """
         if self.stage._bare:
             return self.at_arrays(method, tree)
-        who, nodes = self.who(method), find_nodes(tree, self.stage.kind)
-        if not nodes:
-            raise no_own_node(who, self.stage.kind, nest(tree))
-        closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
+        who = self.who(method)
+        nodes, closed = own_nodes(who, self.stage.kind, tree)
         slots, names = closed.slots(bases=self.stage._takes_base), self.axis_names(closed)
         known: dict[Any, tuple[Any, Any]] = {}
 
@@ -115,7 +113,7 @@ class OnArrays(Selection):
             node, slot, type_ = nodes[place], slots[place], type_at(place)
             with locate_errors(f"{who} at {slot.path!r}"):
                 stage = self.stage.for_array(slot.path, type_)._numbered(names[place])
-            return Values(stage, f"{slot.path!r}", {"w": Spot(place, node.values, node.mark, type_)}, slot.seed)
+            return Values(stage, f"{slot.path!r}", {"w": node.spot(type_)}, slot.seed)
 
         return self.layer(method, list(map(site, chosen)))
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._core.algebra import Parametrization, require_chains
-from reparax._core.calls import with_any_key
+from reparax._core.algebra import Parametrization
+from reparax._core.calls import require_chains, with_any_key
 from reparax._torch.entries import by_layer, require_known
 from reparax._torch.names import Twin
 from reparax._torch.plan import Plan, make_plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, type_of
 from reparax._tree.raw import parameter
 
 
@@ -21,12 +21,6 @@ def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
 
     return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
-
-
-def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and the dtype that JAX gives it."""
-    extended = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:

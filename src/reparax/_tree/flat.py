@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reparax._tree.differences import type_of
-from reparax._tree.paths import Names, PyTree, is_array, is_empty, items, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, is_empty, is_end, items, named, path_text, type_of
 from reparax._tree.raw import FIXED, Slot, describe_places, holds_markers, is_mark, same_path
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
@@ -70,7 +69,7 @@ def flatten(tree: PyTree) -> Flat:
     paths, nodes, treedef = named(tree, holds_markers)
     arrays: dict[Names, Any] = {}
     for path, node in zip(paths, nodes, strict=True):
-        for end, x in items(node, _ends) if holds_markers(node) else [((), node)]:
+        for end, x in items(node, is_end) if holds_markers(node) else [((), node)]:
             if (*path, *end) in arrays:
                 raise same_path(path_text((*path, *end)))
             arrays[*path, *end] = x
@@ -119,7 +118,3 @@ def _hold(held: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
     for key in keys[:-1]:
         held = held.setdefault(key, {})
     held[keys[-1]] = x
-
-
-def _ends(x: object) -> bool:
-    return x is None or is_empty(x)

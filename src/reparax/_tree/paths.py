@@ -27,6 +27,12 @@ def is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and the dtype that JAX gives it."""
+    extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
+
+
 def is_traceable(x: object) -> bool:
     """Whether JAX accepts ``x`` as an array, concrete or abstract."""
     if isinstance(x, np.ndarray | np.generic):
@@ -37,6 +43,11 @@ def is_traceable(x: object) -> bool:
 def is_empty(x: object) -> bool:
     """Whether ``x`` is the empty node of a place without a value of its own."""
     return (isinstance(x, Mapping) or type(x) is tuple) and not x
+
+
+def is_end(x: object) -> bool:
+    """Whether nothing of a raw tree is below ``x``, for a node that JAX would open or leave out."""
+    return x is None or is_empty(x)
 
 
 def has_ancestor(x: object, *names: str) -> bool:

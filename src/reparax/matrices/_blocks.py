@@ -8,11 +8,12 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_two
 from reparax._numerics.linalg import divided, undivided
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 
 
-class Blocks(Matrices):
+class Blocks(RowsAndColumns, Constraint):
     r"""A matrix as a grid of equal blocks: :math:`W_{ip+k,\,jq+l} = x_{ijkl}`.
 
     Raw value: ``x`` (main) of shape ``(rows, columns, n / rows, m / columns)``. ``init`` is exact, bit for bit. Earlier

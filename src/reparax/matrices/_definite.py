@@ -12,8 +12,8 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole, one_of, optional
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
-from reparax._stage.constraint import near
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint, near
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 from reparax.matrices._patterns import Symmetric, Triangular
 
@@ -66,7 +66,7 @@ def _exponential(s: Array) -> Array:
     return product(half, half.mT)
 
 
-class PositiveDefinite(Matrices):
+class PositiveDefinite(RowsAndColumns, Constraint):
     r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers: the rows of the lower triangular L, with softplus
@@ -140,7 +140,7 @@ class PositiveDefinite(Matrices):
         return self.project(PositiveSemidefinite().sample(key, shape, dtype))
 
 
-class PositiveSemidefinite(Matrices):
+class PositiveSemidefinite(RowsAndColumns, Constraint):
     r"""Symmetric or Hermitian matrices without negative eigenvalues: :math:`W = X X^H`.
 
     Raw value: ``x`` (main) of shape ``(n, rank)``. ``init`` is exact on the image up to rounding; elsewhere it starts

@@ -11,11 +11,12 @@ from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import is_zero, unit
 from reparax._numerics.linalg import divided, no_rank, product, undivided
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 
 
-class LowRank(Matrices):
+class LowRank(RowsAndColumns, Constraint):
     r"""A matrix of rank at most ``rank``: :math:`W = U V`.
 
     Raw values: ``u`` of shape ``(n, rank)`` and ``v`` of shape ``(rank, m)``, both main. ``init`` takes the truncated
@@ -81,7 +82,7 @@ class LowRank(Matrices):
         return product(widened(u), widened(v)).astype(u.dtype)
 
 
-class Kronecker(Matrices):
+class Kronecker(RowsAndColumns, Constraint):
     r"""A Kronecker product: :math:`W = A \otimes B`, with :math:`W_{ip+k,\,jq+l} = A_{ij} B_{kl}`.
 
     Raw values, both main: ``a`` of shape ``shape`` and ``b`` of shape ``(n / shape[0], m / shape[1])``. ``init`` is

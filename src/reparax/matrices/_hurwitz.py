@@ -11,7 +11,8 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import identity, no_square, product, resolution
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import OTHERS, Values, main
 from reparax.matrices._definite import cholesky, definite, factor, unfactored
 from reparax.matrices._patterns import Skew
@@ -46,7 +47,7 @@ def _check_margin(value: Any, who: str, name: str) -> float:
     return margin
 
 
-class Hurwitz(Matrices):
+class Hurwitz(RowsAndColumns, Constraint):
     r"""Stable matrices, with eigenvalues of real part below :math:`-\alpha`: :math:`W = P (S - Q / 2) - \alpha I`.
 
     P and Q are positive definite, S is skew-symmetric. Raw values, all main: ``p`` and ``q``, vectors of n (n + 1) / 2

@@ -9,14 +9,15 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import adjoint, no_square, oriented, polar, product
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley, exponential, householder
 
 _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 
 
-class _Orthonormal(Matrices):
+class _Orthonormal(RowsAndColumns, Constraint):
     """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
 
     map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")

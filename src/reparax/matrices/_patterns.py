@@ -12,11 +12,12 @@ from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import divided, identity, no_square, undivided
 from reparax._numerics.terms import Term
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 
 
-class _Pattern(Matrices):
+class _Pattern(RowsAndColumns, Constraint):
     """Square matrices in which each entry is 0 or one of the numbers in ``x``."""
 
     raw_values: ClassVar[Values] = {"x": main()}
@@ -289,7 +290,7 @@ class Toeplitz(_Pattern):
         return i - j + n - 1
 
 
-class BlockDiagonal(Matrices):
+class BlockDiagonal(RowsAndColumns, Constraint):
     r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
     Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact for

@@ -20,13 +20,13 @@ from reparax._numerics.linalg import (
     product,
     resolution,
 )
-from reparax._stage.constraint import near
-from reparax._stage.matrices import Matrices
+from reparax._stage.constraint import Constraint, near
+from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley
 
 
-class _SingularValues(Matrices):
+class _SingularValues(RowsAndColumns, Constraint):
     r""":math:`W = U \operatorname{diag}(f(s)) V^H`, with U and V given by the Cayley map from fixed bases."""
 
     raw_values: ClassVar[Values] = {

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
-from reparax._core.algebra import Chain, Parametrization, require_chains
-from reparax._core.calls import call
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import call, require_chains
 from reparax._core.draws import randoms
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer

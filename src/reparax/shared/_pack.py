@@ -11,13 +11,13 @@ from jax import Array
 from reparax._axes.seen import Seen
 from reparax._core.algebra import Parametrization
 from reparax._core.config import arguments
-from reparax._core.layers import Held, Layer, Site, Spot, opened_spot
+from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
 from reparax._numerics.arguments import check_whole
-from reparax._stage.nodes import find_nodes
+from reparax._stage.nodes import own_nodes
 from reparax._stage.where import matches, nearest
-from reparax._tree.flat import Flat, nest
-from reparax._tree.markers import locate_errors, no_own_node
+from reparax._tree.flat import Flat
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, describe, is_array
 from reparax._tree.raw import OTHER_CHAIN, Slot
 from reparax._tree.values import OTHERS, Values, main
@@ -48,28 +48,25 @@ class _Cells(Planner):
     def plan_init(self, tree: Flat) -> Layer:
         slots = tree.slots()
         cells = self.cells("init", _found(slots, lambda place: is_array(tree.arrays[place])))
-        return self.layer("init", [self._cell(cell, places, tree.arrays) for cell, places in cells.items()])
+        kind, sites = self.stage.kind, list[_Cell]()
+        for cell, places in cells.items():
+            spots = {path: opened_spot(kind, place, tree.arrays[place]) for path, place in places.items()}
+            sites.append(_Cell(self.stage, _text(cell), spots))
+        return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        who, nodes = self.who(method), find_nodes(tree, self.stage.kind)
-        if not nodes:
-            raise no_own_node(who, self.stage.kind, nest(tree))
-        slots = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()]).slots()
-        sites: list[_Cell] = []
-        for cell, places in self.cells(method, _found(slots, nodes.__contains__)).items():
+        who, sites = self.who(method), list[_Cell]()
+        nodes, closed = own_nodes(who, self.stage.kind, tree)
+        for cell, places in self.cells(method, _found(closed.slots(), nodes.__contains__)).items():
             own = {path: nodes[place] for path, place in places.items()}
             with locate_errors(_at(who, cell)):
                 for node in own.values():
                     if node.held is not None:  # some formats store an empty node so
                         node.require_values()
                 types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
-            spots = {path: Spot(node.place, node.values, node.mark, types[path]) for path, node in own.items()}
+            spots = {path: node.spot(types[path]) for path, node in own.items()}
             sites.append(_Cell(self.stage, _text(cell), spots))
         return self.layer(method, sites)
-
-    def _cell(self, cell: str, places: Places, arrays: Mapping[Names, Any]) -> _Cell:
-        spots = {path: opened_spot(self.stage.kind, place, arrays[place]) for path, place in places.items()}
-        return _Cell(self.stage, _text(cell), spots)
 
     def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
         """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from reparax._core.algebra import Chain, Parametrization, require_chains
-from reparax._core.calls import with_any_key
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import require_chains, with_any_key
 from reparax._core.keys import Keys
 from reparax._core.plan import walk
 from reparax._core.verbs import opened

@@ -13,7 +13,8 @@ from jax.core import Tracer
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
 from reparax._axes.seen import ANY
-from reparax._core.algebra import Chain, Parametrization, require_chains
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, walk
 from reparax._core.sights import by_place, takes_data
