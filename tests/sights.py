@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from one_array import normal
 
 from reparax import Read, Seen
 
@@ -18,20 +19,17 @@ def seen(*batches, shape, axes=(0,), batch=(), full=True):
     x = np.stack(batches).astype(np.float32)
     second = np.einsum("bnk,bnl->bkl", x, x) if full else np.sum(x**2, axis=1)
     count, absolute = np.full(len(x), x.shape[1], np.float32), np.sum(np.abs(x), axis=1)
-    read = Read(
-        count=jnp.asarray(count),
-        absolute=jnp.asarray(absolute),
-        second=jnp.asarray(second),
-        largest=None,
-        slopes=None,
-        shape=shape,
-        of=tuple(range(len(shape))),
-        batch=batch,
-        axes=axes,
-    )
-    return Seen((read,))
+    data = map(jnp.asarray, (count, absolute, second))
+    return Seen((Read(shape, tuple(range(len(shape))), batch, axes, *data),))
 
 
 def output_error(x, change):
     """The mean squared error of the outputs of a matrix ``(inputs, outputs)``, by its definition."""
     return np.mean(np.sum((np.asarray(x, np.float64) @ np.asarray(change, np.float64)) ** 2, axis=1))
+
+
+K, N = 32, 12
+X = correlated(200, K)
+W = normal(K, N, seed=1)
+DATA = seen(X, shape=(K, N))
+"""A weight, and the data that it is multiplied with."""

@@ -89,6 +89,7 @@ from reparax.quantized import Halved as Halved
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Smooth as Smooth
 from reparax.quantized import Stored as Stored
+from reparax.seen import ExplainedInputs as ExplainedInputs
 from reparax.seen import inputs as inputs
 from reparax.shared import Concat as Concat
 from reparax.shared import CudnnLSTM as CudnnLSTM

@@ -17,7 +17,7 @@ def seen_of(squares, batch=1, ndim=3):
     second = np.float32(turn * squares @ turn.T)[None].repeat(batch, 0)
     second = second if ndim == 3 else np.float32(squares)[None]
     way = ((batch, n, 4), (0, 1, 2), (0,), (1,)) if batch > 1 else ((n, 4), (0, 1), (), (0,))
-    return Seen((Read(jnp.ones(batch), None, jnp.asarray(second), None, None, *way),))
+    return Seen((Read(*way, jnp.ones(batch), second=jnp.asarray(second)),))
 
 
 # Of the 9 directions of 3 arrays of rank 3, those that explain most; parts of each array in the comments.

@@ -24,17 +24,9 @@ W, X, G = normal(8, 6), normal(50, 8, seed=1) @ normal(8, 8, seed=2), normal(8, 
 def seen_of(x=X, gradient=G, shape=(8, 6), of=None, batch=(), axes=(0,)):
     """What a weight of this shape was multiplied with, for inputs ``(batch, examples, inputs)``."""
     data = np.asarray(x, np.float32) if batch else np.asarray(x, np.float32)[None]
-    read = Read(
-        jnp.full(len(data), float(data.shape[1])),
-        jnp.abs(data).sum(1),
-        jnp.einsum("bni,bnj->bij", data, data),
-        None,
-        None,
-        shape,
-        tuple(range(len(shape))) if of is None else of,
-        batch,
-        axes,
-    )
+    count, absolute = jnp.full(len(data), float(data.shape[1])), jnp.abs(data).sum(1)
+    of = tuple(range(len(shape))) if of is None else of
+    read = Read(shape, of, batch, axes, count, absolute, jnp.einsum("bni,bnj->bij", data, data))
     return Seen((read,), None if gradient is None else jnp.asarray(gradient))
 
 
@@ -254,7 +246,7 @@ def failing(start, seen, w=W, **fields):
 
 def diagonal():
     read = seen_of().reads[0]
-    return Seen((Read(read.count, read.absolute, read.squares, None, None, (8, 6), (0, 1), (), (0,)),))
+    return Seen((Read((8, 6), (0, 1), (), (0,), read.count, read.absolute, read.squares),))
 
 
 ERRORS = {

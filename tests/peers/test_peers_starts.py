@@ -43,7 +43,7 @@ def kernel():
 
 def start_of(start, gradient=None):
     """Our factors and base, as a kernel's."""
-    read = Read(jnp.full(1, 128.0), None, jnp.asarray(X.T @ X)[None], None, None, (12, 8), (0, 1), (), (0,))
+    read = Read((12, 8), (0, 1), (), (0,), jnp.full(1, 128.0), second=jnp.asarray(X.T @ X)[None])
     seen = {"w": Seen((read,), None if gradient is None else jnp.asarray(gradient))}
     raw = rpx.LoRA(RANK, ALPHA, start=start).init({"w": kernel()}, seen=seen)
     held = raw["w"]["@lora"]
@@ -111,9 +111,7 @@ def test_ranks_are_those_that_eva_gives_in_peft(rho):
     )
     theirs = {name.rpartition(".")[2]: len(a) for name, a in found.items()}
     moments = {name: jnp.asarray(x.T @ x)[None] for name, x in data.items()}
-    seen = {
-        name: Seen((Read(jnp.ones(1), None, x, None, None, (12, 8), (0, 1), (), (0,)),)) for name, x in moments.items()
-    }
+    seen = {name: Seen((Read((12, 8), (0, 1), (), (0,), jnp.ones(1), second=x),)) for name, x in moments.items()}
     assert rpx.eva_ranks(seen, RANK, rho) == theirs
     assert (len(set(theirs.values())) > 1) == (rho > 1)
 

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 from errors import raises
 from one_array import normal
-from sights import correlated, output_error, seen
+from sights import DATA, K, N, W, X, correlated, output_error, seen
 
 import reparax as rpx
-
-K, N = 32, 12
-X = correlated(200, K)
-W = normal(K, N, seed=1)
-DATA = seen(X, shape=(K, N))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -198,7 +198,7 @@ def seen_of(x, shape=(6, 5), batch=(), axes=(0,), *, squares=False):
     x = np.asarray(x, np.float32) if batch else np.asarray(x, np.float32)[None]
     second = np.square(x).sum(1) if squares else np.einsum("bni,bnj->bij", x, x)
     count = jnp.full(len(x), float(x.shape[1]))
-    read = Read(count, None, jnp.asarray(second), None, None, shape, tuple(range(len(shape))), batch, axes)
+    read = Read(shape, tuple(range(len(shape))), batch, axes, count, second=jnp.asarray(second))
     return {"w": Seen((read,))}
 
 
@@ -287,7 +287,7 @@ def test_an_array_that_is_read_in_two_ways_gets_the_mean():
 
 # Errors. -----------------------------------------------------------------------------------------------------------
 
-LARGEST = Seen((Read(jnp.ones(1), None, None, jnp.ones((1, 6)), None, (6, 5), (0, 1), (), (0,)),))
+LARGEST = Seen((Read((6, 5), (0, 1), (), (0,), jnp.ones(1), largest=jnp.ones((1, 6))),))
 TIES = {"how": "ties", "base": BASE, "density": 0.5}
 ERRORS = {
     "one": (

@@ -25,6 +25,10 @@ class Read:
     these have data of their own. All numbers are in float32, and sums over the data.
 
     Attributes:
+      shape: The shape of the array, with axes split where an axis is several in the product.
+      of: For each axis of ``shape`` the axis of the array.
+      batch: The axes of ``shape`` of the batch.
+      axes: The axes of ``shape`` of the inputs; the others are outputs.
       count: How many examples each matrix has seen, of shape ``(batch,)``.
       absolute: The sum of the magnitudes of the data, ``(batch, inputs)``.
       second: The sum of their products, ``(batch, inputs, inputs)``; of their squares, ``(batch, inputs)``, for
@@ -32,21 +36,17 @@ class Read:
       largest: The largest magnitude, ``(batch, inputs)``, for ``moments="largest"``, which has no other entry.
       slopes: The sum of products of the gradient with respect to the outputs, ``(batch, outputs, outputs)``, or of
         squares, ``(batch, outputs)``; for ``gradients=True``.
-      shape: The shape of the array, with axes split where an axis is several in the product.
-      of: For each axis of ``shape`` the axis of the array.
-      batch: The axes of ``shape`` of the batch.
-      axes: The axes of ``shape`` of the inputs; the others are outputs.
     """
 
-    count: Any
-    absolute: Any
-    second: Any
-    largest: Any
-    slopes: Any
     shape: tuple[int, ...]
     of: tuple[int, ...]
     batch: tuple[int, ...]
     axes: tuple[int, ...]
+    count: Any = None
+    absolute: Any = None
+    second: Any = None
+    largest: Any = None
+    slopes: Any = None
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ def _filled(read: Read, other: Read | None) -> Read:
 
 def _any_data(w: Any, axes: Collection[int] | None) -> Read:
     own = tuple(range(max(w.ndim - 1, 1))) if axes is None else tuple(sorted(i % w.ndim for i in axes))
-    bare = Read(None, None, None, None, None, tuple(w.shape), tuple(range(w.ndim)), (), own)
+    bare = Read(tuple(w.shape), tuple(range(w.ndim)), (), own)
     _, inputs, outputs = bare.sizes()
     one, row = jnp.ones((1,)), jnp.ones((1, inputs))
     return replace(

@@ -33,6 +33,14 @@ def line_of(eqn: JaxprEqn) -> str:
     return _CELL.sub("<cell>", found)
 
 
+def reader_of(eqn: JaxprEqn | None, does: str, found: Mapping[int, str]) -> str:
+    """What reads a weight: an equation that does something, and its line; None is the end of a program."""
+    if eqn is None:
+        return "it is returned, or carried"
+    line = source(eqn, 0, found)
+    return f"{eqn.primitive.name} {does}" + (f": {line}" if line else "")
+
+
 def source(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
     """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
     for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:

@@ -43,7 +43,7 @@ def _moments(x: Array, key: Array, seen: Seen | None) -> Array:
             f"expected one input for each of {x.shape[0]} rows, but products read this array as {matrices} matrices of "
             f"{inputs} inputs. Give the axes of these matrices as `stacked`, or leave it out with `where`."
         )
-    return (read.second[0] / jnp.maximum(read.count[0], 1)).astype(x.dtype)
+    return read.moments[0].astype(x.dtype)
 
 
 def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reparax._programs.sources import source
+from reparax._programs.sources import reader_of
 from reparax._tree.paths import describe
 from reparax._weights.paths import common_path
 from reparax._weights.sections import sections
@@ -39,11 +39,9 @@ class ExplainedDraws:
 
     def __repr__(self) -> str:
         own = sum(weight.is_own for weight in self.weights)
-        rows = {
-            title: [(each.path, (each.type, each.reason)) for each in self.weights if each.is_own is flag]
-            for title, flag in {"for each example": True, "one draw for all": False}.items()
-        }
-        return sections(f"{own} of {len(self.weights)} noisy weights draw for each example", rows)
+        head = f"{own} of {len(self.weights)} noisy weights draw for each example"
+        rows = [(each.is_own, (each.path, (each.type, each.reason))) for each in self.weights]
+        return sections(head, ("for each example", "one draw for all"), rows)
 
 
 def explained(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
@@ -59,11 +57,5 @@ def _weights(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int
         shared = [read for read in own if not read.is_own]
         n = len(own) - len(shared)
         reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        reasons += dict.fromkeys(_taken(read, lines) for read in shared)
+        reasons += dict.fromkeys(reader_of(read.eqn, "takes one draw for all", lines) for read in shared)
         yield NoisyWeight(path, describe(own[0].made.type), not shared, "; ".join(reasons))
-
-
-def _taken(read: Read, lines: Mapping[int, str]) -> str:
-    if read.eqn is None:
-        return "it is returned, or carried"
-    return f"{read.eqn.primitive.name} takes one draw for all: {source(read.eqn, 0, lines)}"

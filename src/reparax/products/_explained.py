@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from reparax._programs.call import Argnums, Arguments, caller
-from reparax._programs.sources import calls, source
+from reparax._programs.sources import calls, reader_of
 from reparax._tree.paths import describe
 from reparax._weights.facts import known
 from reparax._weights.paths import common_path, paths_of
@@ -46,11 +46,9 @@ class Explained:
 
     def __repr__(self) -> str:
         apart = sum(weight.in_factors for weight in self.weights)
-        rows = {
-            title: [(each.path, (each.type, each.reason)) for each in self.weights if each.in_factors is flag]
-            for title, flag in {"in factors": True, "formed": False}.items()
-        }
-        return sections(f"{apart} of {len(self.weights)} weights with factors are never formed for a product", rows)
+        head = f"{apart} of {len(self.weights)} weights with factors are never formed for a product"
+        rows = [(each.in_factors, (each.path, (each.type, each.reason))) for each in self.weights]
+        return sections(head, ("in factors", "formed"), rows)
 
 
 def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Any:
@@ -105,18 +103,10 @@ def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> 
 
 def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str], *, in_factors: bool) -> str:
     products = [read for read in reads if read.factored is not None]
-    reasons = list(dict.fromkeys(_needed(read, lines) for read in reads if read.factored is None))
+    told = dict.fromkeys(reader_of(read.eqn, "needs the array", lines) for read in reads if read.factored is None)
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0
-        apart = "" if in_factors else "in factors, "
-        reasons.insert(
-            0, f"{len(products)} product{'s' if len(products) > 1 else ''}, {apart}{ratio:.2f} of the operations"
-        )
-    return "; ".join(reasons)
-
-
-def _needed(read: Read, lines: Mapping[int, str]) -> str:
-    if read.eqn is None:
-        return "it is returned, or carried"
-    return f"{read.eqn.primitive.name} needs the array: {source(read.eqn, 0, lines)}"
+        counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
+        told = {f"{counted}, {'' if in_factors else 'in factors, '}{ratio:.2f} of the operations": None} | told
+    return "; ".join(told)

@@ -4,4 +4,5 @@
 counts the data there. ``_taps`` collects the gradients at the outputs.
 """
 
+from reparax.seen._explained import ExplainedInputs as ExplainedInputs
 from reparax.seen._inputs import inputs as inputs

@@ -24,11 +24,9 @@ class ExplainedInputs:
     def __repr__(self) -> str:
         read = sum(bool(entry.reads) for entry in self.seen.values())
         size = sum(size_in_bytes(x) for x in jax.tree.leaves(list(self.seen.values())))
-        rows = {
-            title: [(path, each.told) for path, each in self.seen.items() if bool(each.reads) is flag]
-            for title, flag in {"with data": True, "without": False}.items()
-        }
-        return sections(f"{read} of {len(self.seen)} arrays have data, {readable(size)} in all", rows)
+        head = f"{read} of {len(self.seen)} arrays have data, {readable(size)} in all"
+        rows = [(bool(each.reads), (path, each.told)) for path, each in self.seen.items()]
+        return sections(head, ("with data", "without"), rows)
 
 
 def explained(seen: PyTree) -> ExplainedInputs:

@@ -20,7 +20,7 @@ from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax._weights.reports import Reports
 from reparax.seen._explained import ExplainedInputs, explained
-from reparax.seen._seeing import Root, Seeing, placed
+from reparax.seen._seeing import Root, Seeing
 from reparax.seen._taps import Taps
 
 
@@ -39,13 +39,14 @@ class Inputs(Reports):
         first = Seeing(self.moments, calls(traced.program))
         jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
         layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
-        roots = {root for root, like in first.types.items() if self._wants(layout.path_of(root), like)}
+        paths = layout.path_of
+        roots = {root for root, like in first.types.items() if self._wants(paths.get(root), like)}
         wanted = [slot for slot in first.slots if slot.root in roots]
 
         def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
             way = Seeing(self.moments, first.lines, wanted, taps)
             outs = _evaluated(way, traced, traced.inputs)
-            return _loss(self.who, traced, outs, wanted=taps is not None), way.state
+            return None if taps is None else _loss(self.who, traced, outs), way.state
 
         slopes: Taps | None = None
         if self.gradients:
@@ -55,8 +56,7 @@ class Inputs(Reports):
         else:
             _, state = counted(None)
         found: dict[Any, list[Any]] = {}
-        for slot, start in placed(wanted, self.moments).items():
-            held = state[start : start + slot.entries(self.moments)]
+        for slot, held in zip(wanted, state, strict=True):
             found.setdefault(slot.root, []).append(slot.read(self.moments, held, slopes and slopes.slopes.get(slot)))
 
         def entry(path: str, root: Any) -> Seen:
@@ -149,13 +149,11 @@ def _axes_read() -> set[tuple[int, ...]]:
     w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Seeing("full", {})
     traced = Arguments.of("inputs", network, None, (w, w), {}).traced()
     jax.make_jaxpr(lambda *inputs: _evaluated(way, traced, inputs))(*traced.inputs)
-    return set() if way.why else {slot.axes for slot in way.slots}
+    return set() if way.why else {slot.bare.axes for slot in way.slots}
 
 
-def _loss(who: str, traced: Traced, outs: list[Any], *, wanted: bool) -> Any:
-    """The scalar whose gradient is wanted, if any."""
-    if not wanted:
-        return None
+def _loss(who: str, traced: Traced, outs: list[Any]) -> Any:
+    """The scalar whose gradient is wanted."""
     found = jax.tree.leaves(traced.restored(outs))
     if not found or jnp.shape(found[0]) or not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
         got = describe(found[0]) if found else "nothing"
@@ -210,9 +208,10 @@ class _Layout:
         paths, roots, treedef = named(tree, lambda x: x is None or isinstance(x, Root))
         return cls(treedef, list(map(path_text, paths)), roots)
 
-    def path_of(self, root: Any) -> str | None:
-        """The path of what is followed; None if it is no part of the result."""
-        return self.paths[self.roots.index(root)] if root in self.roots else None
+    @property
+    def path_of(self) -> dict[Any, str]:
+        """The path of what is followed, where it is a part of the result."""
+        return dict(zip(reversed(self.roots), reversed(self.paths), strict=True))
 
     def tree(self, entry: Callable[[str, Any], Seen]) -> PyTree:
         """The tree with an entry for each leaf."""

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from reparax._axes.seen import Read
 from reparax._programs import jaxprs
 from reparax._programs.roots import holds_apply, is_apply, mark_of
-from reparax._programs.sources import source
+from reparax._programs.sources import reader_of
 from reparax._weights import moves, multiply
 from reparax._weights.facts import Facts, of_outputs
 from reparax._weights.reader import AS_IS, Outs, Reader
@@ -39,41 +39,28 @@ class Root:
 
 @dataclass(frozen=True)
 class Slot:
-    """One way in which an array is read: what :class:`Read` says of it, and whether it is the rows of a table."""
+    """One way in which an array is read: a :class:`Read` without data, and whether it is the rows of a table."""
 
     root: Any
-    shape: tuple[int, ...]
-    of: tuple[int, ...]
-    batch: tuple[int, ...]
-    axes: tuple[int, ...]
+    bare: Read
     is_table: bool
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return Read(None, None, None, None, None, self.shape, self.of, self.batch, self.axes).sizes()
 
     def slopes(self, moments: str) -> Array:
         """The moments of gradients before any data."""
-        batch, _, outputs = self._sizes
+        batch, _, outputs = self.bare.sizes()
         return jnp.zeros((batch, outputs, outputs) if moments == "full" else (batch, outputs), jnp.float32)
 
     def zeros(self, moments: str) -> list[Array]:
         """The statistics before any data."""
-        batch, inputs, _ = self._sizes
+        batch, inputs, _ = self.bare.sizes()
         square = (inputs, inputs) if moments == "full" and not self.is_table else (inputs,)
         sizes = [(batch,), (batch, inputs)] + ([] if moments == "largest" else [(batch, *square)])
         return [jnp.zeros(size, jnp.float32) for size in sizes]
 
-    @staticmethod
-    def entries(moments: str) -> int:
-        """How many arrays these are."""
-        return 2 if moments == "largest" else 3
-
     def read(self, moments: str, found: Sequence[Array], slopes: Any) -> Read:
         """What was found, in words of the array."""
-        count, *data = found
-        absolute, second, largest = (None, None, *data) if moments == "largest" else (*data, None)
-        return Read(count, absolute, second, largest, slopes, self.shape, self.of, self.batch, self.axes)
+        names = ("count", "largest") if moments == "largest" else ("count", "absolute", "second")
+        return replace(self.bare, slopes=slopes, **dict(zip(names, found, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ class Seeing:
       moments: What is counted.
       lines: The user's line of each equation.
       state: The statistics of each slot.
-      slots: For each slot its place in the state. A first evaluation finds them, and counts nothing.
+      slots: For each slot its number. A first evaluation finds them, and counts nothing.
       taps: What is differentiated, if gradients are wanted.
       trees: What each ``apply`` says of the effective tree that it gives.
       types: The type of each array that is followed.
@@ -118,8 +105,8 @@ class Seeing:
         taps: Taps | None = None,
     ) -> None:
         self.moments, self.lines, self.taps, self.counts = moments, lines, taps, slots is not None
-        self.slots = placed(slots or (), moments)
-        self.state = [zero for slot in self.slots for zero in slot.zeros(moments)]
+        self.slots = {slot: i for i, slot in enumerate(slots or ())}
+        self.state = [slot.zeros(moments) for slot in self.slots]
         self.trees: list[Any] = []
         self.types: dict[Any, Any] = {}
         self.cut: set[Slot] = set()
@@ -185,12 +172,8 @@ class Seeing:
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
-        if eqn is None:
-            reason = "it is returned, or carried"
-        else:
-            name, line = eqn.primitive.name, source(eqn, 0, self.lines)
-            told = f"{name} with check_vma=False" if name == "shard_map" else name
-            reason = f"{told} reads it" + (f": {line}" if line else "")
+        unchecked = eqn is not None and eqn.primitive.name == "shard_map"
+        reason = reader_of(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
         self.why.setdefault(x.root, {})[reason] = None
         return _array(x)
 
@@ -283,8 +266,8 @@ class Seeing:
         chosen = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
         batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in chosen)
         split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
-        slot = Slot(root, tuple(shape), tuple(of), chosen[0], chosen[1], is_table)
-        return Place(slot, batch, inputs, outputs, split)
+        bare = Read(tuple(shape), tuple(of), batch=chosen[0], axes=chosen[1])
+        return Place(Slot(root, bare, is_table), batch, inputs, outputs, split)
 
     def _tapped(self, y: Array, place: Place, rows: Callable[[Array], Array], differs: frozenset[str]) -> Array:
         """The output of a product, where the gradient is collected."""
@@ -309,14 +292,15 @@ class Seeing:
             self.slots.setdefault(place.slot, 0)
         if not self.counts or place.slot not in self.slots:
             return place
-        first = self.slots[place.slot]
-        for i, new in enumerate(found):
-            old, most = self.state[first + i], i == 1 and self.moments == "largest"
-            at = _at(*(place.batch, place.inputs, place.inputs if columns is None else columns)[: new.ndim])
+        number, columns = self.slots[place.slot], place.inputs if columns is None else columns
+        after = list(self.state[number])
+        for i, (old, new) in enumerate(zip(self.state[number], found, strict=True)):
+            most = i == 1 and self.moments == "largest"
+            at = _at(*(place.batch, place.inputs, columns)[: new.ndim])
             places = [x for x in at if isinstance(x, Array)]
             names = jaxprs.varying([jax.typeof(x) for x in (found[-1], *places)])
             if not names:
-                self.state[first + i] = old.at[at].max(new) if most else old.at[at].add(new)
+                after[i] = old.at[at].max(new) if most else old.at[at].add(new)
                 continue
             # Each shard has a part of the data, or of the array. Those with the same parts do not count twice.
             parts = differs | jaxprs.varying([jax.typeof(x) for x in places])
@@ -324,7 +308,8 @@ class Seeing:
             into = jnp.zeros_like(old).at[at]
             total = into.max(new) if most else _over(lax.psum, into.add(new), parts)
             total = _over(lax.pmax, total, names if most else names - parts)
-            self.state[first + i] = jnp.maximum(old, total) if most else old + total
+            after[i] = jnp.maximum(old, total) if most else old + total
+        self.state[number] = after
         return place
 
 
@@ -343,11 +328,6 @@ def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, 
     rows = [label for label in labels if label not in held]
     x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *own[0], *own[1])))
     return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
-
-
-def placed(slots: Sequence[Slot], moments: str) -> dict[Slot, int]:
-    """For each slot its place among the statistics of all."""
-    return {slot: i * slot.entries(moments) for i, slot in enumerate(slots)}
 
 
 def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:

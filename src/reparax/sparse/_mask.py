@@ -120,9 +120,8 @@ class NofM(Constraint):
         return None
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        plain = masking(w, self._kept(jnp.abs(widened(w))))
         if self.fit == "magnitude":
-            return plain
+            return masking(w, self._kept(jnp.abs(widened(w))))
         read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
         if self.fit == "wanda":
             return masking(*wanda(w, read, self._kept))
@@ -131,7 +130,8 @@ class NofM(Constraint):
             del real
             return each_column(scores, self.n)
 
-        return better(self, read, w, masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp)), plain)
+        learned = masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
+        return better(self, read, w, learned, masking(w, self._kept(jnp.abs(widened(w)))))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)
