@@ -14,9 +14,6 @@ from reparax._core.planner import Planner, rewrites
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import PyTree
 
-ON_TREES = tuple(f"{verb}_tree" for verb in ("init", "apply", "mean", "update", "rebase", "penalty", "log_det"))
-"""The methods that a stage on the whole tree may write."""
-
 
 @dataclass(frozen=True, eq=False)
 class TreeLayer(Layer):
@@ -90,12 +87,3 @@ class OnTree(Planner):
     def reads_grads(self) -> bool:
         update = getattr(self.stage, "update_tree", None)
         return update is not None and "grads" in inspect.signature(update).parameters
-
-
-def refuse_on_tree(cls: type) -> None:
-    """Refuses methods on the whole tree in a class of stages with sites of their own."""
-    if written := [name for name in ON_TREES if hasattr(cls, name)]:
-        raise TypeError(
-            f"{cls.__name__} defines {written[0]}, but acts on arrays at places of their own. Write its formulas, "
-            f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
-        )

@@ -13,7 +13,6 @@ from jax import Array
 from reparax._axes.seen import Seen
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Held, Layer, Site, opened_spot
-from reparax._core.on_tree import refuse_on_tree
 from reparax._core.planner import Planner
 from reparax._stage.nodes import own_nodes
 from reparax._stage.where import check_where, nothing
@@ -130,7 +129,6 @@ class Joint(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_on_tree(cls)
         cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
 
     def __post_init__(self) -> None:

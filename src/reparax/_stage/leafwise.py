@@ -21,7 +21,6 @@ from reparax._axes.numbers import (
 from reparax._axes.stacked import map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.keys import split_key
-from reparax._core.on_tree import refuse_on_tree
 from reparax._core.renamed import old_axis_fields
 from reparax._core.value import argument
 from reparax._stage.varied import TYPICAL, ByArray, ByPath
@@ -52,7 +51,6 @@ class Leafwise(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_on_tree(cls)
         checked = tuple(name for name, check in cls._checks.items() if check in AXIS_CHECKS)
         cls._axis_fields = (*checked, *old_axis_fields(cls))
 
