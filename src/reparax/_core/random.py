@@ -1,8 +1,8 @@
 """Random arrays for the whole library, with the sharding of the weight that they are combined with.
 
 The numbers are those of ``jax.random`` for the same key. Words and uniform numbers are equal bit for bit; normal
-numbers may differ in the last bits, as compilers round a fused ``erf_inv`` differently. A batch of keys gives the same
-arrays as each key alone, in a loop whose body is compiled once.
+numbers have more digits (``quantile``), and may differ in the last bits between compilers. A batch of keys gives the
+same arrays as each key alone, in a loop whose body is compiled once.
 
 In a program, normal numbers are the output of a call with the name :data:`DRAW`, so that :func:`local` finds them.
 """
@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax._core.keys import split_key
-from reparax._numerics import threefry
+from reparax._numerics import quantile, threefry
 
 DRAW = "reparax_normal"
 """The name of the calls whose output are independent normal numbers."""
@@ -47,13 +47,18 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
     """Numbers in [0, 1): random mantissa bits give a number in [1, 2), and 1 is subtracted."""
     if key.ndim:
         return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
-    if not threefry.handles(key, shape):
-        return jax.random.uniform(key, shape, dtype, out_sharding=sharding)
     digits = jnp.finfo(dtype)
-    words = threefry.bits(key, shape, digits.bits, sharding)
+    words = _words(key, shape, digits.bits, sharding)
     one = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
     return jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1)
+
+
+def _words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
+    """Random words of 32 or 64 bits."""
+    if threefry.handles(key, shape):
+        return threefry.bits(key, shape, width, sharding)
+    return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -61,12 +66,12 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
     """Standard normal numbers, under the name by which programs show them."""
     if key.ndim:
         return jax.lax.map(lambda one: reparax_normal(one, shape, dtype, sharding), key)
-    if not threefry.handles(key, shape):
-        return jax.random.normal(key, shape, dtype, out_sharding=sharding)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.finfo(dtype).dtype
         real, imaginary = (reparax_normal(one, shape, part, sharding) for one in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
+    if dtype == jnp.float32:
+        return quantile.normal(_words(key, shape, 32, sharding))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -44,7 +44,7 @@ class Gaussian(Reparametrization):
       >>> p = rpx.Gaussian(std=0.1)
       >>> raw = p.init({"w": jnp.ones(3)})
       >>> p.apply(raw, jax.random.key(0))["w"]
-      Array([1.0412295 , 0.9433077 , 0.97662467], dtype=float32)
+      Array([1.0412296, 0.9433075, 0.9766247], dtype=float32)
       >>> p.fold(raw)["w"]
       Array([1., 1., 1.], dtype=float32)
 
