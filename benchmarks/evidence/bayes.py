@@ -24,7 +24,7 @@ import reparax as rpx
 from benchmarks.evidence.data import digits
 from benchmarks.evidence.digit_nets import Rows, error, logits, mlp
 from benchmarks.evidence.record import Cell, Found, Size, over_settings
-from benchmarks.evidence.summary import best, difference, markdown, told
+from benchmarks.evidence.summary import NONE, best, difference, markdown, told
 from benchmarks.evidence.training import fit
 
 KNOWN, CLASSES = 8, 10
@@ -203,6 +203,17 @@ def picture(found: Found) -> Figure:
     return figure
 
 
+def verdict(found: Found) -> str:
+    """In how many measures Bayes by backprop differs from a plain network with the best weight decay."""
+    plain, bayes, _ = (chosen(found, method) for method in STYLES)
+    names = ("AUROC", "calibration error", "entropy, unknown", "accuracy")
+    differ = [name for name in names if difference(found[bayes][name], found[plain][name]).word != NONE]
+    return (
+        f"Bayes by backprop differs from a plain network with the best weight decay in {len(differ)} of {len(names)} "
+        f"measures{': ' * bool(differ)}{', '.join(differ)}."
+    )
+
+
 def sentence(found: Found) -> str:
     """Bayes by backprop against plain networks with the best weight decay and without any, and with local draws."""
     plain, bayes, each = (chosen(found, method) for method in STYLES)
@@ -217,7 +228,7 @@ def sentence(found: Found) -> str:
 
 def against(found: Found, first: str, second: str) -> str:
     """Measure by measure, which is higher."""
-    words = {"higher": "a higher", "lower": "a lower", "no difference": "no difference in"}
+    words = {"higher": "a higher", "lower": "a lower", NONE: "no significant difference in"}
     names = {"entropy, unknown": "entropy of unknown classes"}
     parts = []
     for what in ("AUROC", "calibration error", "entropy, unknown", "accuracy"):

@@ -221,6 +221,21 @@ def picture(found: Found) -> Figure:
     return figure
 
 
+def verdict(found: Found) -> str:
+    """Whether noise of low rank climbs lower, and what it takes."""
+    names, sizes = chosen(found), measured(found)
+    units, full = max(sizes[AT_ONCE]), found[names["full noise"]]["test"][:, -1]
+    lower = [kind for kind in names if difference(found[names[kind]]["test"][:, -1], full).word == "lower"]
+    same = [kind for kind in names if kind not in (*lower, "full noise")]
+    parts = [f"{kind} climbs lower than full noise" for kind in lower]
+    parts += [f"{kind} climbs not significantly lower" for kind in same]
+    least = min(of[units] for of in sizes.values())
+    return (
+        f"{'; '.join(parts).capitalize()}. The least memory of a generation, {_mib(least)} MiB of "
+        f"{_mib(sizes[AT_ONCE][units])}, is that of {min(sizes, key=lambda way: sizes[way][units])}."
+    )
+
+
 def sentence(found: Found) -> str:
     """How high each climbs, and what a generation takes."""
     names = chosen(found)

@@ -186,6 +186,20 @@ def rank(way: str) -> int:
     return int(way.rpartition(" ")[2])
 
 
+def verdict(found: Found) -> str:
+    """Whether some rank of LoRA reaches full fine-tuning, for little and much code."""
+    return " ".join(_reached(found, amount) for amount in RATES)
+
+
+def _reached(found: Found, amount: str) -> str:
+    tests = tested(found, amount)
+    loras = [way for way in tests if way.startswith(LORA)]
+    best = min(loras, key=lambda way: tests[way].mean())
+    reaches = difference(tests[best], tests[FULL]).word != "higher"
+    said = "reaches full fine-tuning" if reaches else "does not reach full fine-tuning"
+    return f"With {amount} code, LoRA {said}: rank {rank(best)} comes to {gain(found, amount, best)} of its gain."
+
+
 def sentence(found: Found) -> str:
     """From which rank on LoRA reaches full fine-tuning, and whether DoRA is worse, for little and much code."""
     return " ".join(_of_amount(found, amount) for amount in RATES)

@@ -292,6 +292,19 @@ def _draw(axes: Any, each: Chosen) -> None:
         axes.plot(steps, shown, color=COLOURS[each.method], linewidth=1, alpha=0.8, label=label)
 
 
+def verdict(found: Found) -> str:
+    """For how many gaps the orthogonal network learns sooner."""
+    best = chosen(found)
+    sooner = [
+        blanks
+        for blanks, methods in best.items()
+        if difference(methods["orthogonal"].at_least, methods["LSTM"].at_least).word == "lower"
+    ]
+    return (
+        f"The orthogonal network learns to copy sooner than an LSTM of its size for {len(sooner)} of {len(best)} gaps."
+    )
+
+
 def sentence(found: Found) -> str:
     """Who leaves the baseline, and when."""
     best = chosen(found)

@@ -6,7 +6,7 @@ Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for
 inspired by network science*, 2018, arXiv 1707.04780.
 
 What was tried: a first run chose settings by the mean with 99 % in it. There the schedule and pruning at the end were
-no different, as the latter spreads widely over the seeds.
+not significantly different, as the latter spreads widely over the seeds.
 
 Protocol:
 Data: 1000 digits. An MLP (64-100-100-10), both hidden kernels pruned; Adam at 0.003, batches of 50, 1500 steps for all.
@@ -32,7 +32,7 @@ import reparax as rpx
 from benchmarks.evidence.data import digits
 from benchmarks.evidence.digit_nets import accuracy, error, minibatch, mlp
 from benchmarks.evidence.record import Cell, Found, Size, over_settings
-from benchmarks.evidence.summary import difference, markdown, told
+from benchmarks.evidence.summary import NONE, difference, markdown, told
 
 Carry = tuple[Any, Any]
 """A raw tree, and the state of its optimizer."""
@@ -193,6 +193,19 @@ def picture(found: Found) -> Figure:
     return figure
 
 
+def verdict(found: Found) -> str:
+    """The mean over sparsities: the schedule against the others."""
+    means = {method: of_plan(found, tests(found, method)) for method in SETTINGS}
+    words = {method: difference(means["schedule"], values).word for method, values in means.items()}
+    better = [method for method in SETTINGS if words[method] == "higher"]
+    rest = [method for method in SETTINGS if method not in (*better, "schedule")]
+    return (
+        "In the mean over sparsities, pruning on a schedule is better than "
+        + (" and ".join(better) or "none of the rest")
+        + (f", and not significantly better than {' or '.join(rest)}." if rest else ".")
+    )
+
+
 def sentence(found: Found) -> str:
     """The mean over sparsities, and then the schedule against the end at each."""
     parts = {method: f"({described(method, chosen(found, method))})" for method in SETTINGS}
@@ -212,7 +225,7 @@ def sentence(found: Found) -> str:
 
 def apart(found: Found, method: str, other: str) -> str:
     """Whether the mean over sparsities is above that of another method."""
-    words = {"higher": "above", "lower": "below", "no difference": "no different from"}
+    words = {"higher": "above", "lower": "below", NONE: "not significantly different from"}
     return words[difference(*(of_plan(found, tests(found, each)) for each in (method, other))).word]
 
 
@@ -221,7 +234,7 @@ def words(found: Found, method: str, other: str) -> str:
     places: dict[str, list[float]] = {}
     for sparsity, here, there in zip(sparsities(found), tests(found, method), tests(found, other), strict=True):
         places.setdefault(difference(here, there).word, []).append(sparsity)
-    order = {"higher": "more accurate", "lower": "less accurate", "no difference": "no different"}
+    order = {"higher": "more accurate", "lower": "less accurate", NONE: "not significantly different"}
     return " and ".join(f"{said} at {listed(places[word])}" for word, said in order.items() if word in places)
 
 

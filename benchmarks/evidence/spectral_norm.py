@@ -231,6 +231,19 @@ def picture(found: Found) -> Figure:
     return figure
 
 
+def verdict(found: Found) -> str:
+    """In how many games spectral norm finds more modes, and in how many fewer."""
+    names = games(found)
+    words = [
+        difference(*(over_rates(found, method, game, "modes") for method in ("spectral norm", "plain"))).word
+        for game in names
+    ]
+    return (
+        f"Over all learning rates, spectral norm finds more modes in {words.count('higher')} of {len(names)} games, "
+        f"and fewer in {words.count('lower')}."
+    )
+
+
 def sentence(found: Found) -> str:
     """Each method at its best, then all learning rates together, in each game."""
     normed, plain = chosen(found, "spectral norm"), chosen(found, "plain")

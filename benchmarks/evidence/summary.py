@@ -10,6 +10,7 @@ from benchmarks.evidence.record import Found
 
 CONFIDENCE = 0.05
 """Two methods differ where a paired t test over the seeds gives a smaller p."""
+NONE = "no significant difference"
 
 
 def told(values: np.ndarray, digits: int = 1) -> str:
@@ -39,9 +40,9 @@ class Difference:
 
     @property
     def word(self) -> str:
-        """Whether the first is ``higher``, ``lower``, or there is ``no difference``."""
+        """Whether the first is ``higher``, ``lower``, or there is ``no significant difference``."""
         if not self.p < CONFIDENCE:
-            return "no difference"
+            return NONE
         return "higher" if self.mean > 0 else "lower"
 
 
@@ -57,8 +58,8 @@ def against(first: np.ndarray, second: np.ndarray, digits: int = 1) -> str:
     """The difference in words, such as ``lower by 0.20 ± 0.02 (p = 0.003)``."""
     found = difference(first, second)
     p = "p < 0.001" if found.p < 0.001 else f"p = {found.p:.3f}"
-    if found.word == "no difference":
-        return f"no difference ({p})"
+    if found.word == NONE:
+        return f"{NONE} ({p})"
     return f"{found.word} by {abs(found.mean):.{digits}f} ± {found.error:.{digits}f} ({p})"
 
 

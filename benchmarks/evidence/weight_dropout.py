@@ -24,7 +24,7 @@ from scipy import stats
 import reparax as rpx
 from benchmarks.evidence import char_lstm, data
 from benchmarks.evidence.record import Cell, Found, Size, over_settings
-from benchmarks.evidence.summary import against, best, markdown, told
+from benchmarks.evidence.summary import against, best, difference, markdown, told
 from benchmarks.evidence.training import fit
 
 NOTHING, WEIGHTS = "nothing", "hidden-to-hidden weights"
@@ -150,6 +150,20 @@ def picture(found: Found) -> Figure:
 def label(method: str, name: str) -> str:
     """A method with its best rate."""
     return method if method == NOTHING else f"{method} ({name.rpartition(' ')[2]})"
+
+
+def verdict(found: Found) -> str:
+    """What dropped weights beat, and what they do not."""
+    names = chosen(found)
+    weights = found[names[WEIGHTS]]["test"]
+    others = [method for method in names if method != WEIGHTS]
+    beaten = [each for each in others if difference(weights, found[names[each]]["test"]).word == "lower"]
+    rest = [each for each in others if each not in beaten]
+    return (
+        "Dropping hidden-to-hidden weights is better than dropping "
+        + (" and than dropping ".join(beaten) or "none of the rest")
+        + (f"; not significantly better than dropping {' or '.join(rest)}." if rest else ".")
+    )
 
 
 def sentence(found: Found) -> str:

@@ -1,4 +1,4 @@
-"""Noise on the weights while training flattens: the network bears noise and rounding of its weights better.
+"""Noise on the weights while training: the network tolerates noise and rounding of its weights better.
 
 Graves, *Practical Variational Inference for Neural Networks*, 2011; Gulati et al., *Conformer*, 2020, arXiv 2005.08100,
 trains so with a standard deviation of 0.075, by the ``variational noise`` of Lingvo.
@@ -26,7 +26,7 @@ from scipy import stats
 import reparax as rpx
 from benchmarks.evidence import char_lstm, data
 from benchmarks.evidence.record import Cell, Found, Size, over_settings
-from benchmarks.evidence.summary import best, difference, markdown, told
+from benchmarks.evidence.summary import NONE, best, difference, markdown, told
 from benchmarks.evidence.training import fit
 
 PLAIN, DECAY, NOISE, NORM = "plain", "weight decay", "weight noise", "weight norm >> noise"
@@ -120,7 +120,7 @@ def text(size: Size) -> Task:
 TASKS = {"digits": digits, "text": text}
 LEAST = {"digits": False, "text": True}
 UNITS = {"digits": "accuracy in percent", "text": "bits per character"}
-RELATIONS = {"higher": "higher than", "lower": "lower than", "no difference": "no difference from"}
+RELATIONS = {"higher": "higher than", "lower": "lower than", NONE: "no significant difference from"}
 DIGITS = {"digits": 1, "text": 3}
 
 
@@ -228,6 +228,27 @@ def picture(found: Found) -> Figure:
         line[0].set(ylabel=f"{task}: {UNITS[task]}")
         line[0].legend(frameon=False, fontsize=9)
     return figure
+
+
+def verdict(found: Found) -> str:
+    """In how many of the comparisons noise helps, and whether weight norm adds to it."""
+    plain, norm = (_better(found, *pair) for pair in ((NOISE, PLAIN), (NORM, NOISE)))
+    return (
+        f"Weights that were trained with noise tolerate noise and rounding better than plain ones in {sum(plain)} of "
+        f"{len(plain)} comparisons. Weight norm under the noise is better than noise alone in {sum(norm)} of "
+        f"{len(norm)}."
+    )
+
+
+def _better(found: Found, method: str, other: str) -> list[bool]:
+    """For each task and perturbation, whether a method is significantly better than another."""
+    compared: list[bool] = []
+    for task in TASKS:
+        names = chosen(found, task)
+        here, there = (reported(found[names[each]]) for each in (method, other))
+        wanted = "lower" if LEAST[task] else "higher"
+        compared += [difference(here[what], there[what]).word == wanted for what in here if what != "as trained"]
+    return compared
 
 
 def sentence(found: Found) -> str:

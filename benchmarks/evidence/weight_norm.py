@@ -139,6 +139,19 @@ def picture(found: Found) -> Figure:
     return figure
 
 
+def verdict(found: Found) -> str:
+    """In how many networks weight norm is faster, and in how many it allows more learning rates."""
+    names = tasks(found)
+    steps = [[fastest(found, task, way)[1]["steps"] for way in ("weight norm", "plain")] for task in names]
+    widths = [[width(found, task, way) for way in ("weight norm", "plain")] for task in names]
+    sooner = sum(difference(*pair).word == "lower" for pair in steps)
+    wider = sum(difference(*pair).word == "higher" for pair in widths)
+    return (
+        f"At the best learning rate weight norm is faster in {sooner} of {len(names)} networks; more learning rates "
+        f"work with it in {wider} of {len(names)}."
+    )
+
+
 def sentence(found: Found) -> str:
     """Speed, then width, then what a start from data does by itself."""
     said = [

@@ -44,6 +44,7 @@ def test_the_reader_gets_a_table_a_picture_and_a_sentence(claim, folder):
     assert {row.count("|") for row in rows} == {head.count("|")}
     assert claim.picture(numbers).axes
     assert claim.sentence(numbers).endswith(".")
+    assert claim.verdict(numbers).endswith(".")
 
 
 def test_the_page_says_the_protocol_in_five_lines(claim):

@@ -23,7 +23,7 @@ class WeightNorm(Reparametrization):
     whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
     ``v = 1``: it is reproduced exactly, and still trains.
 
-    The same ``axis`` in other libraries:
+    The same ``axis`` of the same array in other libraries (a weight of torch has the shape ``(out, in)``):
 
     ======================================  =============
     flax ``feature_axes=-1`` (its default)  ``axis=-1``

@@ -1,0 +1,69 @@
+"""What pages show of the results on file: the newest, the ratios of paired calls, and where reparax is behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.shown import Results
+
+FACTS = {"device": "cpu", "cores": 2, "machine": "x86_64", "python": "3.11.7", "jax": "0.10.2"}
+NOISE = {
+    "by hand": {"median": 10.0, "ratio": 1.0},
+    "reparax": {"median": 6.0, "ratio": 0.5},
+    "reparax, remat": {"median": 9.0, "ratio": 1.0},
+    "torch": {"median": 5.0, "ratio": 0.48},
+    "flax linen": {"median": 4.0, "ratio": 0.4},
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    for date, tables in (("2026-01-01", {}), ("2026-01-02", {"noise, 6 layers of 8": NOISE})):
+        found = {"date": date, **FACTS, "results": {"peers": {"tables": tables}}}
+        (tmp_path / f"{date}-cpu.json").write_text(json.dumps(found))
+    return Results.newest(folder=tmp_path)
+
+
+def test_a_table_is_the_newest_with_its_ratios(results):
+    assert results.table("peers", "(.+), 6 layers of .*", "ms").split("\n") == [
+        "| ms | noise |",
+        "| --- | --- |",
+        "| by hand | 10.0 (1.00) |",
+        "| reparax | 6.0 (0.50) |",
+        "| reparax, remat | 9.0 (1.00) |",
+        "| torch | 5.0 (0.48) |",
+        "| flax linen | 4.0 (0.40) |",
+    ]
+    assert results.measured().startswith("Measured on 2026-01-02 (peers): 2 cores (x86_64), device cpu, jax 0.10.2")
+
+
+def test_a_ratio_is_that_of_paired_calls_and_not_of_medians(results):
+    assert results.ratio("peers", "noise, 6 layers of 8", "reparax", "flax linen") == 0.5 / 0.4
+
+
+def test_ratios_of_one_way_stand_in_one_line_for_each_start_of_a_title(results):
+    results.tables["local"] = {
+        f"MLP, {noise}, batch 8: {what}": {
+            "apply": {"median": 2.0, "ratio": 1.0},
+            "local": {"median": 1.0, "ratio": 0.5},
+        }
+        for noise, what in (("Gaussian", "ms"), ("VarNoise", "ms"), ("VarNoise", "MiB"))
+    }
+    assert results.ratios("local", r"(.+), (\w+), batch 8", {"time": "ms", "memory": "MiB"}, "local").split("\n") == [
+        "|  |  | time | memory |",
+        "| --- | --- | --- | --- |",
+        "| MLP | Gaussian | 0.5 |  |",
+        "| MLP | VarNoise | 0.5 | 0.5 |",
+    ]
+
+
+def test_what_is_behind_by_five_percent_is_shown_and_nothing_else(results):
+    assert results.behind().split("\n")[2:] == [
+        "| noise, 6 layers of 8 | reparax: 6.0 ms | flax linen: 4.0 ms | 1.25 |",
+        "| noise, 6 layers of 8 | reparax, remat: 9.0 ms | reparax: 6.0 ms | 2.00 |",
+    ]
+
+
+def test_no_table_is_said_to_be_missing(results):
+    assert results.table("peers", "nothing (.*)", "ms") == "Not measured."
