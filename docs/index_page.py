@@ -6,11 +6,13 @@ from pathlib import Path
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)]+)\)")
+PICTURE = re.compile(r'(?<=[ ])(src|srcset)="(?!\w+:)([^"]+)"')
 
 
 def with_whole_links(text: str, address: str) -> str:
     """The text, where links and pictures that name files of the repository name them at its address."""
     kind = {"": "blob", "!": "raw"}
+    text = PICTURE.sub(lambda file: f'{file[1]}="{address}/raw/HEAD/{file[2]}"', text)
     return LINK.sub(lambda link: f"{link[1]}[{link[2]}]({address}/{kind[link[1]]}/HEAD/{link[3]})", text)
 
 

@@ -62,6 +62,11 @@ def test_links_of_the_readme_are_whole_where_the_project_has_an_address():
     module = importlib.util.module_from_spec(hook)
     hook.loader.exec_module(module)
     text = "![A\npicture](docs/a.png) [page](docs/a.md#part) [notebooks](notebooks) [other](https://b.c) [here](#part)"
+    shown = '<source media="x" srcset="docs/a.svg"><img src="docs/b.svg" alt="src"><img src="https://b.c/d.svg">'
+    assert module.with_whole_links(shown, "https://a.b/c") == (
+        '<source media="x" srcset="https://a.b/c/raw/HEAD/docs/a.svg">'
+        '<img src="https://a.b/c/raw/HEAD/docs/b.svg" alt="src"><img src="https://b.c/d.svg">'
+    )
     assert module.with_whole_links(text, "https://a.b/c") == (
         "![A\npicture](https://a.b/c/raw/HEAD/docs/a.png) [page](https://a.b/c/blob/HEAD/docs/a.md#part) "
         "[notebooks](https://a.b/c/blob/HEAD/notebooks) [other](https://b.c) [here](#part)"
@@ -69,7 +74,7 @@ def test_links_of_the_readme_are_whole_where_the_project_has_an_address():
 
 
 @pytest.mark.parametrize("version", PYTHONS)
-def test_the_first_example_runs_where_the_wheel_and_optax_alone_are_installed(version, tmp_path):
+def test_the_first_example_runs_where_the_wheel_optax_and_flax_alone_are_installed(version, tmp_path):
     found = subprocess.run(
         [ROOT / ".ci" / "python", version], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -77,11 +82,11 @@ def test_the_first_example_runs_where_the_wheel_and_optax_alone_are_installed(ve
         pytest.skip(f"there is no Python {version} here")
     home, python = tmp_path / "home", tmp_path / "home" / "bin" / "python"
     subprocess.run([found, "-m", "venv", home], check=True)
-    subprocess.run([python, "-m", "pip", "-q", "install", "--no-compile", BUILT[0], "optax"], check=True)
+    subprocess.run([python, "-m", "pip", "-q", "install", "--no-compile", BUILT[0], "optax", "flax"], check=True)
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[1]
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHON"))}
     outside = {"cwd": tmp_path, "env": settings, "capture_output": True, "text": True}
-    ran = subprocess.run([python, "-I", "-c", f"{example}\nprint(weights['dense']['kernel'].shape)"], **outside)
-    assert (ran.stdout, ran.stderr) == ("(64, 10)\n", "")
+    ran = subprocess.run([python, "-I", "-c", f"{example}\nprint(tuned.layers[0].kernel.shape)"], **outside)
+    assert (ran.stdout, ran.stderr) == ("(64, 512)\n", "")
     demo = subprocess.run([python, "-I", "-m", "reparax.demo"], **outside)
     assert re.fullmatch(r"The demo needs \w+\. Install it with: pip install 'reparax\[demo\]'\n", demo.stderr)
