@@ -103,6 +103,20 @@ def _along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
     return jnp.sum(((x / n.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
 
 
+@jax.custom_jvp
+def inverse(length: Array) -> Array:
+    """1 over a length, or 1 if it is zero. The derivative does not square it, as the square may overflow."""
+    return 1 / jnp.where(length == 0, 1, length)
+
+
+@inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (length,), (dlength,) = primals, tangents
+    found = inverse(length)
+    slope = jnp.where(length == 0, 0, found)
+    return found, -slope * (slope * dlength)
+
+
 def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero."""
     size = scale(x, axes)

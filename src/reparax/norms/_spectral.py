@@ -12,7 +12,7 @@ from reparax._axes.numbers import Axis, check_axis, position
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole, optional
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.lengths import scale, unit
+from reparax._numerics.lengths import inverse, unit
 from reparax._stage.constraint import Constraint
 from reparax._tree.values import Values, fixed, main
 from reparax.norms._convolution import Convolution, Padding, Sizes, check_padding, check_sizes, check_window
@@ -113,10 +113,9 @@ class SpectralNorm(Constraint):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, u, v = values["w"], values["u"], values["v"]
-        size = scale(widened(w), tuple(range(w.ndim)))
-        x = widened(w) / size.astype(u.dtype)  # the gradient squares sigma, which must not overflow
+        x = widened(w)
         sigma = jnp.vdot(_adjoint(self._matrix(x), u, self._convolution), v, precision="highest").real
-        return (x / jnp.where(sigma == 0, 1 / size.reshape(()), sigma).astype(x.dtype)).astype(w.dtype)
+        return (x * inverse(sigma).astype(x.dtype)).astype(w.dtype)
 
     def project(self, w: Array) -> Array:
         x = widened(jnp.asarray(w))
