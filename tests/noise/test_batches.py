@@ -12,6 +12,8 @@ from reparax._core import random
 from reparax._core.draws import LOOPED
 
 KEYS = jax.random.split(jax.random.key(11), 3)
+EPS = 2.0**-23
+"""A unit in the last place of 1, of which a normal number may differ by four between programs."""
 STAGES = [rpx.VarNoise(1.0), rpx.WeightDropout(0.4), rpx.WeightDropout(0.4, broadcast=-1)]
 
 every_stage = pytest.mark.parametrize("p", STAGES, ids=repr)
@@ -79,7 +81,7 @@ def test_arrays_of_symbolic_shapes_draw_alone():
     exported = export.export(jax.jit(p.apply))(types, jax.eval_shape(lambda: KEYS[0]))
     tree = {name: jnp.ones((5, 3)) for name in "ab"}
     for name, w in exported.call(tree, KEYS[0]).items():
-        np.testing.assert_allclose(w, p.apply(tree, KEYS[0])[name], rtol=1e-6)
+        np.testing.assert_allclose(w, p.apply(tree, KEYS[0])[name], rtol=1e-6, atol=4 * EPS)
 
 
 def test_arrays_under_vmap_have_the_gradients_of_each_alone():
@@ -119,7 +121,7 @@ def test_arrays_of_one_shape_and_different_shardings_need_no_communication(mesh,
     want = p.apply({name: jnp.ones((16, 8)) for name in tree}, KEYS[0])
     for name, w in got.items():
         assert w.sharding.is_equivalent_to(tree[name].sharding, 2)
-        np.testing.assert_allclose(w, want[name], rtol=1e-6)
+        np.testing.assert_allclose(w, want[name], rtol=1e-6, atol=4 * EPS)
 
 
 def test_inside_shard_map_arrays_of_one_type_draw_in_a_loop(key):
