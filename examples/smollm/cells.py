@@ -1,6 +1,6 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
-A run that was cut off goes on where it stopped. Tables: compression, tuning, rounding, memory.
+A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, memory.
 """
 
 import argparse
@@ -20,18 +20,23 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, compression, files, model, texts, tuning
+from examples.smollm import by_hand, compression, files, model, moments, texts, tuning
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
-STEPS, LENGTH = 20, 65
+STEPS, LENGTH, TURNS = 20, 65, 16
 WAYS: dict[str, rpx.Parametrization] = {
     FULL: tuning.FULL,
     **{f"LoRA {rank}": tuning.lora(rank) for rank in (8, 1, 64)},
     "DoRA 8": tuning.dora(8),
     "QLoRA 8": tuning.qlora(8),
+    "gains": tuning.gains(),
 }
-RATES = dict.fromkeys(WAYS, (0.003, 0.01, 0.03)) | {FULL: (1e-4, 3e-4, 1e-3), "LoRA 64": (1e-3, 3e-3, 1e-2)}
+RATES = dict.fromkeys(WAYS, (0.003, 0.01, 0.03)) | {
+    FULL: (1e-4, 3e-4, 1e-3),
+    "LoRA 64": (1e-3, 3e-3, 1e-2),
+    "gains": (0.01, 0.03, 0.1),
+}
 ROUNDED: dict[str, rpx.Parametrization] = {
     "as downloaded": rpx.Chain(),
     "int8": rpx.Stored("int8", axis=-1, stacked=0),
@@ -93,14 +98,13 @@ def tuning_cells() -> dict[str, Cell]:
 
 
 def hand_gap() -> dict[str, Any]:
-    """Three losses of LoRA and those by hand, from the same start on the same windows."""
+    """Losses and seconds of LoRA and of the same by hand, turn by turn, from the same start on the same windows."""
     params, tokenizer, config = loaded()
     p, windows, rate = WAYS["LoRA 8"], texts.windows("new", tokenizer, LENGTH), 3e-3
     raw = p.init(params, jax.random.key(0))
     factors = jax.tree.map(jnp.copy, by_hand.factors(raw))
-    ours = [value for value, _, _ in tuning.fit(p, raw, windows, config, steps=3, rate=rate, seed=0)]
-    drawn, theirs = np.random.default_rng(0), []
-    tx = optax.adam(lambda i: rate * 0.5 * (1 + jnp.cos(jnp.pi * i / 3)))
+    drawn, ours, theirs = np.random.default_rng(0), list[tuple[float, float]](), list[tuple[float, float]]()
+    tx = optax.adam(lambda i: rate * 0.5 * (1 + jnp.cos(jnp.pi * i / TURNS)))
     state = tx.init(factors)
 
     @jax.jit
@@ -109,10 +113,11 @@ def hand_gap() -> dict[str, Any]:
         updates, state = tx.update(grads, state)
         return optax.apply_updates(factors, updates), state, value
 
-    for _ in ours:
-        rows = jnp.asarray(windows[drawn.integers(len(windows), size=2)])
-        factors, state, value = step(factors, state, params, rows)
-        theirs.append(float(value))
+    for value, seconds, _ in tuning.fit(p, raw, windows, config, steps=TURNS, rate=rate, seed=0):
+        rows, begin = jnp.asarray(windows[drawn.integers(len(windows), size=2)]), time.perf_counter()
+        factors, state, found = step(factors, state, params, rows)
+        ours.append((value, seconds))
+        theirs.append((float(found), time.perf_counter() - begin))
     return {"ours": ours, "by hand": theirs}
 
 
@@ -140,6 +145,31 @@ def compressed(p: rpx.Parametrization) -> dict[str, Any]:
     return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen()[1]}
 
 
+def stepped(way: str, seed: int) -> dict[str, Any]:
+    """A thousand steps of Adam on the last layers."""
+    params, _, config = loaded()
+    return moments.measured(way, params, inputs_of_last(), config, steps=moments.STEPS, seed=seed)
+
+
+@functools.cache
+def inputs_of_last() -> dict[str, Any]:
+    """For 400 windows, and for 80 that are held out, the input of the last layers and the windows."""
+    params, tokenizer, config = loaded()
+
+    def some(name: str, count: int) -> Any:
+        rows = texts.windows(name, tokenizer, moments.LENGTH)
+        rows = rows[:: len(rows) // count][:count]
+        return moments.below(params, rows, config), rows
+
+    return {"new": some("new", 400), "new, held out": some("new, held out", 80)}
+
+
+def moments_cells() -> dict[str, Cell]:
+    """Three seeds for each way to hold weights and moments."""
+    pairs = [(way, seed) for seed in range(3) for way in moments.WAYS]
+    return {f"{way}, seed {seed}": once(functools.partial(stepped, way, seed)) for way, seed in pairs}
+
+
 def memory_cells() -> dict[str, Cell]:
     """The temporary memory of a gradient of 2 x 64 tokens, as XLA plans it, which needs no weights."""
     lora = tuning.lora(8)
@@ -152,6 +182,7 @@ def memory_cells() -> dict[str, Cell]:
         "LoRA 64, factored": gradient(tuning.lora(64), rpx.factored),
         "DoRA 8, factored": gradient(tuning.dora(8), rpx.factored),
         "QLoRA 8, factored": gradient(tuning.qlora(8), rpx.factored),
+        "gains, factored": gradient(tuning.gains(), rpx.factored),
         "DoRA 8, remat(factored)": gradient(tuning.dora(8), both),
         "QLoRA 8, remat(factored)": gradient(tuning.qlora(8), both),
         "QLoRA 8, remat, in the scan": in_scan(tuning.qlora),
@@ -213,6 +244,7 @@ def planned(fun: Any, *args: Any) -> dict[str, Any]:
 TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
     "compression": lambda: {name: once(functools.partial(compressed, p)) for name, p in compression.STAGES.items()},
     "memory": memory_cells,
+    "moments": moments_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},
     "tuning": tuning_cells,
 }

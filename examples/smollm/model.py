@@ -53,17 +53,21 @@ def logits(params: Params, tokens: Array, config: Config, read: Callable[[Any], 
     ``read`` gives the weights of one layer from what ``params["layers"]`` holds for it.
     """
     table = params["embed_tokens"]["embedding"]
+    return normed(through(params["layers"], table[tokens], config, read), params["norm"], config) @ table.T
+
+
+def through(layers: Any, x: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
+    """``x``, of shape ``(batch, time, width)``, after the layers."""
 
     def layer(x: Array, held: Any) -> tuple[Array, None]:
         weights = read(held)
-        x = x + _attention(weights["self_attn"], _normed(x, weights["input_layernorm"], config), config)
-        inner = _normed(x, weights["post_attention_layernorm"], config)
+        x = x + _attention(weights["self_attn"], normed(x, weights["input_layernorm"], config), config)
+        inner = normed(x, weights["post_attention_layernorm"], config)
         kernels = {name: held["kernel"] for name, held in weights["mlp"].items()}
         gated = jax.nn.silu(inner @ kernels["gate_proj"]) * (inner @ kernels["up_proj"])
         return x + gated @ kernels["down_proj"], None
 
-    x, _ = jax.lax.scan(layer, table[tokens], params["layers"])
-    return _normed(x, params["norm"], config) @ table.T
+    return jax.lax.scan(layer, x, layers)[0]
 
 
 def loss(params: Params, windows: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
@@ -72,7 +76,8 @@ def loss(params: Params, windows: Array, config: Config, read: Callable[[Any], P
     return -jnp.mean(jnp.take_along_axis(found, windows[:, 1:, None], axis=-1))
 
 
-def _normed(x: Array, weights: Params, config: Config) -> Array:
+def normed(x: Array, weights: Params, config: Config) -> Array:
+    """``x`` with mean square one, times a scale."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + config.epsilon) * weights["scale"]
 
 

@@ -40,8 +40,9 @@ def tuning_table() -> str:
     """A row for each way to tune, at its best rate: held-out loss, loss on the old text, numbers, time."""
     numbers = found("tuning", RESULTS)
     before = numbers[UNTUNED]
-    head = ["tuned", "best rate", "new text, held out", "old text", "numbers that train", "seconds a step"]
-    rows = [["nothing", "", f"{before['new'][0]:.3f}", f"{before['old'][0]:.3f}", "0", ""]]
+    full = _gained(numbers, chosen(numbers)[FULL])
+    head = ["tuned", "rate", "new text, held out", "gain of full", "old text", "numbers that train", "seconds a step"]
+    rows = [["nothing", "", f"{before['new'][0]:.3f}", "", f"{before['old'][0]:.3f}", "0", ""]]
     for way, cells in chosen(numbers).items():
         new, old, seconds = ([numbers[cell][what][0] for cell in cells] for what in ("new", "old", "seconds a step"))
         trained = int(numbers[cells[0]]["trained"][0])
@@ -50,6 +51,7 @@ def tuning_table() -> str:
                 way,
                 f"{best_rates(numbers)[way]:g}",
                 spread(new),
+                f"{_gained(numbers, cells) / full:.0%}",
                 spread(old),
                 f"{trained:,}",
                 f"{np.median(seconds):.1f}",
@@ -63,6 +65,11 @@ def spread(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.3f}"
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _gained(numbers: Found, cells: list[str]) -> float:
+    """How much less is lost on the new text than before, the mean over seeds."""
+    return float(numbers[UNTUNED]["new"][0] - np.mean([numbers[cell]["new"][0] for cell in cells]))
 
 
 def rates_table() -> str:
@@ -92,7 +99,16 @@ def curves() -> Figure:
 def hand_gap() -> float:
     """The largest difference between losses of LoRA and of the same by hand."""
     cell = found("tuning", RESULTS)[BY_HAND]
-    return float(np.max(np.abs(cell["ours"] - cell["by hand"])))
+    return float(np.max(np.abs(cell["ours"] - cell["by hand"])[..., 0]))
+
+
+def hand_ratio() -> np.ndarray:
+    """The time of a step of LoRA over that of the same by hand: the median of turns, and the quartiles.
+
+    The first turn compiles.
+    """
+    cell = found("tuning", RESULTS)[BY_HAND]
+    return np.percentile((cell["ours"] / cell["by hand"])[0, 1:, 1], [50, 25, 75])
 
 
 def memory_table() -> str:
@@ -159,3 +175,16 @@ def _perplexities(rows: dict[str, dict[str, str]]) -> str:
     columns = list(dict.fromkeys(way for row in rows.values() for way in row))
     lines = [[name, *(row.get(way, "") for way in columns)] for name, row in rows.items()]
     return markdown(["perplexity of prose", *columns], lines)
+
+
+def moments_table() -> str:
+    """A row for each way to hold weights and moments: the mean over seeds, the least and the largest, and bytes."""
+    cells = found("moments", RESULTS)
+    ways: dict[str, list[str]] = {}
+    for name in cells:
+        ways.setdefault(name.rpartition(", seed ")[0], []).append(name)
+    rows = [
+        [way, spread([cells[name]["new"][0] for name in names]), f"{cells[names[0]]['bytes'][0]:.2f}"]
+        for way, names in ways.items()
+    ]
+    return markdown(["Adam", "new text, held out", "bytes a weight, moments included"], rows)

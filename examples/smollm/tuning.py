@@ -37,6 +37,11 @@ def qlora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     return rpx.Freeze() >> rpx.Stored("nf4", block=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
 
 
+def gains() -> rpx.Parametrization:
+    """Each output of a kernel has a trained factor, as in IA3."""
+    return rpx.Freeze() >> rpx.Gain(axis=-1, stacked=0, where="layers/.*/kernel")
+
+
 def loss_in_scan(layer: rpx.Parametrization, config: Config) -> Any:
     """The loss, where the weights of a layer are computed when it runs, by the chain of one layer; nothing else trains.
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from examples.smollm import by_hand, compression, many, model, tuning
+from examples.smollm import by_hand, compression, many, model, moments, tuning
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -71,6 +71,21 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
     assert "import reparax" not in text
 
 
+def test_the_loss_from_the_input_of_the_last_layers_is_that_of_the_model(params):
+    x = moments.below(params, ROWS, TINY)
+    got = moments.loss(moments.last(params), params["embed_tokens"]["embedding"], x, jnp.asarray(ROWS), TINY)
+    np.testing.assert_allclose(got, model.loss(params, jnp.asarray(ROWS), TINY), rtol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", moments.WAYS)
+def test_steps_of_the_last_layers_lower_the_loss_also_in_few_bits(way, params):
+    held = moments.below(params, ROWS, TINY), ROWS
+    data = {"new": held, "new, held out": held}
+    found = moments.measured(way, params, data, TINY, steps=200, seed=0)
+    assert found["curve"][-1] < found["curve"][0]
+
+
 SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
 
 
@@ -86,7 +101,7 @@ def test_a_few_steps_lower_the_loss_and_only_what_trains_moves(p, params):
     assert not any(fixed)
 
 
-@pytest.mark.parametrize("p", [tuning.lora(2), tuning.dora(2), tuning.qlora(2)], ids=repr)
+@pytest.mark.parametrize("p", [tuning.lora(2), tuning.dora(2), tuning.qlora(2), tuning.gains()], ids=repr)
 def test_of_the_language_model_only_adapters_of_kernels_train(p, params):
     wide = model.Config(layers=2, width=64, heads=4, groups=2, inner=64, words=128)
     like = jax.tree.map(jnp.ones, model.shapes(wide), is_leaf=lambda x: isinstance(x, tuple))
