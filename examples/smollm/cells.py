@@ -84,15 +84,15 @@ def once(run: Callable[[], Mapping[str, Any]]) -> Cell:
 
 
 def tuning_cells() -> dict[str, Cell]:
-    """Three rates for each way; and two more seeds at the rate that is best, once that is on file."""
+    """Three rates for each way; and two more seeds at the rate that is best, once all three are on file."""
     made = {UNTUNED: once(lambda: losses(loaded()[0])), BY_HAND: once(hand_gap)}
     for name, rates in RATES.items():
         for rate in rates:
             made[f"{name}, rate {rate}, seed 0"] = once(functools.partial(tuned, name, rate, 0))
     on_file = found("tuning", RESULTS)
-    if on_file.keys() >= made.keys():
-        for seed in (1, 2):
-            for name, rate in best_rates(on_file).items():
+    for name, rate in best_rates(on_file).items():
+        if all(f"{name}, rate {each}, seed 0" in on_file for each in RATES[name]):
+            for seed in (1, 2):
                 made[f"{name}, rate {rate}, seed {seed}"] = once(functools.partial(tuned, name, rate, seed))
     return made
 
