@@ -241,10 +241,12 @@ def verdict(found: Found) -> str:
 
 
 def _better(found: Found, method: str, other: str) -> list[bool]:
-    """For each task and perturbation, whether a method is significantly better than another."""
+    """For each task that ran both and each perturbation, whether a method is significantly better than another."""
     compared: list[bool] = []
     for task in TASKS:
         names = chosen(found, task)
+        if not {method, other} <= names.keys():
+            continue
         here, there = (reported(found[names[each]]) for each in (method, other))
         wanted = "lower" if LEAST[task] else "higher"
         compared += [difference(here[what], there[what]).word == wanted for what in here if what != "as trained"]

