@@ -13,6 +13,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import peers_jax
@@ -49,7 +50,11 @@ def ours(task: str) -> dict[str, Make]:
         "orthogonal": lambda strength: rpx.Orthogonal(),
     }
     ways = {"reparax": peers_jax.ours(chains[task])}
-    return ways | ({"reparax, remat": peers_jax.ours(chains[task], remat=True)} if task in STRENGTHS else {})
+    if task in STRENGTHS:
+        ways["reparax, remat"] = peers_jax.ours(chains[task], rpx.remat)
+    if task == "weight dropout":
+        ways["reparax, remat, masks kept"] = peers_jax.ours(chains[task], partial(rpx.remat, keep="masks"))
+    return ways
 
 
 def in_torch(task: str) -> Ways:

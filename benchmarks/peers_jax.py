@@ -69,8 +69,10 @@ def written(start: Callable[[Any], Any], apply: Callable[[Any, jax.Array, jax.Ar
     return make
 
 
-def ours(chain: Callable[[Any], rpx.Parametrization], *, remat: bool = False) -> Make:
-    """By reparax: ``chain`` makes the chain of a strength."""
+def ours(
+    chain: Callable[[Any], rpx.Parametrization], wrap: Callable[..., Callable[..., Any]] = lambda loss, argnums: loss
+) -> Make:
+    """By reparax: ``chain`` makes the chain of a strength, ``wrap`` is ``rpx.remat`` or leaves the loss as it is."""
 
     def make(weights: Arrays, x: np.ndarray, y: np.ndarray) -> Step:
         def network(free: Any, held: Any, key: jax.Array, strength: jax.Array) -> jax.Array:
@@ -78,8 +80,7 @@ def ours(chain: Callable[[Any], rpx.Parametrization], *, remat: bool = False) ->
 
         def loss(free: Any, held: Any, key: jax.Array, strength: jax.Array) -> tuple[jax.Array, Any]:
             _, held = rpx.partition(chain(strength).update(rpx.combine(free, held)))
-            f = rpx.remat(network, argnums=(0, 1, 2, 3)) if remat else network
-            return f(free, held, key, strength), held
+            return wrap(network, argnums=(0, 1, 2, 3))(free, held, key, strength), held
 
         return descent(loss, *rpx.partition(chain(0.0).init(tree(weights))))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -13,6 +14,9 @@ from reparax._programs.jaxprs import live, part, values, variables
 Flags = list[bool]
 Known = dict[Var, bool]
 Special = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
+
+STORED = "reparax_stored"
+"""The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they can be recomputed."""
 
 
 def smooth(atom: Any) -> bool:
@@ -38,6 +42,11 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
                 outs = function(*values(env, eqns[0].invars))
             env.update(zip(eqns[0].outvars, outs, strict=True))
     return values(env, jaxpr.outvars)
+
+
+def rewritten(jaxpr: Jaxpr, args: Sequence[Any], special: Special) -> tuple[Jaxpr, list[Any]]:
+    """The program of ``run`` at these inputs, with constants as its first inputs, and these."""
+    return jaxprs.opened(jax.make_jaxpr(lambda *args: run(jaxpr, args, special))(*args))
 
 
 def flags(env: Known, atoms: Iterable[Any]) -> Flags:
@@ -101,11 +110,11 @@ def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 
 def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
-    """The program that recomputes the known values ``wanted``, from inputs and the unknown values that it needs."""
+    """The program that recomputes the known values ``wanted``, from inputs and the values to store that it needs."""
     needed, eqns = set(wanted), list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
         used = [v for v in eqn.outvars if v in needed]
-        if used:
+        if used and not jaxprs.has_name(eqn, STORED):
             kept = [eqn] if all(flags(env, eqn.invars)) else live(part(jaxpr, [eqn], used)).eqns
             eqns = [*kept, *eqns]
             needed.update(v for kept_eqn in kept for v in variables(kept_eqn.invars) if env[v])

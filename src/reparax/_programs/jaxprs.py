@@ -249,6 +249,11 @@ def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
     return next((value for value in eqn.params.values() if isinstance(value, kind)), None)
 
 
+def has_name(eqn: JaxprEqn, name: str) -> bool:
+    """Whether an equation gives a value this name, by ``jax.ad_checkpoint.checkpoint_name``."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == name
+
+
 def is_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan."""
     return eqn.primitive.name == "scan"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax._programs import dependence, jaxprs
@@ -18,7 +17,7 @@ def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """The program with every ``apply`` inlined and constants as its first inputs, and these constants."""
     if not any(map(_opening, jaxpr.eqns)):
         return jaxpr, []
-    return jaxprs.opened(jax.make_jaxpr(lambda *args: dependence.run(jaxpr, args, _opening))(*args))
+    return dependence.rewritten(jaxpr, args, _opening)
 
 
 def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:

@@ -5,6 +5,7 @@ linearizes both. It stores the residuals that depend on other inputs too, and re
 pass, each just before it is used.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,26 +20,30 @@ from reparax._programs.roots import with_roots
 from reparax.memory import _bodies
 from reparax.memory._lazily import lazily
 from reparax.memory._linear import transpose
+from reparax.memory._masks import in_bits
 from reparax.memory._piece import Piece, Pieces
 from reparax.memory._residuals import Linearized
 from reparax.memory._sunk import sunk
 
 
-def split(jaxpr: Jaxpr, given: Flags) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function with the derivative described above."""
+def split(jaxpr: Jaxpr, given: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
+    """``jaxpr`` as a function with the derivative described above, which may store masks in bits."""
     roots = with_roots(jaxpr, given)
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.opened(jaxpr, args)
-        program, others = sunk(program, [*consts, *args], [True for _ in consts] + roots)
-        inputs = [*others, *consts, *args]
-        return _split(Piece(program, [True for _ in (*others, *consts)] + roots), inputs)
+        inputs, given = [*consts, *args], [True for _ in consts] + roots
+        for rewrite in (sunk, in_bits) if keeps_masks else (sunk,):
+            program, consts = rewrite(program, inputs, given)
+            inputs, given = [*consts, *inputs], [True for _ in consts] + given
+        return _split(Piece(program, given, keeps_masks=keeps_masks), inputs)
 
     return function
 
 
 def _special(piece: Piece) -> Special:
-    return _bodies.cutting(dependence.known(piece.program, piece.given), split)
+    cut = functools.partial(split, keeps_masks=piece.keeps_masks)
+    return _bodies.cutting(dependence.known(piece.program, piece.given), cut)
 
 
 def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:

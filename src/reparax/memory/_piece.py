@@ -1,7 +1,7 @@
 """Our own JAX primitives: each equation holds a program, with rules to run and to differentiate it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,11 +22,13 @@ class Piece:
       program: The program.
       given: Which inputs are given: parameters and keys, from which weights are computed.
       n_dots: How many inputs, the last, are tangents.
+      keeps_masks: Whether the backward pass reads masks in bits instead of drawing them again.
     """
 
     program: Jaxpr
     given: Flags
     n_dots: int = 0
+    keeps_masks: bool = False
 
     @property
     def n_fixed(self) -> int:
@@ -39,13 +41,13 @@ class Piece:
 
     def behind(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
         """Another program of the same inputs, after constants, which are given."""
-        return Piece(program, [True for _ in consts] + self.given, self.n_dots)
+        return replace(self, program=program, given=[True for _ in consts] + self.given)
 
     def pruned(self, used: Flags) -> tuple["Piece", Flags]:
         """The piece with only the used outputs, and which inputs these need."""
         program, read = jaxprs.pruned(self.program, used)
         given = [flag for flag, each in zip(self.given, read, strict=True) if each]
-        return Piece(program, given, sum(read[self.n_fixed :])), read
+        return replace(self, program=program, given=given, n_dots=sum(read[self.n_fixed :])), read
 
 
 class Pieces:
@@ -102,7 +104,7 @@ class _Call(Primitive):
         program, consts = jaxprs.opened(jax.make_jaxpr(function)(*operands))
         added = len(operands) - len(params["given"])
         given = [*(True for _ in consts), *(False for _ in range(added)), *params["given"]]
-        return self.bind(*consts, *operands, **_params(Piece(program, given)))
+        return self.bind(*consts, *operands, **_params(Piece(program, given, keeps_masks=params["keeps_masks"])))
 
 
 def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
@@ -116,8 +118,9 @@ def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 def _params(piece: Piece) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
-    return {jaxprs.PROGRAM: piece.program, "given": tuple(piece.given), "n_dots": piece.n_dots}
+    own = {"given": tuple(piece.given), "n_dots": piece.n_dots, "keeps_masks": piece.keeps_masks}
+    return {jaxprs.PROGRAM: piece.program, **own}
 
 
 def _piece(params: Any) -> Piece:
-    return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"])
+    return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"], params["keeps_masks"])

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
@@ -10,7 +10,9 @@ from reparax.memory._derivative import split
 from reparax.memory._rehearsal import rehearse
 
 
-def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
+def remat(
+    fun: Callable[..., Any], argnums: Argnums = None, *, keep: Literal["masks"] | None = None
+) -> Callable[..., Any]:
     """``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
     The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
@@ -34,10 +36,15 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
         axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from which they
         are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun`` closes over
         count as data.
+      keep: ``"masks"`` stores the random masks of dropout for the backward pass, instead of drawing them again: one bit
+        for each entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn once. This
+        holds for any array of bools that is made from a key, has 1024 entries or more, and has an axis whose size is a
+        multiple of 8 and that is not sharded by its type. Noise is drawn again, as it has no such bits.
 
     Raises:
       TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
         argument that does not exist.
+      ValueError: If ``keep`` is neither ``"masks"`` nor None.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
 
     Example:
@@ -54,6 +61,8 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
       Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
     who = caller("remat", fun, argnums)
+    if keep not in ("masks", None):
+        raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -64,6 +73,6 @@ def remat(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any
                 f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
                 f"function, and return its value together with the loss."
             )
-        return traced.restored(split(traced.program, traced.given)(*traced.inputs))
+        return traced.restored(split(traced.program, traced.given, keeps_masks=keep == "masks")(*traced.inputs))
 
     return function

@@ -92,7 +92,7 @@ class Linearized:
         fixed = [*given, *others, *self._saved]
         piece = Piece(
             program=jaxprs.joined([self._remade, push], [*fixed, *moving]),
-            given=[v in given for v in (*fixed, *moving)],
+            given=[self._known.get(v, False) for v in fixed] + [False for _ in moving],
             n_dots=len(moving),
         )
         held = [*(self.inputs[v] for v in (*given, *others)), *saved]

@@ -30,10 +30,7 @@ def sunk(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[A
     functions = {id(scan.eqn): scan.run for scan in scans.values()}
     program = jaxpr.replace(eqns=eqns)
 
-    def function(*args: Any) -> list[Any]:
-        return dependence.run(program, args, lambda eqn: functions.get(id(eqn)))
-
-    flat, consts = jaxprs.opened(jax.make_jaxpr(function)(*args))
+    flat, consts = dependence.rewritten(program, args, lambda eqn: functions.get(id(eqn)))
     return jaxprs.live(flat), consts
 
 

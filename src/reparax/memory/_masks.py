@@ -1,0 +1,104 @@
+"""Random masks in bits: what the backward pass may read instead of drawing again.
+
+A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing else
+reads. Eight of its entries are one byte, which has a name in the program. ``dependence.remade`` stores what has it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from reparax._programs import dependence, jaxprs
+from reparax._programs.dependence import STORED, Flags
+
+LEAST = 1024
+"""Masks of fewer entries are drawn again: to store them saves no time."""
+
+
+def in_bits(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:
+    """The program whose masks are read from bits, with constants as its first inputs, and these."""
+    chosen = _masks(jaxpr, given)
+    if not chosen:
+        return jaxpr, []
+
+    def special(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        if chosen.isdisjoint(eqn.outvars):
+            return None
+        alone = jaxprs.part(jaxpr, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in alone.invars]
+
+        def made(*args: Any) -> list[Any]:
+            outs = jaxprs.evaluate(alone, [args[i] for i in places])
+            return [_stored(x) if v in chosen else x for v, x in zip(eqn.outvars, outs, strict=True)]
+
+        return made
+
+    return dependence.rewritten(jaxpr, args, special)
+
+
+def _masks(jaxpr: Jaxpr, given: Flags) -> set[Var]:
+    """The masks that are made from given inputs, and for which alone their random numbers are drawn."""
+    known = dependence.known(jaxpr, given)
+    behind: dict[Any, set[Var]] = {v: set() for v in jaxpr.invars if _is_key(v)}  # the random numbers behind a value
+    masks = dict[Var, set[Var]]()
+    for eqn in jaxpr.eqns:
+        drawn = [behind[v] for v in jaxprs.variables(eqn.invars) if v in behind]
+        if drawn:
+            for v in eqn.outvars:
+                behind[v] = set().union(*drawn) | ({v} if not _is_bool(v) else set())
+                if _is_bool(v) and known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
+                    masks[v] = {u for u in behind[v] if _size(u) >= _size(v)}
+    chosen = set(masks)
+    while True:
+        read = _read(jaxpr, chosen)
+        kept = {v for v in chosen if masks[v].isdisjoint(read)}
+        if kept == chosen:
+            return chosen
+        chosen = kept
+
+
+def _read(jaxpr: Jaxpr, stored: set[Var]) -> set[Var]:
+    """What the outputs of a program depend on, if they read some values from memory."""
+    read = set(jaxprs.variables(jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in read and v not in stored for v in eqn.outvars):
+            read.update(jaxprs.variables(eqn.invars))
+    return read
+
+
+def _is_key(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+
+
+def _is_bool(v: Any) -> bool:
+    return v.aval.dtype == jnp.bool_
+
+
+def _size(v: Var) -> int:
+    return math.prod(jaxprs.type_of(v).shape)
+
+
+def _axis(type_: Any) -> int | None:
+    """The first axis whose entries can be packed by eights on the device where they lie; None for small arrays."""
+    if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < LEAST:
+        return None
+    sizes = zip(type_.shape, type_.sharding.spec, strict=True)
+    return next((i for i, (n, name) in enumerate(sizes) if n % 8 == 0 and name is None), None)
+
+
+def _stored(mask: Array) -> Array:
+    """A mask, read from its bits."""
+    axis = _axis(jax.typeof(mask))
+    assert axis is not None
+    before, after = mask.shape[:axis], mask.shape[axis + 1 :]
+    eights = mask.reshape(*before, -1, 8, *after).astype(jnp.uint8)
+    places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
+    packed = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
+    bits = jnp.expand_dims(packed, axis + 1) >> places & jnp.uint8(1)
+    return bits.reshape(mask.shape).astype(jnp.bool_)
