@@ -112,16 +112,16 @@ CASES: dict[str, Callable[[], tuple[dict[str, Step], Any]]] = {
 }
 
 
-def tpu() -> NamedSharding | None:
-    """Where the arrays of one TPU lie, of which the compiler alone is here; None without it."""
+def tpu(chips: int = 1) -> NamedSharding | None:
+    """Where arrays lie that each of some TPUs has, of which the compiler alone is here; None without it."""
     found = importlib.util.find_spec("libtpu")
     if found is None or found.origin is None:
         return None
     library = Path(found.origin).parent / "libtpu.so"
     quiet = {"TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_PATH": str(library), **quiet}
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[:1]
-    return NamedSharding(Mesh(np.array(device), ("x",)), PartitionSpec())
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[:chips]
+    return NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
 
 
 def compiled(step: Step, data: Any, sharding: NamedSharding | None) -> tuple[float, float, float]:

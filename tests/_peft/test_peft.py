@@ -262,6 +262,7 @@ OF_LAYERS = {
     "c3a": ({"peft_type": "C3A"}, {"c3a_kernel": (3, 4, 2)}),
     "fourierft": ({"peft_type": "FOURIERFT"}, {"fourierft_spectrum": (5,)}),
     "gralora": ({"peft_type": "GRALORA", "r": 4}, {"gralora_A": (2, 4, 4), "gralora_B": (2, 4, 3)}),
+    "hira": ({"peft_type": "HIRA"}, {"hira_A": (2, 8), "hira_B": (6, 2)}),
     "hra": ({"peft_type": "HRA"}, {"hra_u": (8, 2)}),
     "miss": ({"peft_type": "MISS"}, {"miss_block": (4, 6)}),
     "lora with biases": (
@@ -585,7 +586,7 @@ def test_what_is_no_dict_of_tensors_is_refused(case):
 
 
 READS = (
-    "ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, SHIRA, "
+    "ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, SHIRA, "
     "TRAINABLE_TOKENS, VERA"
 )
 READING = {
@@ -660,8 +661,8 @@ READING = {
     ),
     "parameters of experts": (
         lambda: rpx.from_peft({}, CONFIG | {"target_parameters": ["experts.up"]}, model()),
-        f"from_peft has no stage for LORA with target_parameters=['experts.up']: the file does not tell which "
-        f"parameter of a module each tensor belongs to. {MERGE}",
+        f"from_peft has no stage for LORA with target_parameters=['experts.up']: the file names neither the "
+        f"parameter that a tensor belongs to, nor its axis of inputs. {MERGE}",
     ),
     "layers twice": (
         lambda: rpx.from_peft({}, CONFIG | {"layer_replication": [[0, 4], [2, 5]]}, model()),
@@ -787,6 +788,7 @@ def refused(lines):
 
 STACKED_LORA = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where=KERNEL)
 WHOLE_LORA = rpx.Freeze() >> rpx.LoRA(2, rows=(0, 1), where=KERNEL)
+BOTH_GAINS = "Freeze(where='.*/@lora/[ab]/@gain/w') >> Gain(axis=-1, where='.*/@lora/[ab]')"
 WRITING = {
     "a stage that PEFT has not": (
         lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.WeightNorm(where=DENSE)),
@@ -873,9 +875,32 @@ WRITING = {
     "a number of entries that no rank gives": (
         lambda: written(rpx.Freeze() >> rpx.Coefficients(11, where=OUT)),
         refused(
-            "out/kernel: PEFT has r * 10 entries for a matrix of shape (6, 4), with the scale 1, but no equivalent of "
+            "out/kernel: PEFT has r * 10 entries for a matrix of shape (6, 4), but no equivalent of "
             "Coefficients(11, where='out/kernel')"
         ),
+    ),
+    "entries with a scale": (
+        lambda: written(rpx.Freeze() >> rpx.Coefficients(10, scale=2.0, where=OUT)),
+        refused(
+            "out/kernel: PEFT has no equivalent of Coefficients(10, scale=2.0, where='out/kernel'), only of "
+            "Coefficients(10)"
+        ),
+    ),
+    "an alpha of factors with gains": (
+        lambda: written(
+            rpx.Freeze(where=".*/@lora/[ab]/@gain/w")
+            >> rpx.Gain(axis=-1, where=".*/@lora/[ab]")
+            >> rpx.LoRA(2, alpha=4.0, where=OUT)
+        ),
+        refused(
+            f"out/kernel: PEFT has no equivalent of {BOTH_GAINS} >> {BOTH_GAINS} >> LoRA(2, alpha=4.0, "
+            "where='out/kernel'), only of Freeze(where='/@lora/[ab]/@gain/w') >> Gain(axis=-1, where='/@lora/[ab]') "
+            ">> LoRA(2)"
+        ),
+    ),
+    "a share of another kind": (
+        lambda: written(rpx.Freeze() >> rpx.Kronecker((2, 2), where=OUT) >> rpx.Delta(relative=True, where=OUT)),
+        refused("out/kernel: PEFT has no equivalent of Delta(relative=True, where='out/kernel')"),
     ),
     "another scale of circles": (
         lambda: written(
@@ -885,7 +910,11 @@ WRITING = {
             >> rpx.Scale(2.0, where=OUT)
             >> rpx.Delta(where=OUT)
         ),
-        refused("out/kernel: PEFT has the scale 1 / 6 for C3A, but no equivalent of Scale(2.0, where='out/kernel')"),
+        refused(
+            "out/kernel: PEFT has no equivalent of Circulant(where='out/kernel', stacked=(0, 1)) >> Blocks((3, 2), "
+            "where='out/kernel') >> Scale(2.0, where='out/kernel') >> Delta(where='out/kernel'), only of "
+            "Circulant(stacked=(0, 1)) >> Blocks((3, 2)) >> Scale(0.16666666666666666) >> Delta()"
+        ),
     ),
     "reflections of outputs": (
         lambda: written(rpx.Freeze() >> rpx.Reflected(2, rows=1, where=OUT)),

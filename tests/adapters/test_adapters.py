@@ -296,6 +296,16 @@ def test_a_difference_stays_what_it_is_shaped_to():
     )
 
 
+def test_a_relative_difference_is_a_share_of_each_weight():
+    p = rpx.LowRank(2) >> rpx.Delta(relative=True)
+    raw, w = init(p, model()), model()["dense"]["kernel"]
+    np.testing.assert_array_equal(effective(p, raw)["dense"]["kernel"], w)
+    u, v = normal(8, 2, seed=20), normal(2, 6, seed=21)
+    values(raw, "@delta")["x"]["@low_rank"] = {"u": u, "v": v}
+    want = np.asarray(w) * (1 + np.asarray(u) @ np.asarray(v))
+    np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("axis", "shape", "spread"),
     [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],

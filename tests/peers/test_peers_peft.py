@@ -86,6 +86,7 @@ METHODS = {
     "oft of equal blocks": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, block_share=True),
     "oft in a ball": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, coft=True, eps=0.1),
     "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=LINEAR),
+    "hira": lambda: peft.HiraConfig(r=4, target_modules=LINEAR),
     "hra": lambda: peft.HRAConfig(r=4, target_modules=LINEAR),
     "adalora": lambda: peft.AdaLoraConfig(init_r=3, target_r=2, lora_alpha=6, total_step=9, target_modules=LINEAR),
     "miss": lambda: peft.MissConfig(r=4, target_modules=LINEAR),

@@ -81,31 +81,36 @@ def loss(params, x, labels):
     return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
 
 
-def trained(tx, seed, steps=1000):
+def trained(tx, seed, steps=1000, p=None):
     """The loss on held-out digits after steps of Adam."""
+    p = p or rpx.Chain()
     x, labels, unseen, others = digits()
     order = jnp.asarray(np.random.default_rng(seed).integers(0, 1400, (steps, 64)))
-    params = network(seed)
 
     def step(carry, batch):
-        params, state = carry
-        grads = jax.grad(loss)(params, jnp.asarray(x)[batch], jnp.asarray(labels)[batch])
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
+        raw, state = carry
+        free, fixed = rpx.partition(raw)
 
-    run = jax.jit(lambda params: jax.lax.scan(step, (params, tx.init(params)), order)[0][0])
-    return float(loss(run(params), jnp.asarray(unseen), jnp.asarray(others)))
+        def own(free):
+            return loss(p.apply(rpx.combine(free, fixed)), jnp.asarray(x)[batch], jnp.asarray(labels)[batch])
+
+        updates, state = tx.update(jax.grad(own)(free), state, free)
+        return (rpx.apply_updates(raw, updates), state), None
+
+    run = jax.jit(lambda raw: p.apply(jax.lax.scan(step, (raw, tx.init(rpx.partition(raw)[0])), order)[0][0]))
+    return float(loss(run(p.init(network(seed))), jnp.asarray(unseen), jnp.asarray(others)))
 
 
 @pytest.mark.thorough
 def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
-    runs = {name: [] for name in ("float32", "held")}
-    for seed in range(5):
-        runs["float32"].append(trained(optax.adam(1e-3), seed))
-        runs["held"].append(trained(rpx.optimizer(optax.adam(1e-3), state=DYNAMIC), seed))
-    means = {name: np.mean(losses) for name, losses in runs.items()}
-    error = np.sqrt(sum(np.var(losses, ddof=1) / len(losses) for losses in runs.values()))
-    assert abs(means["float32"] - means["held"]) < 2 * error
+    held = rpx.optimizer(optax.adam(1e-3), state=DYNAMIC)
+    ways = {"float32": (optax.adam(1e-3), None), "held": (held, None)}
+    ways |= {rest: (held, rpx.Halved(rest=rest, where=".*/kernel")) for rest in ("int16", "int8")}
+    runs = {name: [trained(tx, seed, p=p) for seed in range(5)] for name, (tx, p) in ways.items()}
+    for name, losses in runs.items():
+        error = np.sqrt(sum(np.var(each, ddof=1) / len(each) for each in (losses, runs["float32"])))
+        print(name, np.mean(losses), error)
+        assert abs(np.mean(losses) - np.mean(runs["float32"])) <= 2 * error
 
 
 def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
@@ -166,9 +171,10 @@ def test_moments_in_few_bits_are_reset_and_transferred():
     assert not by_name(moved, "trace")["v"]["@weight_norm"]["v"].any()
 
 
-def test_half_precision_is_stepped_in_float32():
+@pytest.mark.parametrize("held", [DYNAMIC, rpx.Chain()])
+def test_half_precision_is_stepped_in_float32(held):
     w = {"w": normal(512, 2, dtype=jnp.bfloat16)}
-    tx = rpx.optimizer(optax.adam(1e-3), state=DYNAMIC)
+    tx = rpx.optimizer(optax.adam(1e-3), state=held)
     updates, state = tx.update(w, tx.init(w), w)
     assert updates["w"].dtype == np.float32
     assert by_name(state, "mu")["w"].dtype == np.float32

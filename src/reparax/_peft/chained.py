@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
-from reparax._peft.method import Layer, Method, Node, Tensors, Values, Written, acting, one_of_all, require
+from reparax._peft.method import Layer, Method, Node, Tensors, Values, Written, acting, known, one_of_all, require
 from reparax._peft.settings import ANY, Setting, one_of
 from reparax._peft.target import Target
 from reparax._tree.paths import items, path_text
@@ -47,6 +48,11 @@ def inputs(place: str) -> Part:
 def turned(place: str) -> Part:
     """A transposed matrix."""
     return Part(place, lambda target, x: jnp.asarray(x).T, lambda target, x: x.T)
+
+
+def swapped(place: str) -> Part:
+    """A tensor whose first two axes are in the other order."""
+    return Part(place, lambda target, x: jnp.asarray(x).swapaxes(0, 1), lambda target, x: x.swapaxes(0, 1))
 
 
 def column(place: str) -> Part:
@@ -116,7 +122,8 @@ class Chained(Method):
         settings = self.told(target, {type(stage).kind: stage for stage in made})
         config = {**self.defaults, **settings}
         wanted = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
-        if _plain(made) != _plain(wanted):
+        got, want = _plain(made), _plain(wanted)
+        if got.keys() != want.keys() or not all(np.allclose(got[each], want[each], rtol=1e-6) for each in want):
             both = (" >> ".join(map(repr, each)) for each in (made, wanted))
             raise ValueError(f"PEFT has no equivalent of {next(both)}, only of {next(both)}")
         for place, make in self.constants.items():
@@ -152,16 +159,21 @@ def _types(stages: Stages, shape: Shape) -> dict[str, tuple[str, jax.ShapeDtypeS
     return {path_text(tuple(x for x in names if x != FIXED)): (path_text(names), type_) for names, type_ in found}
 
 
-def _plain(stages: Iterable[Any]) -> set[str]:
-    """The stages without their numbers and arrays, as PEFT has numbers of its own, and without those on the base."""
-    return {_plain_stage(stage) for stage in stages if not isinstance(stage, Freeze | Stored)}
+def _plain(stages: Iterable[Any]) -> dict[str, list[float]]:
+    """The stages, without those on the base, and the numbers of each."""
+    return dict(_plain_stage(stage) for stage in stages if not isinstance(stage, Freeze | Stored))
 
 
-def _plain_stage(stage: Any) -> str:
-    kept = {each.name: getattr(stage, each.name) for each in fields(stage) if each.name not in ("where", "outside")}
+def _plain_stage(stage: Any) -> tuple[str, list[float]]:
+    # PEFT stores no penalties.
+    unused = ("where", "outside", "strength")
+    kept = {each.name: getattr(stage, each.name) for each in fields(stage) if each.name not in unused}
     if "rows" in kept:
         given = {name: tuple(axis % 2 for axis in list_axes(kept.pop(name) or ())) for name in ("rows", "columns")}
         kept["rows"] = given["rows"] or tuple(1 - axis for axis in given["columns"]) or (0,)
     if isinstance(kept.get("axis"), int):
         kept["axis"] %= 2
-    return f"{stage.kind} { {name: x for name, x in kept.items() if not isinstance(x, float | None)} }"
+    if "alpha" in kept and kept["alpha"] is None:
+        kept["alpha"] = kept["rank"]
+    numbers = [known(kept.pop(name)) for name in ("alpha", "factor", "scale") if name in kept]
+    return f"{stage.kind} {kept}", numbers

@@ -7,17 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from reparax._peft import rows
-from reparax._peft.method import (
-    Layer,
-    Method,
-    Node,
-    Tensors,
-    Written,
-    known,
-    one_of_all,
-    ranks_and_alphas,
-    require,
-)
+from reparax._peft.method import Layer, Method, Node, Tensors, Written, known, one_of_all, ranks_and_alphas, require
 from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Delta, LoRA
@@ -76,7 +66,7 @@ class LoRAMethod(Method):
         magnitude = (1, out, *ones) if ones else (out,)
         dora = bool(config.get("use_dora"))
         require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
-        lora = LoRA(rank, alpha, divisor=divisor, **target.rows_and_columns())
+        lora = LoRA(rank, alpha, divisor=divisor, **target.sides)
         values = {
             "@lora/a": target.read_inputs(tensors[names[0]]),
             "@lora/b": jnp.asarray(tensors[names[1]]).reshape(out, rank).T,

@@ -28,19 +28,17 @@ def method_of(node: Node) -> Method:
     if chained := next((method for method in ROWS if method.made(node)), None):
         return chained
     match node.stage:
-        case LoRA():
-            return METHODS["LORA"]
-        case WeightNorm(detach=True):
+        case LoRA() | WeightNorm(detach=True):
             return METHODS["LORA"]
         case Gain():
             return METHODS["IA3"]
         case Rotated():
             return METHODS["OFT"]
-        case Delta() if is_of_bias(node):
+        case Delta(relative=False) if is_of_bias(node):
             return METHODS["LORA"]
-        case Delta() if isinstance(unscaled(node)[0].stage, Kronecker):
+        case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Kronecker):
             return METHODS["LOKR"]
-        case Delta() if isinstance(unscaled(node)[0].stage, Hadamard):
+        case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Hadamard):
             return METHODS["LOHA"]
         case stage:
             raise ValueError(f"PEFT has no equivalent of {stage!r}")

@@ -9,16 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._numerics.linalg import product
-from reparax._peft.method import (
-    Layer,
-    Method,
-    Node,
-    Tensors,
-    Written,
-    one_of_all,
-    require,
-)
+from reparax._numerics.linalg import identity, product
+from reparax._peft.method import Layer, Method, Node, Tensors, Written, one_of_all, require
 from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of
 from reparax._peft.target import Target
 from reparax.adapters import CayleyNeumann, Rotated
@@ -54,7 +46,7 @@ class OFTMethod(Method):
         require(tensors, {"oft_R.weight": (1 if shared else blocks, size * (size - 1) // 2)})
         if config.get("coft"):
             free = _within(free, config["eps"])
-        rotated = Rotated(blocks, shared=shared, **target.rows_and_columns())
+        rotated = Rotated(blocks, shared=shared, **target.sides)
         if config.get("use_cayley_neumann"):
             terms = config["num_cayley_neumann_terms"]
             if terms < 3:
@@ -93,7 +85,7 @@ def _within(free: np.ndarray, radius: float) -> np.ndarray:
 def _of_series(held: Node) -> Array:
     stage: Any = held.stage
     base = held.values["base"]
-    if stage.degree < 3 or not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(base.shape[-1]), base.shape)):
+    if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
         raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
     return held.values["x"]
 
@@ -106,7 +98,7 @@ def _of_rotations(held: Node) -> Array:
     if stage.map != "cayley":
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
     skew = (x.mT - x) / 2
-    if not jnp.array_equal(base, jnp.broadcast_to(jnp.eye(size, dtype=base.dtype), base.shape)):
+    if not jnp.array_equal(base, identity(base)):
         turned, one = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
         rotations = jnp.stack([turned.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
         skew = product(one[None] - rotations, jnp.linalg.inv(one[None] + rotations))

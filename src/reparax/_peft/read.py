@@ -41,7 +41,7 @@ def from_peft(
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions; LoHa too, except
     convolution kernels with ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
-    FourierFT, GraLoRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning is a selection of ``Freeze``.
+    FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning selects by ``Freeze``.
     Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train beside the adapters.
     OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are refused by name.
 

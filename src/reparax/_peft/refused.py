@@ -8,7 +8,6 @@ _FORMULAS = (
 _INPUTS = "ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING PROMPT_TUNING SHADOW"
 TYPES = {
     **dict.fromkeys(_FORMULAS.split(), f"no chain of stages has its formula. {MERGE}"),
-    "HIRA": f"its chain would hold an array of ones as large as each weight. {MERGE}",
     **dict.fromkeys(_INPUTS.split(), "it adds inputs or activations, so it is no function of the weights."),
     **dict.fromkeys(("LILY", "POLY", "XLORA"), "it mixes adapters by the input, so it is no function of the weights."),
 }
@@ -16,6 +15,6 @@ TYPES = {
 
 SETTINGS = {
     "layer_replication": "the model has more layers than its base",
-    "target_parameters": "the file does not tell which parameter of a module each tensor belongs to",
+    "target_parameters": "the file names neither the parameter that a tensor belongs to, nor its axis of inputs",
 }
 """For settings of LoRA that are not read the reason, where it is not the formula."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._peft.chained import Chained, Part, column, inputs, turned
+from reparax._numerics.linalg import identity
+from reparax._peft.chained import Chained, Part, column, inputs, swapped, turned
 from reparax._peft.method import known
 from reparax._peft.settings import INDICES, NUMBER, RANK, SEED, one_of
 from reparax._peft.target import Target
@@ -37,7 +38,7 @@ ADALORA = Chained(
     {"lora_A": inputs("@lora/a/@gain/w"), "lora_E": column("@lora/a/@gain/g"), "lora_B": turned("@lora/b")},
     lambda target, shapes, config: (
         Gain(axis=-1, where="/.*@lora/a"),
-        LoRA(r := _size(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.rows_and_columns()),
+        LoRA(r := _size(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.sides),
     ),
     lambda target, made: {
         "init_r": (r := made["lora"].rank),
@@ -63,47 +64,28 @@ BOFT = Chained(
     },
     lambda target, shapes, config: (
         Orthogonal(stacked=0),
-        Rotated(_size(shapes["boft_R"], 1), **target.rows_and_columns()),
+        Rotated(_size(shapes["boft_R"], 1), **target.sides),
         Gain(axis=target.out),
     ),
     lambda target, made: {"boft_block_num": 0, "boft_block_size": _whole(target)[0] // made["rotated"].blocks},
     # With more factors, PEFT needs a kernel of its own for GPUs; without it, it reads one.
     {"boft_dropout": NUMBER, "boft_n_butterfly_factor": one_of((1,))},
     silent="boft_block_size boft_block_num",
-    constants={"@gain/w/@rotated/r/@orthogonal/base": lambda _, x, config: _identities(x)},
+    constants={"@gain/w/@rotated/r/@orthogonal/base": lambda _, x, config: identity(x)},
 )
-
-
-def _identities(like: Any) -> Array:
-    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
-
 
 C3A = Chained(
     "C3A",
-    {
-        "c3a_kernel": Part(
-            "@delta/x/@scale/x/@blocks/x/@circulant/x",
-            lambda _, x: jnp.asarray(x).swapaxes(0, 1),
-            lambda _, x: x.swapaxes(0, 1),
-        )
-    },
+    {"c3a_kernel": swapped("@delta/x/@scale/x/@blocks/x/@circulant/x")},
     lambda target, shapes, config: (
         Circulant(stacked=(0, 1)),
-        Blocks((_size(shapes["c3a_kernel"], 1), _size(shapes["c3a_kernel"], 0)), **target.rows_and_columns()),
+        Blocks((_size(shapes["c3a_kernel"], 1), _size(shapes["c3a_kernel"], 0)), **target.sides),
         Scale(1 / _whole(target)[0]),
         Delta(),
     ),
-    lambda target, made: {"block_size": _scaled(target, made) // made["blocks"].shape[0]},
+    lambda target, made: {"block_size": _whole(target)[0] // made["blocks"].shape[0]},
     silent="block_size block_size_pattern",
 )
-
-
-def _scaled(target: Target, made: Mapping[str, Any]) -> int:
-    """The number of inputs, by which C3A divides."""
-    rows, _ = _whole(target)
-    if known(made["scale"].factor) != 1 / rows:
-        raise ValueError(f"PEFT has the scale 1 / {rows} for C3A, but no equivalent of {made['scale']!r}")
-    return rows
 
 
 def _frequencies(target: Target, like: Any, config: Mapping[str, Any]) -> Array:
@@ -124,14 +106,9 @@ FOURIERFT = Chained(
     "FOURIERFT",
     {"fourierft_spectrum": Part("@coefficients/x")},
     lambda target, shapes, config: (
-        Coefficients(
-            _size(shapes["fourierft_spectrum"], 0), "fourier", scale=config["scaling"], **target.rows_and_columns()
-        ),
+        Coefficients(_size(shapes["fourierft_spectrum"], 0), "fourier", scale=config["scaling"], **target.sides),
     ),
-    lambda target, made: {
-        "n_frequency": made["coefficients"].count,
-        "scaling": known(made["coefficients"].scale),
-    },
+    lambda target, made: {"n_frequency": made["coefficients"].count, "scaling": known(made["coefficients"].scale)},
     {"scaling": NUMBER, "random_loc_seed": SEED, "bias": one_of(("none", "all", "fourier_only"))},
     silent="n_frequency n_frequency_pattern",
     defaults={"scaling": 150.0, "random_loc_seed": 777},
@@ -155,7 +132,7 @@ GRALORA = Chained(
     },
     lambda target, shapes, config: (
         LowRank(max(config["r"] // config["gralora_k"], 1), stacked=(0, 1)),
-        Blocks((config["gralora_k"], config["gralora_k"]), **target.rows_and_columns()),
+        Blocks((config["gralora_k"], config["gralora_k"]), **target.sides),
         Scale(config["alpha"] / config["r"]),
         Delta(),
     ),
@@ -168,10 +145,20 @@ GRALORA = Chained(
     defaults={"r": 32, "alpha": 64, "gralora_k": 2},
 )
 
+HIRA = Chained(
+    "HIRA",
+    {"hira_A": inputs("@delta/x/@low_rank/u"), "hira_B": turned("@delta/x/@low_rank/v")},
+    lambda target, shapes, config: (LowRank(_size(shapes["hira_A"], 0), **target.sides), Delta(relative=True)),
+    lambda target, made: {"r": made["low_rank"].rank},
+    {"hira_dropout": NUMBER},
+    silent="rank_pattern",
+    of_stage={"relative": True},
+)
+
 HRA = Chained(
     "HRA",
     {"hra_u": Part("@reflected/u")},
-    lambda target, shapes, config: (Reflected(_size(shapes["hra_u"], 1), **target.rows_and_columns()),),
+    lambda target, shapes, config: (Reflected(_size(shapes["hra_u"], 1), **target.sides),),
     lambda target, made: {"r": made["reflected"].count},
 )
 
@@ -189,7 +176,7 @@ MISS = Chained(
     {"miss_block": Part("@delta/x/@kronecker/b")},
     lambda target, shapes, config: (
         Freeze(where="/.*@kronecker/a"),
-        Kronecker(_repeats(target, shapes["miss_block"]), **target.rows_and_columns()),
+        Kronecker(_repeats(target, shapes["miss_block"]), **target.sides),
         Delta(),
     ),
     lambda target, made: {
@@ -205,11 +192,9 @@ MISS = Chained(
 
 def _shira_rank(target: Target, stage: Any) -> int:
     rank, rest = divmod(stage.count, sum(target.shape))
-    if rest or known(stage.scale) != 1:
-        raise ValueError(
-            f"PEFT has r * {sum(target.shape)} entries for a matrix of shape {target.shape}, with the scale 1, but "
-            f"no equivalent of {stage!r}"
-        )
+    if rest:
+        entries = f"r * {sum(target.shape)} entries for a matrix of shape {target.shape}"
+        raise ValueError(f"PEFT has {entries}, but no equivalent of {stage!r}")
     return rank
 
 
@@ -226,7 +211,7 @@ SHIRA = Chained(
         "shira_weight": Part("@coefficients/x"),
         "shira_indices": Part("@coefficients/index", _entries, lambda _, x: x[:, ::-1].T),
     },
-    lambda target, shapes, config: (Coefficients(_size(shapes["shira_weight"], 0), **target.rows_and_columns()),),
+    lambda target, shapes, config: (Coefficients(_size(shapes["shira_weight"], 0), **target.sides),),
     lambda target, made: {"r": _shira_rank(target, made["coefficients"])},
     silent="mask_type random_seed",
     whole_numbers=("shira_indices",),
@@ -252,7 +237,7 @@ VERA = Chained(
     lambda target, shapes, config: (
         Freeze(where="/@lora/[ab]/@gain/w"),
         Gain(axis=-1, where="/@lora/[ab]"),
-        LoRA(_size(shapes["vera_lambda_d"], 0), **target.rows_and_columns()),
+        LoRA(_size(shapes["vera_lambda_d"], 0), **target.sides),
     ),
     lambda target, made: {"r": made["lora"].rank, "save_projection": True, "projection_prng_key": 0},
     # Without the projection, the file lacks the factors.
@@ -261,4 +246,4 @@ VERA = Chained(
     banks=("vera_A", "vera_B"),
 )
 
-ROWS = (ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HRA, MISS, SHIRA, TOKENS, VERA)
+ROWS = (ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HIRA, HRA, MISS, SHIRA, TOKENS, VERA)

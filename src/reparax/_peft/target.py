@@ -47,7 +47,8 @@ class Target(Entry):
         """The axes of size 1 that PEFT adds to vectors of a convolution."""
         return () if self.table else (1,) * (len(self.shape) - 2)
 
-    def rows_and_columns(self) -> dict[str, Any]:
+    @property
+    def sides(self) -> dict[str, Any]:
         """The arguments for a stage whose rows are the inputs; none for a plain kernel ``(in, out)``."""
         ins, out = self.ins, self.out
         return {} if (ins, out) == ((0,), 1) else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}

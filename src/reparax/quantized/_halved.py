@@ -21,6 +21,10 @@ class Halved(Reparametrization):
     bits, the weights 16 bits of mantissa, and three bytes. Gradients are those of ``w``, in bfloat16. Add updates by
     ``rpx.apply_updates(raw, updates)``, which moves the sum; ``optax.apply_updates`` would round it.
 
+    Optax keeps moments in the dtype of the weights, and in bfloat16, 0.999 is 1, so that Adam's second moments would
+    never fall. Hold them in few bits or, with ``rpx.Chain()``, in float32: ``rpx.optimizer(tx, state=rpx.Stored(
+    "dynamic8", block=256))``. With that, Adam takes 6.04 bytes a weight, or 5.04 with ``"int8"``, in place of 12.
+
     Args:
       rest: The dtype of the correction, ``"int16"`` or ``"int8"``.
       where: Which arrays to act on. Default: all arrays of parameters in float32.

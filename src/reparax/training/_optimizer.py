@@ -34,7 +34,8 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     **In few bits.** ``state`` holds arrays of the state as raw values of a parametrization between two steps:
     ``state=rpx.Stored("dynamic8", block=256)`` keeps the moments of Adam in two bytes a weight in place of eight. Each
     update decodes and encodes them. Then weights and gradients in half precision go to ``tx`` as float32, and so do
-    the updates come back: add them by :func:`apply_updates`. A state in few bits is a pytree of arrays like any other,
+    the updates come back: add them by :func:`apply_updates`; ``state=rpx.Chain()`` does that alone, with moments in
+    float32. A state in few bits is a pytree of arrays like any other,
     and :func:`transfer` and :func:`reset_moments` take it. bitsandbytes uses another table for second moments::
 
         state = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*") >> rpx.Stored(
