@@ -45,7 +45,7 @@ def main() -> None:
     p = tuning.lora(8)
     raw = p.init(params, jax.random.key(0))
     trained = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
-    console.print(f"Tuning by {p}: {trained:,} numbers train", highlight=False)
+    console.print(f"Tuning by {p}: {trained:,} parameters train", highlight=False)
     run = tuning.fit(p, raw, new, config, steps=STEPS, rate=RATE, seed=0)
     for _, _, trained_raw in track(run, "Training", STEPS, console=console, transient=True):
         raw = trained_raw

@@ -41,7 +41,7 @@ def tuning_table() -> str:
     numbers = found("tuning", RESULTS)
     before = numbers[UNTUNED]
     full = _gained(numbers, chosen(numbers)[FULL])
-    head = ["tuned", "rate", "new text, held out", "gain of full", "old text", "numbers that train", "seconds a step"]
+    head = ["tuned", "rate", "new text, held out", "gain of full", "old text", "trained parameters", "seconds a step"]
     rows = [["nothing", "", f"{before['new'][0]:.3f}", "", f"{before['old'][0]:.3f}", "0", ""]]
     for way, cells in chosen(numbers).items():
         new, old, seconds = ([numbers[cell][what][0] for cell in cells] for what in ("new", "old", "seconds a step"))
@@ -93,6 +93,26 @@ def curves() -> Figure:
     axes.set(xlabel="step of 2 x 64 tokens", ylabel="loss (nats a token)", title="Learning to write StableHLO")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def gains() -> Figure:
+    """The share of the gain of full fine-tuning over the number of trained parameters: mean, least and largest."""
+    numbers = found("tuning", RESULTS)
+    cells = chosen(numbers)
+    full = _gained(numbers, cells.pop(FULL))
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for way, names in cells.items():
+        share = [_gained(numbers, [name]) / full for name in names]
+        middle, trained = float(np.mean(share)), float(numbers[names[0]]["trained"][0])
+        reach = [[middle - min(share)], [max(share) - middle]]
+        axes.errorbar(trained, middle, reach, fmt="o", capsize=3)
+        axes.annotate(way, (trained, middle), (6, 4), textcoords="offset points", fontsize=9)
+    axes.set(
+        xscale="log", xlabel="trained parameters", ylabel="gain, of that of full", title="Learning to write StableHLO"
+    )
+    axes.grid(alpha=0.3)
     return figure
 
 
