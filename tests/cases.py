@@ -106,8 +106,9 @@ class JointNorm(rpx.Joint):
 
 
 def lengths(w, b):
-    squares = jnp.sum(jnp.square(w), axis=0) + jnp.square(b)
-    return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares))
+    wide = jnp.promote_types(w.dtype, jnp.float32)
+    squares = jnp.sum(jnp.square(w.astype(wide)), axis=0) + jnp.square(b.astype(wide))
+    return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares)).astype(w.dtype)
 
 
 LOW_RANK = rpx.LowRank(2, where=".*(dense|out)/kernel")

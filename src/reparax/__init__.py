@@ -9,6 +9,8 @@ from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
 from reparax._core.value import argument as argument
 from reparax._core.value import axes as axes
+from reparax._numerics.arguments import check_number as check_number
+from reparax._numerics.arguments import check_positive_number as check_positive_number
 from reparax._numerics.terms import Term as Term
 from reparax._peft.read import from_peft as from_peft
 from reparax._peft.write import to_peft as to_peft
@@ -17,6 +19,7 @@ from reparax._stage.joint import Joint as Joint
 from reparax._stage.leaf import Perturbation as Perturbation
 from reparax._stage.leaf import Reparametrization as Reparametrization
 from reparax._stage.mean import Mean as Mean
+from reparax._stage.varied import per_array as per_array
 from reparax._stage.where import all_but as all_but
 from reparax._stage.where import selected as selected
 from reparax._torch.quantized import from_quantized as from_quantized

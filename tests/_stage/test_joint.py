@@ -108,6 +108,56 @@ def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), p.fold(p.init(params)), params)
 
 
+class SharedGain(rpx.Joint):
+    """Two arrays with one gain."""
+
+    raw_values = {"x": rpx.main(), "gain": rpx.aux()}
+
+    def init_leaves(self, arrays):
+        gain = jnp.max(jnp.abs(arrays["q"]))
+        return {"q": {"x": arrays["q"] / gain, "gain": gain}, "k": {"x": arrays["k"] * gain}}
+
+    def apply_leaves(self, values):
+        gain = values["q"]["gain"]
+        return {"q": gain * values["q"]["x"], "k": values["k"]["x"] / gain}
+
+
+QK = {"q": "(.*)q", "k": "(.*)k"}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_stacked_layers_are_separate_arrays(axis):
+    q, k = normal(3, 4, 2), normal(3, 4, 5, seed=1)
+    stacked = {name: np.moveaxis(w, 0, axis) for name, w in {"q": q, "k": k}.items()}
+    p = SharedGain(QK, stacked=axis)
+    raw = p.init(stacked)
+    np.testing.assert_array_equal(raw["q"]["@shared_gain"]["gain"], np.abs(q).max((1, 2)))
+    largest = np.abs(q).max((1, 2), keepdims=True)
+    np.testing.assert_allclose(np.moveaxis(raw["k"]["@shared_gain"]["x"], axis, 0), k * largest, rtol=1e-6)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), p.apply(raw), stacked)
+    assert rpx.from_json(p.to_json()) == p
+    alone = SharedGain(QK).init(stacked)["q"]["@shared_gain"]["gain"]
+    np.testing.assert_array_equal(alone, np.abs(q).max())  # without it there is one gain for all layers
+
+
+def test_stacked_layers_by_the_name_of_their_axis():
+    nn = pytest.importorskip("flax.linen")
+    q, k = normal(3, 4, 2), normal(3, 4, 5, seed=1)
+    boxed = {"q": nn.Partitioned(q, ("layers", "in", "out")), "k": nn.Partitioned(k, ("layers", "in", None))}
+    p = SharedGain(QK, stacked="layers")
+    raw = p.init(boxed)
+    np.testing.assert_array_equal(raw["q"]["@shared_gain"]["gain"].unbox(), np.abs(q).max((1, 2)))
+    np.testing.assert_allclose(p.apply(raw)["k"].unbox(), k, rtol=1e-6)
+    unlike = {**boxed, "k": nn.Partitioned(np.moveaxis(k, 0, 1), ("in", "layers", None))}
+    text = (
+        "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked='layers').init at 'q', 'k': expected the same stacked "
+        "axes in all arrays, got {'q': (0,), 'k': (1,)} for stacked='layers'. Stack them along the same axes, or leave "
+        "some layers out with the expressions."
+    )
+    with raises(ValueError, text):
+        p.init(unlike)
+
+
 def test_a_joint_stage_is_written_as_data():
     p = JointNorm(LAYERS)
     assert p == JointNorm(tuple(LAYERS.items()))
@@ -139,6 +189,20 @@ TWO = {"a": ONE, "b": ONE}
             lambda: JointNorm("kernel"),
             TypeError,
             "JointNorm takes a dict of names and regular expressions as arrays, but got 'kernel'.",
+        ),
+        (
+            lambda: SharedGain(QK, stacked=0).init({"q": np.ones((3, 2)), "k": np.ones((2, 2))}),
+            ValueError,
+            "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked=0).init at 'q', 'k': expected as many layers along "
+            "stacked=(0,) in each array, got shapes {'q': (3, 2), 'k': (2, 2)}. Give the axes along which all of them "
+            "are stacked.",
+        ),
+        (
+            lambda: SharedGain(QK, stacked=1).init({"q": np.ones(3), "k": np.ones(3)}),
+            ValueError,
+            "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked=1).init at 'q', 'k': expected as many layers along "
+            "stacked=(1,) in each array, got shapes {'q': (3,), 'k': (3,)}. Give the axes along which all of them are "
+            "stacked.",
         ),
         (
             lambda: JointNorm({"w": 1}),

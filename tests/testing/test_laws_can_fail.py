@@ -17,6 +17,7 @@ from reparax.testing import (
     check_laws,
     checkpoints,
     gradients,
+    half_precision,
     keys,
     mean,
     plain_trees,
@@ -173,11 +174,28 @@ class NaiveNorm(rpx.Reparametrization):
     min_ndim: ClassVar[int] = 2
 
     def init_leaf(self, w):
-        return {"g": jnp.sqrt(jnp.sum(w * w, axis=0, keepdims=True)), "v": w}
+        return {"g": self.length(w), "v": w}
 
     def apply_leaf(self, values):
-        v = values["v"]
-        return values["g"] * v / jnp.sqrt(jnp.sum(v * v, axis=0, keepdims=True))
+        return values["g"] * (values["v"] / self.length(values["v"]))
+
+    def length(self, w):
+        wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+        return jnp.sqrt(jnp.sum(wide * wide, axis=0, keepdims=True)).astype(w.dtype)
+
+
+class OverflowingNorm(rpx.Reparametrization):
+    """A norm that float16 cannot square."""
+
+    def init_leaf(self, w):
+        return {"g": self.length(w), "v": w}
+
+    def apply_leaf(self, values):
+        return values["g"] * values["v"] / self.length(values["v"])
+
+    def length(self, w):
+        squares = jnp.sum(w * w, axis=0, keepdims=True)
+        return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares))
 
 
 class HalfStopped(Start):
@@ -403,6 +421,12 @@ BROKEN = {  # in the texts, # is a number
         LengthOfZero(),
         gradients,
         "gradients: that of 'a/@length_of_zero/step' is not finite at its start.",
+    ),
+    "overflowing norm": (
+        OverflowingNorm(),
+        half_precision,
+        "half precision: init gives inf as the largest entry of 'a/@overflowing_norm/g', but # in float32; compute "
+        "so, and cast the result back.",
     ),
     "half stopped": (HalfStopped(), gradients, SLOPE),
     "half stopped in single precision": (HalfStoppedSingle(), gradients, SLOPE),

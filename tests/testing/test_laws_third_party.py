@@ -104,14 +104,14 @@ class RunningScale(rpx.Reparametrization):
     raw_values = {"x": rpx.main(), "scale": rpx.fixed()}
 
     def init_leaf(self, w):
-        scale = jnp.sqrt(jnp.mean(w * w) + 1e-9)
+        scale = jnp.mean(jnp.abs(w)) + 1e-9
         return {"x": w / scale, "scale": scale}
 
     def apply_leaf(self, values):
         return values["x"] * values["scale"]
 
     def update_leaf(self, values):
-        return {"scale": 0.9 * values["scale"] + 0.1 * jnp.sqrt(jnp.mean(values["x"] ** 2))}
+        return {"scale": 0.9 * values["scale"] + 0.1 * jnp.mean(jnp.abs(values["x"]))}
 
 
 class Doubled(rpx.Parametrization):

@@ -28,25 +28,22 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
 
     Args:
       check: Takes the value, the name of the class and that of the field. It returns the value to keep, or raises an
-        error.
+        error. :func:`check_number` and :func:`check_positive_number` are such checks, and take traced numbers too;
+        :func:`per_array` makes one that takes a number for each array.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> def positive(value, who, name):
-      ...     if value <= 0:
-      ...         raise ValueError(f"{who} takes a positive {name}, but got {value}.")
-      ...     return value
       >>> class Tempered(rpx.Perturbation):
       ...     stochastic = False
-      ...     heat: float = rpx.argument(positive, default=1.0)
+      ...     heat: float = rpx.argument(rpx.check_positive_number, default=1.0)
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat
       >>> Tempered(-2.0)
       Traceback (most recent call last):
         ...
-      ValueError: Tempered takes a positive heat, but got -2.0.
+      ValueError: Tempered got heat=-2.0, but takes a finite number greater than 0.
     """
     return field(default=default, kw_only=kw_only, metadata={argument: check})
 

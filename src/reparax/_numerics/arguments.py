@@ -11,7 +11,30 @@ from reparax._tree.paths import is_array
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """A float if the value is known, otherwise the traced scalar."""
+    """A float if the value is known, otherwise the traced scalar: a number may change during training.
+
+    Build a check of your own on it, for :func:`argument`, and compare known numbers only.
+
+    Args:
+      value: The value that a stage was given.
+      who: The name of the class, for errors.
+      name: The name of the field, for errors.
+
+    Raises:
+      TypeError: If it is not a real number.
+
+    Example:
+      >>> import reparax as rpx
+      >>> def check_rate(value, who, name):
+      ...     rate = rpx.check_number(value, who, name)
+      ...     if isinstance(rate, float) and not 0 <= rate < 1:  # refuses nan too
+      ...         raise ValueError(f"{who} got {name}={rate}, but takes a number from 0 to below 1.")
+      ...     return rate
+      >>> check_rate(1.5, "SignFlip", "rate")
+      Traceback (most recent call last):
+        ...
+      ValueError: SignFlip got rate=1.5, but takes a number from 0 to below 1.
+    """
     if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
         return float(value)
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
@@ -37,7 +60,22 @@ def check_known_number(value: Any, who: str, name: str) -> float:
 
 
 def check_positive_number(value: Any, who: str, name: str) -> Any:
-    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known."""
+    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known.
+
+    Args:
+      value: The value that a stage was given.
+      who: The name of the class, for errors.
+      name: The name of the field, for errors.
+
+    Raises:
+      TypeError: If it is not a real number.
+      ValueError: If it is known, and zero, negative, infinite or not a number.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.check_positive_number(2, "Tempered", "heat")
+      2.0
+    """
     checked = check_number(value, who, name)
     if isinstance(checked, float) and not 0 < checked < float("inf"):
         raise ValueError(f"{who} got {name}={checked}, but takes a finite number greater than 0.")

@@ -3,17 +3,21 @@
 import inspect
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 from jax import Array
 
+from reparax._axes.names import AxisNames, names_of_places
+from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
 from reparax._axes.seen import Seen
+from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
+from reparax._core.value import argument
 from reparax._stage.nodes import own_nodes
 from reparax._stage.where import check_where, nothing
 from reparax._tree.flat import Flat
@@ -34,7 +38,7 @@ class _Group(Site):
 
     def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
         del random
-        return self.stage.apply_leaves(values)
+        return self.stage._closed(values)
 
 
 class _OnGroups(Planner):
@@ -44,25 +48,46 @@ class _OnGroups(Planner):
         slots, kind = tree.slots(), self.stage.kind
         seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
         sites: list[_Group] = []
+        named = self._axis_names(tree)
         for group in self._groups("init", {place: slots[place].path for place in seen}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
-            sites.append(_Group(self.stage, _at(slots, group), spots))
+            with locate_errors(f"{self.who('init')} at {_at(slots, group)}"):
+                stage = self._numbered(group, named)
+                _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stage._places)
+            sites.append(_Group(stage, _at(slots, group), spots))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[_Group]()
         nodes, closed = own_nodes(who, self.stage.kind, tree)
-        slots = closed.slots()
+        slots, named = closed.slots(), self._axis_names(closed)
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
             own = {name: nodes[place] for name, place in group.items()}
             with locate_errors(f"{who} at {_at(slots, group)}"):
                 for node in own.values():
                     node.require_values()
                 held = {name: abstract(node.types) for name, node in own.items()}
-                types = jax.eval_shape(self.stage.apply_leaves, held)
+                stage = self._numbered(group, named)
+                types = jax.eval_shape(stage._closed, held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}
-            sites.append(_Group(self.stage, _at(slots, group), spots))
+            sites.append(_Group(stage, _at(slots, group), spots))
         return self.layer(method, sites)
+
+    def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
+        """The axis names of each array, if the stage needs any."""
+        return names_of_places(tree) if has_names(self.stage.stacked) else dict.fromkeys(tree.arrays)
+
+    def _numbered(self, group: Mapping[str, Names], named: Mapping[Names, AxisNames | None]) -> Any:
+        """The stage with the stacked axes of a group as numbers."""
+        if not has_names(self.stage.stacked):
+            return self.stage
+        found = {name: find_axes(self.stage.stacked, named[place]) for name, place in group.items()}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"expected the same stacked axes in all arrays, got {found} for stacked={self.stage.stacked!r}. Stack "
+                f"them along the same axes, or leave some layers out with the expressions."
+            )
+        return replace(self.stage, stacked=next(iter(found.values())))
 
     def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
         """For each group of captured texts, the place of the array of each name."""
@@ -105,6 +130,9 @@ class Joint(Parametrization):
       arrays: For each name of the formula a regular expression that the array's whole path must match. Arrays whose
         expressions capture the same text in parentheses form a group, and the formula is applied to each group, for
         example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``.
+      stacked: As for :class:`Perturbation`, the same axes in all arrays of a group: the formula is applied to each
+        index separately. Set it for layers that are stacked in one array, as under a scan; without it they are one
+        array for the formula, so what it computes once, such as a gain, is one number for all layers.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -124,6 +152,7 @@ class Joint(Parametrization):
     """
 
     arrays: Any
+    stacked: Axes = argument(check_front_axes, default=(), kw_only=True)
 
     _planner: ClassVar[type[Planner]] = _OnGroups
 
@@ -147,15 +176,28 @@ class Joint(Parametrization):
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
+    @property
+    def _places(self) -> tuple[int, ...]:
+        """The stacked axes, as numbers."""
+        return find_axes(self.stacked, None)
+
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula, mapped over the stacked axes."""
+        return map_stacked(self._places, formula)
+
+    def _closed(self, values: Leaves) -> dict[str, Array]:
+        """The effective arrays."""
+        return self._over(self.apply_leaves)(values)
+
     def _opened(self, arrays: dict[str, Array], seen: Mapping[str, Seen]) -> Held:
         """The raw values for each name, after checking that they reproduce the types of the arrays."""
+        start: Any = self.init_leaves
         try:
-            start: Any = self.init_leaves
-            values = start(arrays, seen=seen) if self._sees else start(arrays)
+            values = self._over(lambda w, seen: start(w, seen=seen) if self._sees else start(w))(arrays, dict(seen))
             _require_names("init_leaves", "the values of", values, arrays)
             flat = {value: w for named in values.values() for value, w in named.items()}
             require_named_arrays("init_leaves", flat, self.raw_values)
-            effective = jax.eval_shape(self.apply_leaves, values)
+            effective = jax.eval_shape(self._closed, values)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
@@ -169,6 +211,17 @@ class Joint(Parametrization):
 
 def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
     return ", ".join(repr(slots[place].path) for place in group.values())
+
+
+def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
+    """Requires the stacked axes in each array, of one size in all of them."""
+    sizes = {name: None if lacks_axes(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
+    if None in sizes.values() or len(set(sizes.values())) > 1:
+        shapes = {name: w.shape for name, w in arrays.items()}
+        raise ValueError(
+            f"expected as many layers along stacked={stacked} in each array, got shapes {shapes}. Give the axes along "
+            f"which all of them are stacked."
+        )
 
 
 def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:

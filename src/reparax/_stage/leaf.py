@@ -41,7 +41,7 @@ class Perturbation(Leafwise):
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
     array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
     stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype.
+    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`per_array`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -82,8 +82,9 @@ class Reparametrization(Leafwise):
     ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w``. Instead of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of
-    :class:`Term` whose sum is the array. It may also set:
+    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can give. Instead of
+    ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also
+    set:
 
     - ``raw_values``: what each raw value is, ``{"v": rpx.main(aligned=True), "g": rpx.aux(), "mask": rpx.fixed()}``.
       Earlier stages act on main values, under the parameter's own path; auxiliary values train too, fixed ones do not.

@@ -74,7 +74,23 @@ class ByArray:
 
 
 def per_array(check: Check) -> Check:
-    """A check that accepts what ``check`` accepts, or a dict or a function with one value for each array."""
+    """A check that accepts what ``check`` accepts, or one number for each array, as :class:`Perturbation` says.
+
+    In a formula, the field is the number for the array.
+
+    Args:
+      check: A check for :func:`argument`. Each number is checked by itself.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> class Tempered(rpx.Perturbation):
+      ...     heat: float = rpx.argument(rpx.per_array(rpx.check_positive_number))
+      ...     stochastic = False
+      ...     def apply_leaf(self, w, key):
+      ...         return w / self.heat
+      >>> Tempered({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
+      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
+    """
 
     def checked(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):

@@ -42,6 +42,7 @@ class Smooth(Joint):
       arrays: As for :class:`Joint`: ``"scale"`` is the norm's, ``"bias"`` its bias, if it has one, and all other names
         are weights. The norm multiplies by its scale last, and nothing but the weights reads its output. Layers may be
         stacked in all arrays.
+      stacked: As for :class:`Joint`. Layers may be stacked without it too.
       alpha: How much of the difference the weights take, from 0 to 1.
 
     Example:

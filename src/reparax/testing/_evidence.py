@@ -78,6 +78,19 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
     return jax.value_and_grad(objective)(moving)
 
 
+@partial(jax.jit, static_argnums=0)
+def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
+    """What the methods give, and the gradient of ``apply``."""
+    raw = started(p, params, key)
+    return {
+        "init": raw,
+        "apply": p.apply(raw, key),
+        "fold": p.fold(raw),
+        "update": p.fold(updated(p, raw, key)),
+        "the gradient": slope(p, raw, key)[1],
+    }
+
+
 class Alone(Parametrization):
     """One stage of a chain, on the output of earlier stages without noise; the result still holds later markers.
 
@@ -262,6 +275,19 @@ def without_row(w: Array) -> Array:
     if cleared.size and cleared.ndim:
         cleared[0] = 0
     return jnp.asarray(cleared)
+
+
+def large(w: Array) -> Array:
+    """``w`` in float16, with 300 as its largest entry; complex numbers and integers do not change."""
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        return w
+    wide = np.asarray(w).astype(np.float32)
+    return jnp.asarray((wide * (300 / max(1e-9, float(np.max(np.abs(wide), initial=0.0))))).astype(np.float16))
+
+
+def widened_if_inexact(w: Array) -> Array:
+    """``w`` in float32 or wider; integers do not change."""
+    return jnp.asarray(np.asarray(w).astype(np.promote_types(w.dtype, np.float32))) if is_inexact(w) else w
 
 
 def doubled(w: Array) -> Array:

@@ -40,6 +40,7 @@ from reparax.testing._evidence import (
     compiled_fold,
     compiled_init,
     compiled_rebase,
+    compiled_results,
     compiled_transfer,
     compiled_update,
     deviation,
@@ -48,6 +49,7 @@ from reparax.testing._evidence import (
     equal,
     has_functions,
     keeps,
+    large,
     moved,
     normal,
     paths,
@@ -64,6 +66,7 @@ from reparax.testing._evidence import (
     twice,
     types,
     updated,
+    widened_if_inexact,
     without_means,
     without_row,
     zeros,
@@ -83,10 +86,11 @@ def check_laws(
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    The laws are about the right inverse, types, value semantics, JAX transformations, keys, means, purity, gradients,
-    ``update``, ``rebase``, ``transfer``, selection, checkpoints and plain trees. If the gradient of your stage is not
-    that of its formula, as for rounding, set ``straight_through = True``. If the mean of a random stage is not the
-    array itself, define ``mean_leaf``.
+    The laws are about the right inverse, types, half precision, value semantics, JAX transformations, keys, means,
+    purity, gradients, ``update``, ``rebase``, ``transfer``, selection, checkpoints and plain trees. If the gradient of
+    your stage is not that of its formula, as for rounding, set ``straight_through = True``. If the mean of a random
+    stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not zero, because its
+    draws must differ.
 
     A stage that learns from data sees inputs of size 1 without correlation, in all of these. With data of your own, one
     more law holds: what it loses on them, ``learned``.
@@ -137,6 +141,30 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
             require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
     _require_shardings(p, params, key)
+
+
+def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Entries of some hundreds in float16, whose squares overflow, give what they give in float32.
+
+    They do up to a quarter of the largest entry, because a rounded number may move by a step of a grid. What float16
+    cannot hold is left out, and so are stages that do not take it.
+    """
+    half = jax.tree.map(large, params)
+    try:
+        jax.eval_shape(partial(compiled_results, p), half, key)
+    except (ValueError, TypeError):
+        return
+    narrow, wide = (compiled_results(p, tree, key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
+    for what in ("init", "fold", "apply", "the gradient", "update"):
+        for (path, got), (_, want) in zip(arrays(narrow[what]), arrays(wide[what]), strict=True):
+            x, y = (np.asarray(w).astype(complex) for w in (got, want))
+            size = float(np.max(np.abs(y), initial=0.0))
+            if size < float(jnp.finfo(jnp.float16).max):
+                near = what in ("init", "apply", "the gradient") or np.all(np.abs(x - y) <= size / 4)
+                largest = float(np.max(np.abs(x), initial=0.0))
+                text = f"{what} gives {largest:.3g} as the largest entry of {path!r}, but {size:.3g} in float32"
+                advice = "compute so, and cast the result back"
+                require(p, "half precision", np.all(np.isfinite(x)) and near, f"{text}; {advice}")
 
 
 def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -442,6 +470,7 @@ def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> Non
 LAWS: tuple[Law, ...] = (
     right_inverse,
     types_kept,
+    half_precision,
     value_semantics,
     transformations,
     keys,

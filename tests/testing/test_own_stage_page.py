@@ -1,0 +1,72 @@
+"""The stages of the page on stages of your own: what a stranger tries on them next."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.testing import half_precision
+
+PAGE = Path(__file__).parents[2] / "docs" / "notebooks" / "own_stage.md"
+
+
+def classes():
+    """The classes that the page defines."""
+    text = "\n".join(re.findall(r"```\{code-cell\}\n(?:---\n.*?---\n)?(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+    body = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    found = {"__name__": "own_stage", "jax": jax, "jnp": jnp, "rpx": rpx}
+    exec(compile(ast.Module(body, []), PAGE.name, "exec"), found)
+    return {node.name: found[node.name] for node in body}
+
+
+CLASSES = classes()
+Scaled, RoundingNoise, LaplaceWeights = (CLASSES[name] for name in ("Scaled", "RoundingNoise", "LaplaceWeights"))
+PARAMS = {"a": {"kernel": np.ones((3, 2), np.float32)}, "b": {"kernel": np.full((3, 2), 2, np.float32)}}
+
+
+def test_the_checked_number_may_be_traced():
+    def raw(start):
+        return Scaled(start).init(PARAMS)["a"]["kernel"]["@scaled"]["s"]
+
+    np.testing.assert_allclose(jax.jit(raw)(2.0), np.full((1, 2), np.log(np.expm1(2.0))), rtol=1e-5)
+
+
+def test_the_checked_number_may_differ_from_array_to_array():
+    raw = Scaled({"a/.*": 0.5, "b/.*": 2.0}).init(PARAMS)
+    for name, start in {"a": 0.5, "b": 2.0}.items():
+        s = raw[name]["kernel"]["@scaled"]["s"]
+        np.testing.assert_allclose(s, np.full((1, 2), np.log(np.expm1(start))), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [(float("nan"), "start"), (-1.0, "start"), ({"a/.*": 0.0}, "start['a/.*']")], ids=str
+)
+def test_the_checked_number_is_finite_and_positive(start, name):
+    number = next(iter(start.values())) if isinstance(start, dict) else start
+    text = f"Scaled got {name}={number}, but takes a finite number greater than 0."
+    with raises(ValueError, text):
+        Scaled(start)
+
+
+@pytest.mark.parametrize("stage", [RoundingNoise(0.25), LaplaceWeights(0.1)], ids=repr)
+def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(stage):
+    wave = jnp.ones((3, 2), jnp.complex64)
+    params = {**PARAMS, "wave": wave}
+    assert stage.apply(stage.init(params), jax.random.key(0))["wave"] is wave
+    name = type(stage).__name__
+    text = re.escape(f"{name}(") + ".*'wave': expected a floating array, got complex64. Leave it out with `where`."
+    chosen = type(stage)(0.1, where="wave")
+    with pytest.raises(ValueError, match=text):
+        chosen.init(params)
+
+
+@pytest.mark.parametrize("name", ["Anchored", "Scaled", "LaplaceWeights", "RoundingNoise", "Centered"])
+def test_the_page_computes_in_float32_where_float16_overflows(name, key):
+    arguments = {"LaplaceWeights": (0.1,), "RoundingNoise": (0.25,)}
+    half_precision(CLASSES[name](*arguments.get(name, ())), {"w": jax.random.normal(key, (8, 4))}, key)
