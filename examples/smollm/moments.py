@@ -22,7 +22,8 @@ STORED = rpx.Stored("dynamic8", block=256)
 WAYS: dict[str, tuple[rpx.Parametrization, rpx.Parametrization | None]] = {
     "float32": (rpx.Chain(), None),
     "moments in 8 bits": (rpx.Chain(), STORED),
-    "masters in two halves": (rpx.Halved(), None),
+    "moments in 8 bits, masters in two halves": (rpx.Halved(), STORED),
+    "moments in bfloat16, masters in two halves": (rpx.Halved(), None),
 }
 """How weights are held, and how moments are."""
 
