@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from examples.smollm import by_hand, compression, many, model, moments, tuning
+from examples.smollm import by_hand, compression, many, model, moments, report, tuning
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -162,6 +162,31 @@ def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):
     for i, row, each in zip(ids, tokens, got, strict=True):
         own, raw = adapters[i]
         np.testing.assert_allclose(each, model.logits(own.apply(raw), row[None], TINY)[0], atol=1e-5)
+
+
+def test_a_batch_of_adapters_multiplies_by_the_base_once():
+    config = model.Config(layers=2, width=64, heads=4, groups=2, inner=96, words=64)
+    like = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    p, rank, tokens = tuning.lora(2), 2, jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    free, fixed = rpx.partition(jax.eval_shape(p.init, like, jax.random.key(0)))
+    bank = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), free)
+    mixed = jax.jit(many.mixed(p, config)).lower(bank, fixed, jax.ShapeDtypeStruct((4,), jnp.int32), tokens)
+    base = jax.jit(lambda params, rows: model.logits(params, rows, config)).lower(like, tokens)
+    kernels = [x.shape for x in jax.tree.leaves(like["layers"]) if len(x.shape) == 3]
+    # For each token, two products with factors in each kernel, of two operations a number; XLA counts a layer once.
+    adapters = tokens.size * sum(2 * rank * (rows + columns) for _, rows, columns in kernels)
+    got, once = (program.compile().cost_analysis()["flops"] for program in (mixed, base))
+    assert once + 0.9 * adapters < got < once + 1.5 * adapters
+
+
+def test_the_rate_is_chosen_without_the_windows_that_are_reported():
+    def cell(training, new):
+        return {"curve": np.array([[9.0] * 3 + [training] * 5]), "new": np.array([new])}
+
+    cells = {"LoRA 8, rate 0.01, seed 0": cell(1.0, 2.0), "LoRA 8, rate 0.03, seed 0": cell(1.5, 1.0)}
+    assert report.best_rates({"untuned": {"new": np.array([3.0])}, **cells}) == {"LoRA 8": 0.01}
 
 
 @pytest.mark.parametrize(
