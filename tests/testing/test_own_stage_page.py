@@ -17,9 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "notebooks" / "own_stage.md"
 
 
 def classes():
-    """The classes that the page defines."""
+    """The classes that the page defines, with kinds that no other test has."""
     text = "\n".join(re.findall(r"```\{code-cell\}\n(?:---\n.*?---\n)?(.*?)```", PAGE.read_text(), flags=re.DOTALL))
     body = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    for node in body:
+        node.body[:0] = ast.parse(f"kind = 'page_{node.name}'").body
     found = {"__name__": "own_stage", "jax": jax, "jnp": jnp, "rpx": rpx}
     exec(compile(ast.Module(body, []), PAGE.name, "exec"), found)
     return {node.name: found[node.name] for node in body}
@@ -32,7 +34,7 @@ PARAMS = {"a": {"kernel": np.ones((3, 2), np.float32)}, "b": {"kernel": np.full(
 
 def test_the_checked_number_may_be_traced():
     def raw(start):
-        return Scaled(start).init(PARAMS)["a"]["kernel"]["@scaled"]["s"]
+        return Scaled(start).init(PARAMS)["a"]["kernel"]["@page_Scaled"]["s"]
 
     np.testing.assert_allclose(jax.jit(raw)(2.0), np.full((1, 2), np.log(np.expm1(2.0))), rtol=1e-5)
 
@@ -40,7 +42,7 @@ def test_the_checked_number_may_be_traced():
 def test_the_checked_number_may_differ_from_array_to_array():
     raw = Scaled({"a/.*": 0.5, "b/.*": 2.0}).init(PARAMS)
     for name, start in {"a": 0.5, "b": 2.0}.items():
-        s = raw[name]["kernel"]["@scaled"]["s"]
+        s = raw[name]["kernel"]["@page_Scaled"]["s"]
         np.testing.assert_allclose(s, np.full((1, 2), np.log(np.expm1(start))), rtol=1e-5)
 
 
