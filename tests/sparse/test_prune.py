@@ -186,6 +186,20 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
     np.testing.assert_array_equal(got["a"]["bias"], params["a"]["bias"])
 
 
+def test_global_pruning_ranks_factors_that_share_a_path():
+    p = rpx.GlobalPrune(0.5) >> rpx.LowRank(2)
+    w = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    raw = p.init({"w": w})
+    factors = rpx.LowRank(2).init({"w": w})["w"]["@low_rank"]
+    sizes = np.sort(np.abs(np.concatenate([np.ravel(factors["u"]), np.ravel(factors["v"])])))
+    for name, factor in factors.items():
+        node = raw["w"]["@low_rank"][name]["@global_prune"]
+        np.testing.assert_array_equal(node["@fixed"]["mask"], np.abs(factor) >= sizes[7])
+        np.testing.assert_array_equal(node["w"], factor)
+    pruned = [np.where(np.abs(factors[name]) >= sizes[7], factors[name], 0) for name in ("u", "v")]
+    np.testing.assert_allclose(p.apply(raw)["w"], pruned[0] @ pruned[1], rtol=1e-5, atol=1e-6)
+
+
 def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
     p = rpx.Scale(2.0, where="a") >> rpx.GlobalPrune(0.5)
     raw = p.init({"a": jnp.array([[1.0, 2.0]]), "c": jnp.array([[3.0, 4.0]])})

@@ -19,6 +19,7 @@ from reparax._stage.constraint import refuse_infinite
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.on_arrays import OnArrays
 from reparax._tree.flat import Flat
+from reparax._tree.paths import path_text
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
@@ -45,7 +46,7 @@ class _Ranking(Site):
 
 def _ranked_together(layer: Layer) -> Layer:
     """The layer with one site instead of one for each array."""
-    spots = {site.at: site.spots["w"] for site in layer.sites}
+    spots = {path_text(site.spots["w"].place): site.spots["w"] for site in layer.sites}  # paths may be equal
     return replace(layer, sites=[_Ranking(layer.stage, "", spots)])
 
 
