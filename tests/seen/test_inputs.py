@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -288,6 +289,14 @@ def test_explain_tells_what_is_collected_and_computes_nothing():
         "  without:",
     ]
     assert lines[6].startswith("    b  no data, 0 B  add reads it: ")
+    jitted = jax.jit(rpx.inputs(network, moments="diagonal"))
+    assert repr(rpx.explain(jitted, like, X)).splitlines() == lines
+
+
+def test_explain_takes_a_function():
+    message = "explain takes a function and its arguments, but got a value of type 'dict'. Pass the loss, "
+    with raises(TypeError, message + "`rpx.local(loss)` or `rpx.inputs(loss)`."):
+        rpx.explain({})
 
 
 def test_where_chooses_and_other_leaves_have_no_data():

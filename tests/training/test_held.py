@@ -1,6 +1,7 @@
 """Optimizers whose states are held in few bits between steps, and updates of weights that have few bits."""
 
 import equinox as eqx
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from errors import raises
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
@@ -248,3 +250,45 @@ def test_errors():
         "apply_updates found no correction beside 'w/@halved/w'. Pass the whole raw tree, with its fixed values.",
     ):
         rpx.apply_updates(free, free)
+
+
+def test_embeddings_have_moments_in_few_bits_too_and_vectors_have_not():
+    raw = {"embedding": jnp.ones((512, 2)), "kernel": jnp.ones((512, 2)), "bias": jnp.ones(512)}
+    tx = rpx.optimizer(optax.trace(0.9), state=DYNAMIC)
+    trace = tx.init(raw).trace
+    sizes = {name: sum(x.nbytes for x in jax.tree.leaves(held)) for name, held in trace.items()}
+    assert sizes == {"embedding": 1024 + 4 * 4, "kernel": 1024 + 4 * 4, "bias": 4 * 512}
+    assert jax.tree.structure(rpx.optimizer(optax.trace(0.9), state=DYNAMIC).init(raw)) == jax.tree.structure(
+        tx.init(raw)
+    )
+
+
+def test_nnx_keeps_such_a_state_over_steps():
+    raw, grad = {"w": normal(512, 2)}, {"w": normal(512, 2, seed=1)}
+    tx = rpx.optimizer(optax.trace(0.9), state=DYNAMIC)
+    params = nnx.State({"w": nnx.Param(raw["w"])})
+    held, state = nnx.Optimizer(params, tx, wrt=nnx.Param), tx.init(raw)
+    for _ in range(3):
+        held.update(params, nnx.State({"w": nnx.Param(grad["w"])}))
+        updates, state = tx.update(grad, state, raw)
+        raw = optax.apply_updates(raw, updates)
+    np.testing.assert_allclose(params["w"][...], raw["w"], rtol=1e-6)
+
+
+def test_flax_writes_such_a_state_and_reads_it():
+    raw = {"w": normal(512, 2)}
+    tx = rpx.optimizer(optax.trace(0.9), state=DYNAMIC)
+    state = tx.update(raw, tx.init(raw), raw)[1]
+    again = flax.serialization.from_bytes(tx.init(raw), flax.serialization.to_bytes(state))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_an_optimizer_takes_a_state_in_either_form():
+    raw = {"w": normal(512, 2)}
+    plain, few = rpx.optimizer(optax.trace(0.9)), rpx.optimizer(optax.trace(0.9), state=DYNAMIC)
+    state = few.update(raw, few.init(raw), raw)[1]
+    got = plain.update(raw, state, raw)[1].trace["w"]
+    want = raw["w"] + 0.9 * DYNAMIC.apply(DYNAMIC.init(raw))["w"]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert jax.tree.structure(few.update(raw, plain.init(raw), raw)[1]) == jax.tree.structure(state)

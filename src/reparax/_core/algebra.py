@@ -160,9 +160,11 @@ class Parametrization(Static, ABC):
         r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
 
         It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
-        Carlo on ``raw``, use ``log_prior(p.fold(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
-        values. A :class:`Simplex`, which has one raw value too many, adds the density of a number that the weights do
-        not tell. Noise is replaced by its mean, and frozen values do not count.
+        Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
+        values, as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")`` are. A symmetric matrix
+        counts with its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has one raw value too many,
+        adds the density of a number that the weights do not tell. Noise is replaced by its mean, and frozen values do
+        not count.
 
         Raises:
           ValueError: If a stage is not a bijection; the error names it.

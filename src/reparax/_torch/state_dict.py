@@ -46,7 +46,8 @@ def from_torch(
         along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
       layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
         ``(out, in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"conv_transpose"``: the same
-        here, ``(in, out, *spatial)`` in torch; for flax's transposed convolutions without ``transpose_kernel=True``.
+        here, ``(in, out, *spatial)`` in torch, and flipped along the spatial axes; for flax's transposed convolutions
+        without ``transpose_kernel=True``, which read without an error as ordinary ones if they are square.
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
         ``"same"``: the default for all other arrays. In modules of nnx and equinox, the classes of convolutions tell
@@ -113,7 +114,7 @@ def to_torch(
       p: The chain.
       raw: A raw tree of it.
       names: As for :func:`from_torch`.
-      layouts: As for :func:`from_torch`.
+      layouts: As for :func:`from_torch`; but no tensor tells how many axes it has, so name all convolutions of linen.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.

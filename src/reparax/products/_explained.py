@@ -60,14 +60,14 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local` or
-        :func:`inputs`.
+      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local` or :func:`inputs`, also under
+        ``jax.jit``.
       args: Its arguments, or their shapes and dtypes.
       argnums: As for :func:`factored`; what these return has its own.
       kwargs: Its keyword arguments.
 
     Raises:
-      TypeError: As :func:`factored`.
+      TypeError: If ``fun`` is not a function, and as :func:`factored`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -83,8 +83,16 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
+    if not callable(fun):
+        raise TypeError(
+            f"explain takes a function and its arguments, but got a value of type {type(fun).__name__!r}. Pass the "
+            f"loss, `rpx.local(loss)` or `rpx.inputs(loss)`."
+        )
     if isinstance(fun, Reports):
         return fun.explained(args, kwargs)
+    under_jit = getattr(fun, "__wrapped__", None)
+    if isinstance(under_jit, Reports):
+        return under_jit.explained(args, kwargs)
     rehearse()
     given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = given.traced()

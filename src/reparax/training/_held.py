@@ -1,6 +1,7 @@
 """Arrays of an optimizer's state between two steps, as raw values of a parametrization: codes and scales."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class Held:
 
 def store(p: Parametrization, state: PyTree) -> PyTree:
     """The state with raw values of ``p`` for the arrays that it selects, unless these are no smaller."""
+    _tell_flax()
     paths, leaves, treedef = named(state)
     numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
     raw = p.init({_text(path): _matrix(x) for path, x in numbers}) if numbers else {}
@@ -51,6 +53,27 @@ def store(p: Parametrization, state: PyTree) -> PyTree:
         return Held(values, p, _text(path), tuple(x.shape)) if smaller else x
 
     return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _tell_flax() -> None:
+    """Lets ``flax.serialization`` write held arrays, where it is imported."""
+    flax: Any = sys.modules.get("flax.serialization")
+    if flax is not None:
+        flax.register_serialization_state(
+            Held,
+            lambda x: {"raw": flax.to_state_dict(x.raw)},
+            lambda x, state: Held(flax.from_state_dict(x.raw, state["raw"]), x.p, x.path, x.shape),
+            override=True,
+        )
+
+
+def holding(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
+    """A state whose held arrays another library, such as nnx, has written as trees of their own; else as it is."""
+    if any(map(_is_held, jax.tree.leaves(state, is_leaf=_is_held))):
+        return state
+    leaves, (wanted, treedef) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(init))
+    alike = [x.shape for x in leaves] == [x.shape for x in wanted]
+    return treedef.unflatten(leaves) if alike else state
 
 
 def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

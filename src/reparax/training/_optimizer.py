@@ -1,15 +1,17 @@
 """Optimizers that leave fixed values unchanged."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from reparax._core.algebra import Parametrization
+from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import parts_of
 from reparax._numerics.arithmetic import widened
 from reparax._tree.paths import PyTree, is_array, is_traceable
-from reparax.training._held import open_state, store
+from reparax.training._held import holding, open_state, store
 from reparax.training._partition import combine, partition
 
 
@@ -35,8 +37,9 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     ``state=rpx.Stored("dynamic8", block=256)`` keeps the moments of Adam in two bytes a weight in place of eight. Each
     update decodes and encodes them. Then weights and gradients in half precision go to ``tx`` as float32, and so do
     the updates come back: add them by :func:`apply_updates`; ``state=rpx.Chain()`` does that alone, with moments in
-    float32. A state in few bits is a pytree of arrays like any other,
-    and :func:`transfer` and :func:`reset_moments` take it. bitsandbytes uses another table for second moments::
+    float32. A state in few bits is a pytree of arrays, with a node ``Held`` for each array that is stored;
+    checkpoints, ``nnx.Optimizer``, :func:`transfer` and :func:`reset_moments` take it. An optimizer takes a state in
+    either form, and gives it in its own. bitsandbytes uses another table for second moments::
 
         state = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*") >> rpx.Stored(
             "udynamic8", block=256, where=r".*/nu/.*"
@@ -46,8 +49,8 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
       state: A parametrization for the arrays of the state, by their paths there, such as ``0/mu/dense/kernel``; markers
-        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis, and an array
-        that would not be smaller stays as it is.
+        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default it
+        acts on all arrays of two or more axes, embeddings too. An array that would not be smaller stays as it is.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
@@ -79,22 +82,34 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             f"Pass one, as in `rpx.optimizer(tx, state=rpx.Stored('dynamic8', block=256))`."
         )
 
+    stored = state and Chain(tuple(map(_on_tables_too, parts_of(state))))
+
     def init(params: PyTree) -> PyTree:
         free = partition(params)[0]
-        return inner.init(free) if state is None else store(state, inner.init(_wide(free)))
+        return inner.init(free) if stored is None else store(stored, inner.init(_wide(free)))
 
     def update(updates: PyTree, held: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         whole = updates if params is None else params
         given = {name: _of_free(value, *partition(whole)) for name, value in extra.items()}
         free = partition(updates)[0], partition(params)[0]
-        if state is None:
-            moved, held = inner.update(free[0], held, free[1], **given)
+        if stored is None:
+            moved, held = inner.update(free[0], open_state(held)[0], free[1], **given)
         else:
-            moved, plain = inner.update(_wide(free[0]), open_state(held)[0], _wide(free[1]), **given)
-            held = store(state, plain)
+            plain = open_state(holding(held, lambda: init(whole)))[0]
+            moved, plain = inner.update(_wide(free[0]), plain, _wide(free[1]), **given)
+            held = store(stored, plain)
         return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
     return type(inner)(init, update)
+
+
+def _on_tables_too(stage: Any) -> Any:
+    """The stage, whose default leaves out no matrix: moments of embeddings are as large as any."""
+    return replace(stage, where=_is_table) if getattr(stage, "where", "") is None else stage
+
+
+def _is_table(path: str, x: Any) -> bool:
+    return x.ndim > 1
 
 
 def _wide(free: PyTree) -> PyTree:
