@@ -26,8 +26,9 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 300_000
-MEMORY_OF_PROGRAMS = 450_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+MEMORY_OF_PROGRAMS = 600_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 MOST_TEXTS = 100  # of a megabyte each
+YOUNG_OBJECTS = 20_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
     "--xla_cpu_parallel_codegen_split_count=1",  # as the other cores have workers of their own
@@ -43,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Flags and the folder of programs once for all workers, which have the environment of this process."""
     config.pluginmanager.register(COMPILED)
     if not hasattr(config, "workerinput"):
-        known = [flag for flag in FASTER if xla_knows(flag, config)]
+        all_known = xla_knows(" ".join(FASTER), config)  # one process to ask, not one for each
+        known = [flag for flag in FASTER if all_known or xla_knows(flag, config)]
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known])
         empty_when_full(PROGRAMS)
 
@@ -70,7 +72,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 1500. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 2000. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 
@@ -94,6 +96,7 @@ def pytest_collection_finish() -> None:
     """What the imports have made stays: no collection of garbage, and no search for leaks, need look at it again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 class Compiled:

@@ -12,7 +12,7 @@ INPUTS, HIDDEN, STEPS, BATCH = 3, 2, 4, 5
 
 
 def normal(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
 
 
 XS, TARGET = normal(STEPS, BATCH, INPUTS, seed=0), normal(STEPS, BATCH, HIDDEN, seed=1)

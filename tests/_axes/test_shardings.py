@@ -11,6 +11,7 @@ import optax
 import pytest
 from cases import CASES
 from errors import raises
+from grids import mostly_thorough
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -175,6 +176,18 @@ ON_EXPLICIT_MESHES = [
 ]
 
 
+OF_SHAPES_OF_THEIR_OWN = [
+    "low rank",
+    "adapters",
+    "stored",
+    "stored in other formats",
+    "noise of two kinds",
+    "linear spaces",
+    "joint norm",
+    "pack",
+]
+
+
 @pytest.mark.parametrize("name", ON_EXPLICIT_MESHES)
 def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
     p, params = CASES[name][0], CASES[name][1]()
@@ -185,7 +198,7 @@ def test_shardings_are_those_that_jax_finds_on_an_explicit_mesh(name):
     assert specs(p.shardings(given, mesh, like=params)) == wanted
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_thorough(CASES, *ON_EXPLICIT_MESHES, *OF_SHAPES_OF_THEIR_OWN))
 def test_every_raw_array_can_be_put_where_its_sharding_says(name):
     p, params = CASES[name][0], CASES[name][1]()
     mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

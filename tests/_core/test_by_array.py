@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import model
 from errors import raises
+from one_array import normal
 
 import reparax as rpx
 
@@ -263,13 +264,11 @@ def test_a_traced_factor_reads_the_raw_tree_of_a_known_one():
 
 # ---- two stages of one kind, told apart by the types of arrays, which each must find without failing on the other's
 
-KERNELS = {
-    "attention": jax.random.normal(jax.random.key(1), (6, 2, 3)),
-    "dense": jax.random.normal(jax.random.key(2), (5, 4)),
-    "scan": jax.random.normal(jax.random.key(3), (3, 5, 4)),
-}
-SQUARES = {"dense": 2 * jnp.eye(4), "scan": jnp.stack([2 * jnp.eye(3)] * 3), "small": 3 * jnp.eye(2)}
-FRAMES = {"dense": jnp.eye(4), "scan": jnp.stack([jnp.eye(4, 3)] * 3), "tall": jnp.eye(5, 2)}
+KERNELS = {"attention": normal(6, 2, 3), "dense": normal(5, 4, seed=1), "scan": normal(3, 5, 4, seed=2)}
+SQUARES = {"dense": 2 * np.eye(4), "scan": np.stack([2 * np.eye(3)] * 3), "small": 3 * np.eye(2)}
+SQUARES = {name: w.astype(np.float32) for name, w in SQUARES.items()}
+FRAMES = {"dense": np.eye(4), "scan": np.stack([np.eye(4, 3)] * 3), "tall": np.eye(5, 2)}
+FRAMES = {name: w.astype(np.float32) for name, w in FRAMES.items()}
 
 
 def of(size):

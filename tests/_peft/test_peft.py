@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compiled import fold
 from errors import raises
+from grids import mostly_thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -276,7 +277,10 @@ def stack(count=COUNT):
     return {"layers": {"mlp": {"kernel": jnp.asarray(normal(count, 8, 6)), "bias": jnp.asarray(normal(count, 6))}}}
 
 
-@pytest.mark.parametrize("name", OF_LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_thorough(OF_LAYERS, "lora", "dora", "lokr of factors", "ia3", "oft by a series", "hra", "lora with biases"),
+)
 def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_bit(name):
     config, shapes = OF_LAYERS[name]
     tensors = {

@@ -14,6 +14,7 @@ import pytest
 from cases import PATTERNS
 from errors import raises
 from flax import nnx
+from grids import mostly_thorough
 from jax import Array
 
 import reparax as rpx
@@ -241,10 +242,9 @@ def models() -> dict[str, Any]:
     return Made()
 
 
-def mostly_thorough(*names: str) -> list[Any]:
-    """One attention, layers under a scan, and the names of haiku; the other models belong to the thorough tests."""
-    quick = ("linen attention", "scanned linen blocks", "haiku layers")
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+def some_quick(*names: str) -> list[Any]:
+    """Layers under a scan and the names of haiku; the other models belong to the thorough tests."""
+    return mostly_thorough(names, *{"scanned linen blocks", "haiku layers"}.intersection(names))
 
 
 def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
@@ -268,14 +268,14 @@ def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", OF_ALL, ids=repr)
-@pytest.mark.parametrize("name", mostly_thorough(*MODELS))
+@pytest.mark.parametrize("name", some_quick(*MODELS))
 def test_noise_casts_and_maps_of_numbers_take_all_arrays(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(stage, models[name]) == list(ARRAYS[name])
     assert taken(of_layers(stage, name), models[name]) == list(ARRAYS[name])
 
 
 @pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
-@pytest.mark.parametrize("name", mostly_thorough(*(name for name in MODELS if name != "scanned equinox blocks")))
+@pytest.mark.parametrize("name", some_quick(*(name for name in MODELS if name != "scanned equinox blocks")))
 def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
 
@@ -296,7 +296,7 @@ def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[s
 
 
 @pytest.mark.parametrize("stage", OF_MATRICES, ids=repr)
-@pytest.mark.parametrize("name", mostly_thorough("equinox attention", "scanned equinox blocks", "haiku layers"))
+@pytest.mark.parametrize("name", some_quick("equinox attention", "scanned equinox blocks", "haiku layers"))
 def test_stages_of_matrices_take_matrices(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
 
@@ -308,7 +308,7 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
-@pytest.mark.parametrize("name", mostly_thorough("linen attention", "nnx attention"))
+@pytest.mark.parametrize("name", mostly_thorough(["linen attention", "nnx attention"], "linen attention"))
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
     error = (
         f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Give the axes of rows and "

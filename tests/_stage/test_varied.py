@@ -14,7 +14,7 @@ KEY = jax.random.key(0)
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
 
 
 def model():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import ERRORS, N, assert_alike
@@ -21,7 +22,7 @@ KEY = jax.random.key(0)
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.float32)
 
 
 NOISE = rpx.VarNoise(0.3)
@@ -175,7 +176,10 @@ def own_draws(case, raw, transform=jax.jit):
     return np.asarray(transform(rpx.local(noisy(case)))(raw, KEY, batch), np.float64).reshape(N, -1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    mostly_thorough(CASES, "dense", "two noises", "scan over layers", "heads", "stride", "embedding"),
+)
 def test_each_example_has_noise_of_its_own(name):
     case = CASES[name]
     raw = case.p.init(case.weights)

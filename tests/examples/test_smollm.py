@@ -91,7 +91,7 @@ SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA
 
 @pytest.mark.parametrize("p", [tuning.FULL, SMALL_BLOCKS], ids=["full", "QLoRA"])
 def test_a_few_steps_lower_the_loss_and_only_what_trains_moves(p, params):
-    raw = p.init(params, jax.random.key(0))
+    raw = jax.jit(p.init)(params, jax.random.key(0))
     *_, (_, _, trained) = tuning.fit(p, raw, ROWS, TINY, steps=12, rate=0.03, seed=0)
     before, after = (tuning.held_out(p.fold(each), ROWS, TINY, count=8) for each in (raw, trained))
     assert after < before - 0.2
@@ -104,8 +104,9 @@ def test_a_few_steps_lower_the_loss_and_only_what_trains_moves(p, params):
 @pytest.mark.parametrize("p", [tuning.lora(2), tuning.dora(2), tuning.qlora(2), tuning.gains()], ids=repr)
 def test_of_the_language_model_only_adapters_of_kernels_train(p, params):
     wide = model.Config(layers=2, width=64, heads=4, groups=2, inner=64, words=128)
-    like = jax.tree.map(jnp.ones, model.shapes(wide), is_leaf=lambda x: isinstance(x, tuple))
-    raw = p.init(like, jax.random.key(0))
+    shapes = model.shapes(wide)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    raw = jax.eval_shape(p.init, like, jax.random.key(0))
     free, fixed = (
         {
             jax.tree_util.keystr(path, simple=True, separator="/")
@@ -134,7 +135,7 @@ def test_lora_is_that_by_hand(params):
 
 @pytest.mark.parametrize("chain", [tuning.lora, tuning.dora])
 def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
-    free, fixed = rpx.partition(chain(2).init(params, jax.random.key(0)))
+    free, fixed = rpx.partition(jax.jit(chain(2).init)(params, jax.random.key(0)))
     free = jax.tree.map(lambda x: x + 0.1, free)
     losses = tuning.loss_of(chain(2), TINY), tuning.loss_in_scan(chain(2, stacked=()), TINY)
     (value, grads), (other, others) = (jax.jit(jax.value_and_grad(f))(free, fixed, jnp.asarray(ROWS)) for f in losses)
@@ -153,10 +154,10 @@ def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
 def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):
     adapters = []
     for i, p in enumerate([tuning.lora(1), rpx.Freeze() >> rpx.LoRA(3, 6.0, stacked=0)]):
-        free, fixed = rpx.partition(p.init(params, jax.random.key(i)))
+        free, fixed = rpx.partition(jax.jit(p.init)(params, jax.random.key(i)))
         adapters.append((p, rpx.combine(jax.tree.map(lambda x, i=i: x + 0.05 * (i + 1), free), fixed)))
     p, bank = many.bank_of(adapters)
-    fixed = rpx.partition(p.init(params, jax.random.key(0)))[1]
+    fixed = rpx.partition(jax.jit(p.init)(params, jax.random.key(0)))[1]
     ids, tokens = [1, 0, 1], jnp.asarray(ROWS[:3])
     got = jax.jit(many.mixed(p, TINY))(bank, fixed, jnp.array(ids), tokens)
     for i, row, each in zip(ids, tokens, got, strict=True):

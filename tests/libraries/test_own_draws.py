@@ -12,6 +12,7 @@ import mlp
 import numpy as np
 import pytest
 from flax import nnx
+from grids import mostly_thorough
 from samples import N, assert_alike
 
 import reparax as rpx
@@ -59,7 +60,7 @@ def of_nnx() -> Network:
     return params, lambda params, x: nnx.merge(graph, params)(x)
 
 
-@pytest.mark.parametrize("library", [linen, haiku, equinox, of_nnx])
+@pytest.mark.parametrize("library", mostly_thorough([linen, haiku, equinox, of_nnx], linen, equinox))
 def test_each_example_has_noise_of_its_own(library: Callable[[], Network]) -> None:
     params, network = library()
     raw = P.init(params)

@@ -28,12 +28,12 @@ def nearest(w, rank):
     ("w", "p"),
     [
         pytest.param(normal(6, 4), rpx.LowRank(1), id="rank 1"),
-        pytest.param(normal(6, 4), rpx.LowRank(3), id="rank 3"),
+        pytest.param(normal(6, 4), rpx.LowRank(3), id="rank 3", marks=pytest.mark.thorough),
         pytest.param(normal(4, 6), rpx.LowRank(3), id="wide"),
-        pytest.param(normal(6, 4), rpx.LowRank(4), id="full rank"),
+        pytest.param(normal(6, 4), rpx.LowRank(4), id="full rank", marks=pytest.mark.thorough),
         pytest.param(normal(2, 3, 6, 4), rpx.LowRank(2, stacked=(0, 1)), id="leading axes"),
         pytest.param(rotated(6, 4), rpx.LowRank(2), id="complex"),
-        pytest.param(normal(6, 4, scale=1e-25), rpx.LowRank(2), id="1e-25"),
+        pytest.param(normal(6, 4, scale=1e-25), rpx.LowRank(2), id="1e-25", marks=pytest.mark.thorough),
         pytest.param(normal(6, 4, scale=1e30), rpx.LowRank(2), id="1e30"),
     ],
 )

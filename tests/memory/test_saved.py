@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from errors import raises
+from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -108,8 +109,11 @@ def looped(p):
     return of_both
 
 
-@pytest.mark.parametrize("p", STAGES, ids=repr)
-@pytest.mark.parametrize("around", [lambda f: f, rpx.remat, jax.jit, lambda f: rpx.remat(jax.jit(f))])
+AROUND = {"itself": lambda f: f, "remat": rpx.remat, "jit": jax.jit, "both": lambda f: rpx.remat(jax.jit(f))}
+
+
+@pytest.mark.parametrize("p", mostly_thorough(STAGES, STAGES[0], STAGES[-1]), ids=repr)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_no_line_of_this_library_or_of_jax_is_named(p, around):
     # Of a shape of its own: what JAX has traced for another test it does not trace again, and keeps that test's lines.
     raw = p.init({"w": jnp.eye(23)})

@@ -15,7 +15,7 @@ KEYS = jax.random.split(jax.random.key(0), 4000)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype), dtype)
 
 
 def draws(p, raw, keys=KEYS):

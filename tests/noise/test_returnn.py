@@ -18,7 +18,7 @@ N_IN, N_OUT = 7, 13
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
 
 
 def linear():

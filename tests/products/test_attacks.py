@@ -12,7 +12,7 @@ from reparax.products._plan import Plan
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.float32)
 
 
 A, B, W, X = normal(6, 1), normal(1, 6, seed=1), normal(6, 6, seed=2), normal(5, 6, seed=3)

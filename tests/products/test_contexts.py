@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from grids import mostly_thorough
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
@@ -22,7 +23,7 @@ LORA = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,21 @@ def close(got, expected, tolerance):
 
 
 QUICK = ("a negative weight", "dense")
+OF_A_KIND_OF_ITS_OWN = (
+    "a tied table",
+    "a recurrent network",
+    "a choice",
+    "one of stacked layers",
+    "einsum over heads",
+    "vmap over experts",
+    "shard_map over rows",
+    "convolutions of linen",
+    "nn.scan",
+    "equinox",
+    "DoRA",
+    "nf4",
+    "circulant",
+)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +308,7 @@ def test_values_and_gradients_are_those_of_the_loss(name):
         close(each, expected, context.tolerance)
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("name", mostly_thorough(CONTEXTS, *QUICK, *OF_A_KIND_OF_ITS_OWN))
 def test_weights_stay_in_factors(name):
     loss, args = prepared(CONTEXTS[name]())
     with jax.numpy_rank_promotion("allow"):

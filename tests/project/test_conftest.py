@@ -69,7 +69,7 @@ def texts():
     return sum(isinstance(each, pxla.MeshComputation) for each in gc.get_objects())
 
 
-@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 1500), (1, 2, 833), (60, 100, 1000)])
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 2000), (1, 2, 833), (60, 100, 1000)])
 def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(gigabytes, workers, most):
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
@@ -87,5 +87,6 @@ def test_xla_is_asked_for_a_flag_once_and_not_at_all_where_pytest_keeps_no_answe
     assert not conftest.xla_knows(flag, SimpleNamespace())
 
 
+@pytest.mark.thorough
 def test_xla_knows_an_old_flag():
     assert conftest.xla_knows("--xla_backend_optimization_level=0", SimpleNamespace(cache=Kept()))

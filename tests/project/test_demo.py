@@ -123,11 +123,11 @@ def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
 def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "SIZES", (64, 10))
     path = tmp_path / "plot.png"
-    demo.main(["--steps", "60", "--seeds", "2", "--plot", str(path)])
+    demo.main(["--steps", "10", "--seeds", "2", "--plot", str(path)])
     printed = capsys.readouterr().out
     for name in demo.CONFIGURATIONS:
         assert re.search(rf"│ {re.escape(name)} +│( +\d+\.\d ± \d+\.\d │){{3}}", printed)
-    assert "2 seeds, 60 steps each" in printed
+    assert "2 seeds, 10 steps each" in printed
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert path.stat().st_size > 20_000
 

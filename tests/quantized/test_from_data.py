@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from one_array import normal
 from sights import DATA, K, N, W, X, correlated, output_error, seen
 
@@ -81,7 +82,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("fit", [{"fit": "gptq"}, {"fit": "gptq", "act_order": True}, {"fit": "awq"}])
-@pytest.mark.parametrize("name", ["int4", "nvfp4", *(pytest.param(f, marks=pytest.mark.thorough) for f in FORMATS)])
+@pytest.mark.parametrize("name", mostly_thorough(["int4", "nvfp4", *FORMATS], "int4"))
 def test_outputs_are_nearer_than_those_of_plain_rounding(name, fit):
     plain = rpx.Stored(name, **FORMATS[name])
     p = rpx.Stored(name, **FORMATS[name], **fit)

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32), jnp.float32)
 
 
 def close(got, want):

@@ -13,7 +13,7 @@ import reparax as rpx
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
 
 
 def layers(n, *names):

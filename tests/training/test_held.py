@@ -29,7 +29,7 @@ def promotion():
 
 
 def normal(*shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype), dtype)
 
 
 def by_name(state, name):

@@ -34,7 +34,7 @@ def promotion():
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
 
 
 def params() -> dict[str, jax.Array]:
@@ -186,7 +186,7 @@ def test_schedule_free_evaluates_the_free_part() -> None:
 def two() -> Any:
     """Three free numbers, of which one is a length, and four fixed ones."""
     p = rpx.Freeze(where="b") >> rpx.WeightNorm(where="w")
-    return p.init({"b": jnp.full(4, 2.0), "w": jnp.full((2, 1), 2.0)})
+    return jax.jit(p.init)({"b": np.full(4, 2.0, np.float32), "w": np.full((2, 1), 2.0, np.float32)})
 
 
 def test_norms_do_not_count_gradients_of_fixed_values() -> None:

@@ -1,0 +1,13 @@
+"""Tables of tests of which a few rows are quick: the others prove it again, so they belong to the thorough tests."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_thorough(rows: Iterable[Any], *quick: Any) -> list[Any]:
+    """The rows, all but those named ``quick`` with the mark ``thorough``."""
+    rows = list(rows)
+    assert all(name in rows for name in quick), quick
+    return [row if row in quick else pytest.param(row, marks=pytest.mark.thorough) for row in rows]
