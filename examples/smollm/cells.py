@@ -27,7 +27,7 @@ from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 STEPS, LENGTH, TURNS = 20, 65, 16
 WAYS: dict[str, rpx.Parametrization] = {
     FULL: tuning.FULL,
-    **{f"LoRA {rank}": tuning.lora(rank) for rank in (8, 1, 64)},
+    **{f"LoRA {rank}": tuning.lora(rank) for rank in (8, 1, 4, 16, 64)},
     "DoRA 8": tuning.dora(8),
     "QLoRA 8": tuning.qlora(8),
     "gains": tuning.gains(),
