@@ -114,6 +114,15 @@ def test_a_complex_array_is_refused_by_stages_of_real_numbers(who: str, p: rpx.P
     _assert_raises(Fault(p.init, lambda: ({"x": jnp.ones(2, jnp.complex64)},), ValueError, message))
 
 
+def test_types_are_no_arrays():
+    message = (
+        "WeightNorm().init at 'w': expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
+    )
+    _assert_raises(
+        Fault(rpx.WeightNorm().init, lambda: ({"w": jax.ShapeDtypeStruct((3, 2), "f4")},), TypeError, message)
+    )
+
+
 NO_ARRAYS: dict[str, Any] = {"none": None, "number": 1.5, "int": 3, "flag": True, "text": "relu", "function": jnp.tanh}
 
 

@@ -136,8 +136,7 @@ ERRORS = {
     ),
     "exponential": (
         lambda: rpx.PositiveDefinite("expm").log_det(rpx.PositiveDefinite("expm").init({"w": SQUARE})),
-        "PositiveDefinite(map='expm').log_det at 'w': PositiveDefinite(map='expm') has no log_det, but "
-        "PositiveDefinite('cholesky') has. Use that map.",
+        "PositiveDefinite(map='expm').log_det at 'w': map='expm' has no log_det, but map='cholesky' has. Use that map.",
     ),
     "complex": (
         lambda: (q := rpx.Elementwise(jnp.sinh, jnp.arcsinh)).log_det(q.init({"w": normal(2).astype(jnp.complex64)})),

@@ -119,9 +119,14 @@ def caller(method: str, fun: Any, argnums: Any) -> str:
     return who
 
 
+_CONTAINERS = (dict, list, tuple)
+
+
 def _shown(x: Any) -> Any:
     """``x`` as an error shows it: arrays as shape and dtype."""
-    return jax.tree.map(lambda leaf: describe(leaf) if is_array(leaf) else leaf, x)
+    return jax.tree.map(
+        lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
+    )
 
 
 def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import jax
+
 from reparax._axes.origin import Origins, Places, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
@@ -59,6 +61,11 @@ class OnArrays(Selection):
         who, sites = self.who(method), list[Values]()
         for place, slot, names in self.present(method, tree):
             w, number = tree.arrays[place], next_number(place, self.stage.kind)
+            if isinstance(w, jax.ShapeDtypeStruct) and not self.stage._bare:
+                raise TypeError(
+                    f"{who} at {slot.path!r}: expected an array, got its type. For types, call "
+                    f"`jax.eval_shape(p.init, params)`."
+                )
             stage = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
             spot, site = opened_spot(self.stage.kind, place, w), Values
             if self.stage._bare:

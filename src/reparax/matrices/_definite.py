@@ -77,7 +77,8 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     I.
 
     Args:
-      map: ``"cholesky"``, which is cheaper, or ``"expm"``, which does not depend on the order of rows.
+      map: ``"cholesky"``, which is cheaper and has a :meth:`log_det`, or ``"expm"``, which does not depend on the order
+        of rows.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
@@ -121,7 +122,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
-            raise ValueError(f"{self!r} has no log_det, but PositiveDefinite('cholesky') has. Use that map.")
+            raise ValueError(f"map={self.map!r} has no log_det, but map='cholesky' has. Use that map.")
         raw = Triangular().apply_leaf({"x": values["x"]})
         diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, factor(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)

@@ -32,10 +32,10 @@ class Gaussian(Reparametrization):
     the layer of NoisyNet.
 
     Args:
-      std: The initial :math:`\sigma`, a positive number.
-      prior: The standard deviation :math:`s` of the prior, a positive number or a traced scalar.
-      axis: The axes with one standard deviation per index, by number or by name, as for :class:`WeightNorm`.
-        Default: ``"each"``, one for each weight.
+      std: The initial :math:`\sigma`, a positive number, or one for each array, as for :class:`Perturbation`.
+      prior: The standard deviation :math:`s` of the prior: a positive number, also traced, or one for each array.
+      axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
+        weight. None, which would be one for the whole array, is refused.
       where: Which arrays to act on. Default: every floating or complex parameter, biases too.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 

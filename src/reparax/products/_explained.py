@@ -83,11 +83,6 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    if not callable(fun):
-        raise TypeError(
-            f"explain takes a function and its arguments, but got a value of type {type(fun).__name__!r}. Pass the "
-            f"loss, `rpx.local(loss)` or `rpx.inputs(loss)`."
-        )
     if isinstance(fun, Reports):
         return fun.explained(args, kwargs)
     under_jit = getattr(fun, "__wrapped__", None)
