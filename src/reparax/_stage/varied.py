@@ -83,12 +83,12 @@ def per_array(check: Check) -> Check:
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> class Tempered(rpx.Perturbation):
+      >>> class Heated(rpx.Perturbation):
       ...     heat: float = rpx.argument(rpx.per_array(rpx.check_positive_number))
       ...     stochastic = False
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat
-      >>> Tempered({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
+      >>> Heated({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
       {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
     """
 
