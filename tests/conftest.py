@@ -5,6 +5,7 @@ folder of the environment, for all workers and for later runs.
 """
 
 import ctypes
+import functools
 import gc
 import os
 import subprocess
@@ -15,8 +16,8 @@ import jax
 import jax.monitoring
 import jaxlib
 import pytest
-from jax._src import pjit
-from jax._src.interpreters import pxla
+from jax._src.interpreters import mlir
+from jax.extend.mlir import ir
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,9 +26,8 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
-SIZE_OF_A_PROGRAM = 300_000
+SIZE_OF_A_PROGRAM = 200_000
 MEMORY_OF_PROGRAMS = 600_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
-MOST_TEXTS = 100  # of a megabyte each
 YOUNG_OBJECTS = 20_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
@@ -72,7 +72,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 2000. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 3000. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 
@@ -100,15 +100,13 @@ def pytest_collection_finish() -> None:
 
 
 class Compiled:
-    """Counts the programs that stand in memory, and the texts that they were compiled from."""
+    """Counts the programs that stand in memory."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.number, self.texts = most, 0, 0
+        self.most, self.number = most, 0
 
     def __call__(self, event: str, _: float, **kwargs: str | int) -> None:
-        compiled = event.endswith("/backend_compile_duration")
-        self.number += compiled
-        self.texts += compiled
+        self.number += event.endswith("/backend_compile_duration")
 
     def pytest_runtest_logfinish(self) -> None:
         """Called for doctests too, as a hook of this file is not."""
@@ -117,19 +115,9 @@ class Compiled:
     def clear_when_many(self) -> None:
         if self.number > self.most:
             jax.clear_caches()
+            shared_context.cache_clear()
             return_memory()
-            self.number = self.texts = 0
-        elif self.texts > MOST_TEXTS:
-            forget_texts()
-            return_memory()
-            self.texts = 0
-
-
-def forget_texts() -> None:
-    """Drops the text of each program, as MLIR. JAX keeps it, though only the compiled program runs."""
-    for module, cache in ((pjit, "_pjit_lower"), (pxla, "_cached_lowering_to_hlo")):
-        if hasattr(module, cache):
-            getattr(module, cache).cache_clear()
+            self.number = 0
 
 
 def return_memory() -> None:
@@ -139,6 +127,18 @@ def return_memory() -> None:
         library.malloc_trim(0)
 
 
+# JAX makes a context for the text of each program. That takes longer than all else that it does before it compiles a
+# small one, and a megabyte for as long as the program stands in memory.
+new_context = mlir.make_ir_context
+shared_context = functools.cache(new_context)
+
+
+def context() -> ir.Context:
+    """One for all programs, but for one that JAX compiles while it writes another."""
+    return shared_context() if ir.Context.current is None else new_context()
+
+
+mlir.make_ir_context = context
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 COMPILED = Compiled(most_programs_in_memory(memory_of_machine(), WORKERS))
 jax.monitoring.register_event_duration_secs_listener(COMPILED)
