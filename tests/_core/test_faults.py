@@ -822,7 +822,7 @@ CONSTRUCTORS = {
         lambda: ({"w": jnp.ones((5, 3, 2))},),
         ValueError,
         "FixedRank(3, stacked=0).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
-        "Narrow the stage with `where`, or change `rank`.",
+        "Narrow the stage with `where`, or change `rank`. The array is one of those along stacked=0.",
     ),
     "shift_by_a_number": Fault(
         lambda p: p >> 3,

@@ -804,7 +804,7 @@ WRITING = {
     ),
     "none": (
         lambda: written(rpx.Freeze()),
-        refused("expected adapters of one method, got none"),
+        "to_peft: expected adapters of one method, got none. Write a model without adapters by `rpx.to_torch(p, raw)`.",
     ),
     "a gain without its bias": (
         lambda: written(rpx.Freeze() >> rpx.Gain(axis=-1, where=DENSE)),

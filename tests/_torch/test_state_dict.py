@@ -339,7 +339,7 @@ def test_a_tied_convolution_is_told_where_it_stands(state):
     np.testing.assert_array_equal(got, np.einsum("oik->kio", state["a.weight"]))
 
 
-@pytest.mark.parametrize(("bias", "more"), [(numbers(2, 4), ""), (numbers(8), r" \(1 more are as unclear\)")])
+@pytest.mark.parametrize(("bias", "more"), [(numbers(2, 4), ""), (numbers(8), r" \(as unclear: 'q/kernel'\)")])
 def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing(bias, more):
     like, state = (
         {"q": {"bias": numbers(2, 4), "kernel": numbers(8, 2, 4)}},
@@ -587,6 +587,7 @@ NORM, MODEL_LIKE = rpx.WeightNorm(), {"dense": {"kernel": W.T, "bias": numbers(3
 STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
+UP, TRANSPOSED = {"up": {"kernel": numbers(4, 8, 6)}}, {"up/kernel": "conv_transpose"}
 CONVOLVED = rpx.SpectralNorm(window=(4, 4))
 CUBE = {"w": jnp.ones((3, 3, 2))}
 ADVICE = (
@@ -817,6 +818,28 @@ REFUSED = {
         "'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and "
         "vectors.",
     ),
+    "another axis of weight norm": (
+        lambda: rpx.from_torch(
+            NORM, {"up.weight_g": numbers(8, 1, 1), "up.weight_v": numbers(8, 6, 4)}, UP, layouts=TRANSPOSED
+        ),
+        ValueError,
+        "from_torch: the state dict does not fit WeightNorm():\n"
+        "  up.weight_g: expected float32[1, 6, 1] for up/kernel, got float32[8, 1, 1], as of WeightNorm(axis=-2)\n"
+        + ADVICE,
+    ),
+    "another layout": (
+        lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6, 4)}, UP),
+        ValueError,
+        "from_torch: the state dict does not fit Chain():\n"
+        "  up.weight: expected float32[6, 8, 4] for up/kernel, got float32[8, 6, 4], as of "
+        "layouts={'up/kernel': 'conv_transpose'}\n" + ADVICE,
+    ),
+    "a matrix, whose layout no shape tells": (
+        lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6)}, {"up": {"kernel": numbers(8, 6)}}),
+        ValueError,
+        "from_torch: the state dict does not fit Chain():\n"
+        "  up.weight: expected float32[6, 8] for up/kernel, got float32[8, 6]\n" + ADVICE,
+    ),
     "a kernel of more axes without a tensor": (
         lambda: rpx.from_torch(rpx.Chain(), {"0.weight": numbers(4, 3)}, CONV),
         ValueError,
@@ -829,7 +852,7 @@ REFUSED = {
         lambda: rpx.to_torch(rpx.Chain(), {"q": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}),
         ValueError,
         "to_torch: the shape (2, 4) of 'q/bias' does not tell whether it is a stack of layers, a convolution or a "
-        "kernel of attention (1 more are as unclear). For a stack, give each layer a name: "
+        "kernel of attention (as unclear: 'q/kernel'). For a stack, give each layer a name: "
         "names={'q/bias': 'q.{i}.bias'}. For a convolution, layouts={'q/bias': 'kernel'}, or 'conv_transpose'; for "
         "equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and vectors.",
     ),

@@ -258,6 +258,12 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
             "PoincareBall got curvature=inf, but takes a finite number greater than 0.",
         ),
         (
+            lambda: rpx.Sphere(along=2, stacked=0).init({"w": jnp.ones((3, 4, 4))}),
+            ValueError,
+            "Sphere(along=2, stacked=0).init at 'w': along=2 is out of bounds for an array of shape (4, 4). Leave it "
+            "out with `where`, or use a separate stage for it. The array is one of those along stacked=0.",
+        ),
+        (
             lambda: rpx.Sphere(along=2).init({"w": jnp.ones((3, 2))}),
             ValueError,
             "Sphere(along=2).init at 'w': along=2 is out of bounds for an array of shape (3, 2). Leave it out "

@@ -313,6 +313,16 @@ def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
     assert not jnp.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
 
 
+def test_a_new_stage_that_needs_data_is_refused_with_the_way_to_start_it():
+    with raises(
+        ValueError,
+        "transfer has no data for a new stage: MagnitudePrune(sparsity=0.5, fit='wanda').init at 'w': expected what "
+        "this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, moments='diagonal')(params, batch)` "
+        "to init. In place of `transfer`, call `new.init(old.fold(raw), seen=seen)`.",
+    ):
+        rpx.transfer(rpx.Chain(), rpx.MagnitudePrune(0.5, fit="wanda"), {"w": jnp.ones((4, 2))})
+
+
 def test_boxes_with_axis_names_come_along():
     nn = pytest.importorskip("flax.linen")
     raw = rpx.WeightNorm().init({"kernel": nn.Partitioned(jnp.ones((4, 3)), ("embed", "mlp"))})

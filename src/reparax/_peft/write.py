@@ -83,8 +83,13 @@ def to_peft(
     if "LORA" in methods:
         methods -= {TOKENS.name}
         written = {name: each for name, each in written.items() if name not in tokens}
+    if not methods and not lines:
+        raise ValueError(
+            "to_peft: expected adapters of one method, got none. Write a model without adapters by "
+            "`rpx.to_torch(p, raw)`."
+        )
     if len(methods) != 1 and not lines:
-        lines.append(f"expected adapters of one method, got {', '.join(sorted(methods)) or 'none'}")
+        lines.append(f"expected adapters of one method, got {', '.join(sorted(methods))}")
     if lines:
         text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")

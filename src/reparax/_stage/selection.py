@@ -95,7 +95,9 @@ class Selection(Planner):
             places = stage._places(names)
             reason = stage._wrong_dtype(w) or lacks_axes(w, places)
             for one in each_stacked(w, places) if reason is None else ():
-                reason = reason or stage._unstacked._refuse(one)
+                if why := stage._unstacked._refuse(one):
+                    reason = f"{why} The array is one of those along stacked={stage.stacked}." if places else why
+                    break
         if reason is not None:
             raise ValueError(f"{who}: {reason}")
         return stage

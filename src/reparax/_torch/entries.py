@@ -130,7 +130,8 @@ def require_known(entries: Iterable[Entry]) -> None:
     if not doubtful:
         return
     path, shape = next((entry.path, entry.shape) for entry in doubtful.values())
-    more = f" ({len(doubtful) - 1} more are as unclear)" if len(doubtful) > 1 else ""
+    others = ", ".join(repr(each) for each in doubtful if each != path)
+    more = f" (as unclear: {others})" if others else ""
     raise ValueError(
         f"the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a kernel of "
         f"attention{more}. For a stack, give each layer a name: {by_layer(path)}. For a convolution, "

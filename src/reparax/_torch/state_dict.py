@@ -9,8 +9,9 @@ import numpy as np
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
+from reparax._torch.axis_order import LAYOUTS, permute
 from reparax._torch.entries import by_layer, require_known
-from reparax._torch.names import Twin
+from reparax._torch.names import Held, Twin
 from reparax._torch.plan import Plan, make_plan
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
@@ -18,6 +19,7 @@ from reparax._tree.differences import abstract, as_stored
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree
 from reparax.matrices._orthogonal import Orthogonal
+from reparax.norms._norm import WeightNorm
 
 
 def from_torch(
@@ -147,6 +149,7 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
 def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     """Refuses a state dict that does not fit the chain, with a line for each difference."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
+    holders = {name: held for held in plan.held for name in held.names.values()}
     bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
     lines, doubtful = list[str](), list[str]()
     for name in sorted(got.keys() | want.keys()):
@@ -158,6 +161,7 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
         elif name in got and as_stored(got[name]) != as_stored(want[name]):
             lines.append(
                 f"{name}: expected {as_stored(want[name])} for {owners[name].path}, got {as_stored(got[name])}"
+                + _fitting(holders.get(name), name, tuple(got[name].shape))
             )
     if lines:
         stack = f"If {doubtful[0]!r} is a stack, name each layer: {by_layer(doubtful[0])}. " if doubtful else ""
@@ -167,6 +171,19 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
             + f"\n{stack}Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the "
             "state dict and from `like`."
         )
+
+
+def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
+    """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
+    if held is None or len(held.entry.shape) <= 2:
+        return ""
+    own, layout = held.entry.shape, held.entry.layout
+    if isinstance(held.stage, WeightNorm) and name == held.names["g"]:
+        norms = {axis: np.where(np.arange(len(own)) == axis, own, 1).tolist() for axis in range(len(own))}
+        axes = [axis - len(own) for axis in norms if permute(norms[axis], layout) == shape]
+        return f", as of WeightNorm(axis={axes[0]})" if len(axes) == 1 else ""
+    layouts = [each for each in LAYOUTS if each != "conv1d" and permute(own, each) == shape]
+    return f", as of layouts={{{held.entry.path!r}: {layouts[0]!r}}}" if len(layouts) == 1 else ""
 
 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:

@@ -36,8 +36,9 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
     the same stages change it; and so are the codes of :class:`Stored`, if a new adapter leaves their array as its base.
     All other values are computed by ``init`` from the current weights; random starts draw
-    by ``jax.random.key(0)``, so for another key call ``new.init(old.fold(raw), key)``. In an optimizer's state, the
-    moments of kept values are kept, other moments start at zero, and counters are kept.
+    by ``jax.random.key(0)``, so for another key call ``new.init(old.fold(raw), key)``, and for a stage that starts from
+    data ``new.init(old.fold(raw), seen=seen)``. In an optimizer's state, the moments of kept values are kept, other
+    moments start at zero, and counters are kept.
 
     A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
     values are kept, but new values are an error, because the state does not show which of them need moments.
@@ -94,7 +95,7 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
             around = _within(kept, place)
             values = read.values(stage, node) if around else read.of_base(stage, node, before.arrays.get(place))
             if values is None and takes_data(stage):  # it starts without data, or says that it cannot
-                started = open_all([stage], before, keys, {}).arrays
+                started = _started(stage, before, keys).arrays
                 tree = replace(tree, arrays={**tree.arrays, **{at: started[at] for at in node.inside}})
             if values is not None:
                 kept.update([plain(place)] if around else [])
@@ -102,6 +103,17 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carrie
         tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
     boxed = spread_boxes(functools.partial(followed, tuple(Chain((new,)))), nest(read.effective), nest(tree))
     return _Carried(boxed, frozenset(kept))
+
+
+def _started(stage: Parametrization, before: Flat, keys: Keys) -> Flat:
+    """What a stage that takes data makes without them."""
+    try:
+        return open_all([stage], before, keys, {})
+    except ValueError as error:
+        raise ValueError(
+            f"transfer has no data for a new stage: {error} In place of `transfer`, call `new.init(old.fold(raw), "
+            f"seen=seen)`."
+        ) from error
 
 
 class _Read:
