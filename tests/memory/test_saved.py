@@ -31,6 +31,14 @@ def test_a_hand_written_loss_keeps_its_effective_weights_and_activations():
     assert report.bytes() == (32 * 4 + 8 * 16 + 8 * 32) * 4
 
 
+def test_keys_that_a_loss_closes_over_count_as_keys():
+    report = rpx.saved(lambda params, x: loss(params, KEY, x), PARAMS, X)
+    assert report.bytes("weights") == 32 * 4 * 4
+    assert report.bytes("activations") == (8 * 16 + 8 * 32) * 4
+    again = rpx.saved(rpx.remat(lambda params, x: loss(params, KEY, x)), PARAMS, X)
+    assert (again.bytes("weights"), again.bytes("parameters")) == (0, 32 * 4 * 4 + 8)
+
+
 def test_remat_keeps_raw_parameters_instead():
     report = rpx.saved(rpx.remat(loss), PARAMS, KEY, X)
     assert report.bytes("weights") == 0

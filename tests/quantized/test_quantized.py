@@ -85,6 +85,22 @@ def test_scales_that_are_rounded_too(name, dtype):
     assert off < 1.02 * error
 
 
+def test_an_offset_is_taken_off_with_one_rounding_in_eager_mode_as_under_jit():
+    p, w = rpx.Quantize("gguf:q4_k"), {"w": normal(256, 8)}
+    got, stored = p.apply(w)["w"], rpx.Stored("gguf:q4_k")
+    np.testing.assert_array_equal(got, jax.jit(p.apply)(w)["w"])
+    np.testing.assert_array_equal(got, stored.apply(stored.init(w))["w"])
+
+
+@pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
+def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how):
+    trained, stored = rpx.Quantize(name, **how), rpx.Stored(name, **how)
+    raw = trained.init({"w": normal(64, 96)})
+    np.testing.assert_array_equal(stored.apply(stored.init(raw))["w"], trained.fold(raw)["w"])
+    again = stored.apply(stored.init(trained.fold(raw)))["w"]
+    assert not np.array_equal(again, trained.fold(raw)["w"])  # rounding twice moves scales
+
+
 def test_two_numbers_of_four_bits_share_a_byte():
     w = jnp.array([[1.0, -7.0], [7.0, 2.0], [-3.0, 0.0], [5.0, -1.0]])
     fixed = rpx.Stored("int4").init({"w": w})["w"]["@stored"]["@fixed"]

@@ -83,7 +83,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
     It traces ``fun`` and computes nothing. The report lists raw parameters, values computed from parameters and keys
-    only (which :func:`remat` recomputes instead), and activations.
+    only (which :func:`remat` recomputes instead), and activations. Keys that ``fun`` closes over count as keys.
 
     Args:
       fun: The loss.
@@ -131,7 +131,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
 
     program, consts = jaxprs.opened(jax.make_jaxpr(kept)(*given.arrays))
     names = ["closed over" for _ in consts] + given.paths
-    known = [False for _ in consts] + given.given
+    known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + given.given
     return Saved(tuple(_kept(program, known, names, calls(called))))
 
 

@@ -37,10 +37,14 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     x = numbers.astype(scale.dtype)
     if "zero" in entries:
         x = x - entries["zero"].astype(scale.dtype)
-    x = x * scale
-    if "offset" in entries:
-        x = x - entries["offset"]
+    x = _shifted(x, scale, entries["offset"]) if "offset" in entries else x * scale
     return x * entries["channel"].astype(x.dtype) if "channel" in entries else x
+
+
+@functools.partial(jax.jit, inline=True)
+def _shifted(x: Array, scale: Array, offset: Array) -> Array:
+    """``x * scale - offset``, compiled in eager mode too: XLA rounds the two operations once."""
+    return x * scale - offset
 
 
 def reached(x: Array, blocks: Blocks, fit: str, reach: float) -> Array:

@@ -64,7 +64,8 @@ class Stored(Scaled):
     ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only. Both
     ways minimize the squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean
     M of ``x x^T``. On the same data, it is at most that of ``fit="absmax"``. The axis that is cut into blocks must be
-    the one that products contract. Rounding a second time may give other numbers, unlike without data.
+    the one that products contract. Rounding a second time may give other numbers. Without data too, it may move scales
+    in their last bits, and with ``fit="rms"`` the codes.
 
     ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
     few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
