@@ -47,7 +47,8 @@ def tuning_table() -> str:
     numbers = found("tuning", RESULTS)
     before = numbers[UNTUNED]
     full = _gained(numbers, chosen(numbers)[FULL])
-    head = ["tuned", "rate", "new text, held out", "gain of full", "old text", "trained parameters", "seconds a step"]
+    gain = "share of full fine-tuning's gain"
+    head = ["tuned", "rate", "new text, held out", gain, "old text", "trained parameters", "seconds a step"]
     rows = [["nothing", "", f"{before['new'][0]:.3f}", "", f"{before['old'][0]:.3f}", "0", ""]]
     for way, cells in chosen(numbers).items():
         new, old, seconds = ([numbers[cell][what][0] for cell in cells] for what in ("new", "old", "seconds a step"))

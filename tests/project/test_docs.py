@@ -78,7 +78,7 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     assert f"has {noise:.2f} bits per character; plain, {plain:.2f}." in text
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
     under, without = (results.median("batches", title, way) for way in ("remat", "apply"))
-    assert f"adds the weights: {under:.0f} MiB, not {without:.0f}." in text
+    assert f"`rpx.remat(loss)` the weights too: 16 layers take {under:.0f} MiB, not {without:.0f}." in text
     (factored,) = re.findall(r"never forms `W \+ A B`: ([\d.]+) of the time", text)
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert float(factored) == pytest.approx(results.ratio("factored", lora, "factored", "apply"), abs=0.01)
