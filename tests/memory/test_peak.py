@@ -1,5 +1,7 @@
 """The temporary memory of a whole compiled step: one layer's weights are alive at a time, in both passes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -123,9 +125,30 @@ def test_factors_in_the_steps_of_a_scan_do_not_copy_frozen_weights():
 def test_accelerators_find_each_given_value_behind_a_barrier_of_its_own():
     loss, params = unrolled(3)
     raw = jax.eval_shape(P.init, params)
-    step = jax.jit(jax.grad(rpx.remat(lambda raw, key, x: loss(P.apply(raw, key), x))))
-    text = step.trace(raw, KEY, X).lower(lowering_platforms=("tpu",)).as_text()
-    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
-    assert len(barriers) >= 7  # three directions, three lengths, a key; and what is made of them
-    assert all(line.count("%") == 2 for line in barriers)  # one value goes in, one comes out
-    assert "popcnt" not in text
+    found = barriers(lambda raw, key, x: loss(P.apply(raw, key), x), raw)
+    assert len(found) >= 7  # three directions, three lengths, a key; and what is made of them
+    assert all(line.count("%") == 2 for line in found)  # one value goes in, one comes out
+
+
+def test_accelerators_read_in_place_what_is_not_recomputed():
+    loss, params = unrolled(3)
+    assert not barriers(lambda w, key, x: loss(w, x) + jnp.sum(x @ w["layer0"]["kernel"].T), params)
+
+
+def test_accelerators_store_drawn_weights_and_not_what_is_computed_with_a_few_operations():
+    def stored(p):
+        """The types of the arrays of a layer's size that are behind a barrier."""
+        raw = jax.eval_shape(p.init, STACK)
+        found = barriers(lambda raw, key, x: scanned(p.apply(raw, key), x), raw)
+        return [kind for line in found for kind in re.findall(rf"tensor<(?:1x)?{WIDTH}x{WIDTH}x(\w+)>", line)]
+
+    assert stored(rpx.VarNoise(0.075)) == 3 * ["f32"]  # noise in both passes, and the parameter
+    assert stored(rpx.WeightNorm(stacked=0)) == ["f32"]  # the parameter, from which lengths are computed again
+
+
+def barriers(loss, params):
+    """The lines of its gradient's program for an accelerator that are barriers."""
+    step = jax.jit(jax.grad(rpx.remat(loss)))
+    text = step.trace(params, KEY, X).lower(lowering_platforms=("tpu",)).as_text()
+    assert "popcnt" not in text  # no tie, which is for CPUs
+    return [line for line in text.splitlines() if "optimization_barrier" in line]

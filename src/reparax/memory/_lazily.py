@@ -13,7 +13,7 @@ from reparax._numerics.tie import has_bits, tie, whole
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Special
 from reparax._programs.jaxprs import Env, values, variables
-from reparax.memory._ties import ties
+from reparax.memory._ties import costly, ties
 
 
 def lazily(jaxpr: Jaxpr, args: Sequence[Any], given: Flags, special: Special = lambda eqn: None) -> list[Any]:
@@ -109,4 +109,5 @@ def _after(after: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any]:
 
     made = dependence.run(piece, tied(piece.invars, args), special)
     # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
-    return [whole(x) if dependence.smooth(v) else x for v, x in zip(piece.outvars, made, strict=True)]
+    stored = costly(piece)
+    return [whole(x) if dependence.smooth(v) and v in stored else x for v, x in zip(piece.outvars, made, strict=True)]

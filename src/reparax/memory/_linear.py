@@ -14,6 +14,7 @@ from jax.interpreters import ad
 from reparax._programs import jaxprs
 from reparax.memory._lazily import lazily
 from reparax.memory._piece import Piece, Pieces
+from reparax.memory._ties import moved
 
 
 def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
@@ -38,8 +39,9 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
     n, used = piece.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
-    pairs = zip(args[:n], piece.given, strict=False)
-    fixed = [lax.optimization_barrier(x) if given else x for x, given in pairs]
+    again = moved(piece.program, piece.given)
+    pairs = zip(args[:n], piece.program.invars, strict=False)
+    fixed = [lax.optimization_barrier(x) if v in again else x for x, v in pairs]
     types, slopes = [x.aval for x in args[n:]], [cts[i] for i in used]
 
     def transposed(*args: Any) -> list[Any]:

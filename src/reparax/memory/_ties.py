@@ -1,4 +1,6 @@
-"""Which values must wait, so that a program cannot run early: the smallest ones from which all that costs is made.
+"""How compilers compute weights: what they read in place, what they compute again for each reader, and what must wait.
+
+What must wait, so that a program cannot run early, are the smallest values from which all that costs is made.
 
 A value that waits is data with a zero added, and a whole weight would be a copy of it. But noise waits if its key does,
 and a normalized weight waits if its lengths do. A transposed parameter need not wait: compilers read it in place.
@@ -8,11 +10,14 @@ from collections.abc import Iterable
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax._programs import jaxprs
+from reparax._programs import dependence, jaxprs
+from reparax._programs.dependence import Flags
 from reparax._tree.sizes import size_in_bytes
 
 SMALL = 4
 """A value is small if it is this many times smaller than what the program makes."""
+FEW = 32
+"""So many cheap operations on each entry cost no more than to store it and to read it."""
 
 _VIEWS = {"transpose", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"}
 # Compilers compute these again for each reader, instead of storing them.
@@ -26,11 +31,7 @@ _CHEAP = {
 
 def ties(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
-    free = set(program.invars)  # what compilers read in place, or compute from nothing
-    for eqn in program.eqns:
-        read = jaxprs.variables(eqn.invars)
-        if not read or (free.issuperset(read) and _are([eqn], _VIEWS)):
-            free.update(eqn.outvars)
+    free = _views(program)
     wanted = [v for v in jaxprs.variables(program.outvars) if v not in free]
     if not wanted:
         return set()
@@ -57,6 +58,47 @@ def ties(program: Jaxpr) -> set[Var]:
     for v in wanted:
         wait(v)
     return chosen
+
+
+def moved(program: Jaxpr, given: Flags) -> set[Var]:
+    """The given inputs from which a program computes more than views of them."""
+    known, views, found = dependence.known(program, given), _views(program), set[Var]()
+    for eqn in reversed(program.eqns):
+        if all(dependence.flags(known, eqn.invars)) and any(v not in views or v in found for v in eqn.outvars):
+            found.update(jaxprs.variables(eqn.invars))
+    return found.intersection(program.invars)
+
+
+def costly(program: Jaxpr) -> set[Var]:
+    """The outputs that take many operations for each entry, or one that is not cheap."""
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+
+    def cost(out: Var) -> int:
+        stack, chosen, total = [out], set[int](), 0
+        while stack:
+            eqn = makers.get(stack.pop())
+            if eqn is not None and id(eqn) not in chosen:
+                chosen.add(id(eqn))
+                total += _count([eqn]) if _are([eqn], _CHEAP) else FEW + 1
+                stack += [v for v in jaxprs.variables(eqn.invars) if _size(v) * SMALL > _size(out)]
+        return total
+
+    return {v for v in jaxprs.variables(program.outvars) if cost(v) > FEW}
+
+
+def _views(program: Jaxpr) -> set[Var]:
+    """What compilers read in place, or compute from nothing."""
+    free = set(program.invars)
+    for eqn in program.eqns:
+        read = jaxprs.variables(eqn.invars)
+        if not read or (free.issuperset(read) and _are([eqn], _VIEWS)):
+            free.update(eqn.outvars)
+    return free
+
+
+def _count(eqns: Iterable[JaxprEqn]) -> int:
+    """How many equations there are, those of calls too."""
+    return sum(sum(_count(inside.eqns) for inside in jaxprs.inner(e)) if jaxprs.is_call(e) else 1 for e in eqns)
 
 
 def _size(v: Var) -> int:
