@@ -191,7 +191,7 @@ def picture(found: Found) -> Figure:
     left.legend(frameon=False)
     left.grid(alpha=0.3)
     rows = compared(found)
-    for place, (what, colour) in enumerate({"entropy, known": "#56B4E9", "entropy, unknown": "#E69F00"}.items()):
+    for place, (what, colour) in enumerate({"entropy, known": "#0072B2", "entropy, unknown": "#E69F00"}.items()):
         values = np.array([found[name][what] for name in rows.values()])
         x = np.arange(len(rows)) + 0.36 * (place - 0.5)
         classes = f"{what.removeprefix('entropy, ')} classes"

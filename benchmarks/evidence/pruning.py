@@ -45,7 +45,7 @@ SETTINGS = {"schedule": LEFT, "at the end": LEFT, "RigL": DROPS, "SET": DROPS}
 """What each method has tried."""
 STYLES = {
     "schedule": ("#D55E00", "^-"),
-    "at the end": ("#56B4E9", "s--"),
+    "at the end": ("#0072B2", "s--"),
     "RigL": ("#009E73", "D-."),
     "SET": ("#CC79A7", "v:"),
 }

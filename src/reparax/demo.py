@@ -49,7 +49,7 @@ DRAWS = 8
 BITS = 3
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
-STYLES = (("#000000", "o-"), ("#56B4E9", "s--"), ("#D55E00", "^-"), ("#009E73", "D-."), ("#CC79A7", "v--"))
+STYLES = (("#000000", "o-"), ("#0072B2", "s--"), ("#D55E00", "^-"), ("#009E73", "D-."), ("#CC79A7", "v--"))
 
 
 class Digits(NamedTuple):

@@ -443,7 +443,10 @@ def step_of(p, moved):
     return step
 
 
-@pytest.mark.parametrize(("format", "bits"), [("int8", 8), ("nf4", 4), ("int3", 3)])
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [("nf4", 4), *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("int8", 8), ("int3", 3)))],
+)
 def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     p = rpx.Stored(format, axis=-1) >> rpx.LoRA(1)

@@ -17,6 +17,7 @@ import safetensors.flax
 from flax import serialization
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
+from grids import mostly_thorough
 from jax import Array
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -40,7 +41,8 @@ CHAINS = {
     "half_precision": rpx.WeightNorm() >> rpx.Cast("bfloat16"),
 }
 
-every_chain = pytest.mark.parametrize("p", CHAINS.values(), ids=CHAINS)
+WHOLE = CHAINS["everything"], CHAINS["half_precision"]
+every_chain = pytest.mark.parametrize("p", mostly_thorough(CHAINS.values(), *WHOLE), ids=CHAINS)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import mostly_thorough
 from jax import export
 from scipy import special, stats
 
@@ -42,7 +43,7 @@ def assert_normal(got, key, shape):
 # ---- the words of jax.random
 
 
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("width", mostly_thorough([32, 64], 64))
 def test_words_are_those_of_jax(width):
     with jax.enable_x64(width == 64):
         of_shapes = jax.jit(lambda key: [threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])

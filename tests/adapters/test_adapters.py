@@ -8,6 +8,7 @@ import pytest
 from compiled import effective, init
 from errors import raises
 from flax import linen as nn
+from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -70,7 +71,7 @@ def test_lora_is_the_base_and_a_scaled_product(p, factor):
     np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], w + factor * a @ b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", mostly_thorough([np.float32, jnp.bfloat16, np.float16], np.float32, jnp.bfloat16))
 @pytest.mark.parametrize("start", ["kaiming", "gaussian"])
 def test_a_zero_factor_keeps_the_model_bit_for_bit(start, dtype):
     params = jax.tree.map(lambda w: w.astype(dtype), model())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from errors import raises
 from flax import linen as nn
+from grids import mostly_thorough
 
 import reparax as rpx
 from reparax._axes.seen import Read, Seen
@@ -217,7 +218,7 @@ def test_nan_in_the_data_is_nan_in_the_factors(start):
     assert np.isnan(effective).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_thorough([np.float16, jnp.bfloat16], jnp.bfloat16))
 @pytest.mark.parametrize("start", FROM_DATA)
 def test_half_precision_starts_as_float32(start, dtype):
     w = jnp.asarray(W, dtype)

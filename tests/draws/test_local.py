@@ -178,7 +178,7 @@ def own_draws(case, raw, transform=jax.jit):
 
 @pytest.mark.parametrize(
     "name",
-    mostly_thorough(CASES, "dense", "two noises", "scan over layers", "heads", "stride", "embedding"),
+    mostly_thorough(CASES, "dense", "two noises", "scan over layers", "embedding"),
 )
 def test_each_example_has_noise_of_its_own(name):
     case = CASES[name]
@@ -186,7 +186,10 @@ def test_each_example_has_noise_of_its_own(name):
     assert_alike(own_draws(case, raw), whole_draws(case, raw))
 
 
-@pytest.mark.parametrize("name", ["dense", "dense, a spread for each", "two layers", "scan over layers"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "dense", "two layers"),
+)
 def test_entries_of_one_row_covary_as_with_whole_weights(name):
     case = CASES[name]
     raw = case.p.init(case.weights)
@@ -300,7 +303,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("name", mostly_thorough(SHARDS, "columns", "summed"))
 def test_shards(name):
     raw = WIDE.p.init(WIDE.weights)
     network = sharded(WIDE, *SHARDS[name], check=True)
@@ -362,7 +365,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", mostly_thorough(SHARED, "low rank", "carried", "repeated", "more digits", "a square"))
 def test_one_draw_for_all(name):
     network, p, reader = SHARED[name]
     raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import mostly_thorough
 
 import reparax as rpx
 from examples.smollm import by_hand, compression, many, model, moments, report, tuning
@@ -89,7 +90,7 @@ def test_steps_of_the_last_layers_lower_the_loss_also_in_few_bits(way, params):
 SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
 
 
-@pytest.mark.parametrize("p", [tuning.FULL, SMALL_BLOCKS], ids=["full", "QLoRA"])
+@pytest.mark.parametrize("p", mostly_thorough([tuning.FULL, SMALL_BLOCKS], tuning.FULL), ids=["full", "QLoRA"])
 def test_a_few_steps_lower_the_loss_and_only_what_trains_moves(p, params):
     raw = jax.jit(p.init)(params, jax.random.key(0))
     *_, (_, _, trained) = tuning.fit(p, raw, ROWS, TINY, steps=12, rate=0.03, seed=0)
@@ -133,7 +134,7 @@ def test_lora_is_that_by_hand(params):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), by_hand.factors(ours[1]), theirs[1])
 
 
-@pytest.mark.parametrize("chain", [tuning.lora, tuning.dora])
+@pytest.mark.parametrize("chain", mostly_thorough([tuning.lora, tuning.dora], tuning.lora))
 def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
     free, fixed = rpx.partition(jax.jit(chain(2).init)(params, jax.random.key(0)))
     free = jax.tree.map(lambda x: x + 0.1, free)
@@ -151,6 +152,7 @@ def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
+@pytest.mark.thorough
 def test_a_batch_of_adapters_of_several_ranks_is_as_many_runs(params):
     adapters = []
     for i, p in enumerate([tuning.lora(1), rpx.Freeze() >> rpx.LoRA(3, 6.0, stacked=0)]):
@@ -190,11 +192,12 @@ def test_the_rate_is_chosen_without_the_windows_that_are_reported():
     assert report.best_rates({"untuned": {"new": np.array([3.0])}, **cells}) == {"LoRA 8": 0.01}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
         ("3 bits, blocks of 64, GPTQ", "3 bits, blocks of 64, rounding"),
-        pytest.param("2:4, SparseGPT", "2:4, magnitude", marks=pytest.mark.thorough),
+        ("2:4, SparseGPT", "2:4, magnitude"),
     ],
 )
 def test_kernels_that_learned_from_windows_are_nearer_in_what_they_compute(name, plain, params):

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from flax.traverse_util import unflatten_dict
+from grids import mostly_thorough
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -415,7 +416,7 @@ SPECS = [P("data", "model"), P(None, "model"), P(("data", "model"), None)]
 LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast=-1)]
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+every_spec = pytest.mark.parametrize("spec", mostly_thorough(SPECS, SPECS[0]), ids=str)
 every_local_stage = pytest.mark.parametrize("p", LOCAL, ids=repr)
 
 
@@ -453,7 +454,7 @@ def test_weight_norm_of_a_sharded_weight_stays_where_it_is(spec: P) -> None:
     np.testing.assert_allclose(folded, _whole()["w"], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+@pytest.mark.parametrize("spec", mostly_thorough(SPECS[:2], SPECS[0]), ids=str)
 @pytest.mark.parametrize("p", [CHAIN, rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast=-1)], ids=repr)
 def test_explicit_meshes_keep_the_sharding_and_the_values(p: rpx.Parametrization, spec: P, key: Array) -> None:
     params = _sharded(AxisType.Explicit, spec)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import init
+from grids import mostly_thorough
 from one_array import normal, reproduced
 
 import reparax as rpx
@@ -112,7 +113,7 @@ def test_low_rank_trains_a_layer_that_starts_at_zero():
     assert loss(trained) < 0.05
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("dtype", mostly_thorough([np.float32, np.complex64], np.float32))
 @pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.Kronecker((2, 2))], ids=repr)
 def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
     # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.

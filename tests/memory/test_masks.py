@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from residuals import draws, kept
@@ -49,7 +50,7 @@ def in_its_body(p):
 LOSSES = {each.__name__: each for each in (unrolled, before_the_scan, in_its_body)}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", mostly_thorough(LOSSES, "before_the_scan", "in_its_body"))
 def test_values_and_gradients_are_those_without_it(name):
     loss, raw = LOSSES[name](DROPOUT)
     for f in (loss, jax.vmap(loss, (None, 0, None))):
@@ -103,7 +104,7 @@ def test_numbers_that_are_read_otherwise_too_are_drawn_again():
     assert kept(rpx.remat(loss, keep="masks"), STACK["w"], KEY) == {"weights": 0, "others": 0}
 
 
-@pytest.mark.parametrize("spec", [Spec("x", None), Spec(None, "x"), Spec("x", "y")])
+@pytest.mark.parametrize("spec", mostly_thorough([Spec("x", None), Spec(None, "x"), Spec("x", "y")], Spec("x", "y")))
 def test_masks_of_sharded_weights(spec):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.device_put(STACK["w"][0], NamedSharding(mesh, spec))

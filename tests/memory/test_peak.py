@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -79,7 +80,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", mostly_thorough(STAGES, "noise", "weight norm"))
 def test_weights_made_before_a_scan_are_made_in_its_steps(name):
     p = STAGES[name]
     raw = jax.eval_shape(p.init, STACK, KEY)

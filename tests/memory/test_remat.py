@@ -833,7 +833,7 @@ def test_sharded_under_jit():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_shard_map(inside):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 

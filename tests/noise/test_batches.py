@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import mostly_thorough
 from jax import export
 from jax.sharding import AxisType
 
@@ -28,7 +29,7 @@ def loops(p, tree, key=KEYS[0]):
     return str(jax.make_jaxpr(p.apply)(tree, key)).count("scan[")
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("impl", mostly_thorough(["threefry2x32", "rbg", "unsafe_rbg"], "threefry2x32", "rbg"))
 def test_a_batch_of_keys_draws_what_each_key_draws_alone(impl):
     keys = jnp.stack([jax.random.key(seed, impl=impl) for seed in range(3)])
     w = jnp.zeros((5, 3))

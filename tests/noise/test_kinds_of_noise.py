@@ -53,7 +53,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("relative", SIZES)
-@pytest.mark.parametrize("axis", mostly_thorough([None, -1, 0, "each"], None, 0))
+@pytest.mark.parametrize("axis", mostly_thorough([None, -1, 0, "each"], 0))
 def test_relative_noise_is_in_units_of_the_weights(relative, axis):
     w, axes = normal(6, 4), {None: (0, 1), -1: (0,), 0: (1,), "each": ()}[axis]
     plain = shift(rpx.VarNoise(1.0), jnp.zeros_like(w))
@@ -88,7 +88,7 @@ def test_relative_noises_in_a_row_draw_apart():
 # Of low rank. ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", mostly_thorough([1, 3], 3))
 def test_noise_of_low_rank_has_its_rank_and_the_variance_of_plain_noise(rank):
     p, w = rpx.VarNoise(0.5, rank=rank), jnp.zeros((8, 6))
     assert jnp.linalg.matrix_rank(shift(p, w)) == rank
@@ -132,7 +132,7 @@ def members(p, raw, keys):
     return jax.vmap(lambda key: p.apply(raw, key))(keys)
 
 
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("rank", mostly_thorough([None, 2], 2))
 def test_the_estimate_is_that_of_stored_noise(rank):
     p = rpx.VarNoise(0.3, rank=rank)
     raw = {"w": normal(6, 4), "b": normal(4, seed=1), "n": jnp.arange(3)}
@@ -146,7 +146,7 @@ def test_the_estimate_is_that_of_stored_noise(rank):
     assert got["n"].dtype == raw["n"].dtype
 
 
-@pytest.mark.parametrize("chunk", mostly_thorough([None, 1, 3, 32], None, 3))
+@pytest.mark.parametrize("chunk", mostly_thorough([None, 1, 3, 32], 3))
 def test_the_estimate_of_low_rank_is_that_of_whole_matrices(chunk):
     p = rpx.VarNoise(0.3, rank=2, stacked=1)
     raw = {"layers": normal(6, 3, 4), "kernel": normal(2, 3, 5, seed=1), "b": normal(4, seed=2)}

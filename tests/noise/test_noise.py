@@ -478,7 +478,8 @@ LOOPS = {
     "jit": lambda f, keys: jnp.stack([jax.jit(f)(key) for key in keys]),
     "checkpoint": lambda f, keys: jnp.stack([jax.checkpoint(f)(key) for key in keys]),
 }
-SHARED = pytest.param(rpx.WeightDropout(0.5, broadcast=-1), id="weight_dropout of rows")
+OF_ROWS = rpx.WeightDropout(0.5, broadcast=-1)
+SHARED = pytest.param(OF_ROWS, id="weight_dropout of rows", marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])

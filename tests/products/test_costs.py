@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -172,7 +173,7 @@ class Opaque(Told):
 
 
 @pytest.mark.parametrize("stage", [Told, Opaque])
-@pytest.mark.parametrize("stacked", [(), 0, (0, 1)])
+@pytest.mark.parametrize("stacked", mostly_thorough([(), 0, (0, 1)], 0))
 def test_a_stage_gets_it_by_its_terms(stage, stacked):
     p = stage(stacked=stacked)
     shape = (*(2, 3)[: len(stacked) if isinstance(stacked, tuple) else 1], 32, 32)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from one_array import normal
 from sights import DATA, K, N, W, X, correlated, output_error, seen
 
@@ -119,7 +120,7 @@ def test_an_array_that_is_sparse_already_stays(stage, fit):
     np.testing.assert_allclose(start(p, once, DATA)[2], once, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", mostly_thorough(STAGES, "share"))
 @pytest.mark.parametrize("fit", ["wanda", "sparsegpt"])
 def test_update_keeps_the_mask(stage, fit):
     p = STAGES[stage](fit=fit)
@@ -131,7 +132,7 @@ def test_update_keeps_the_mask(stage, fit):
     np.testing.assert_array_equal(after["@fixed"]["mask"], values["@fixed"]["mask"])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", mostly_thorough(STAGES, "share"))
 @pytest.mark.parametrize("fit", ["wanda", "sparsegpt"])
 def test_stacked_layers_start_one_by_one(stage, fit):
     w, x = normal(2, K, N, seed=3), [X, correlated(200, K, seed=4)]
@@ -161,7 +162,7 @@ def test_singular_moments(stage, fit, x):
         assert not np.any(mask[::2])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", mostly_thorough(STAGES, "share"))
 @pytest.mark.parametrize("fit", ["wanda", "sparsegpt"])
 def test_half_precision(stage, fit):
     w = W.astype(np.float16)

@@ -91,7 +91,10 @@ def test_of_equal_weights_the_first_stay():
         np.testing.assert_array_equal(rpx.MagnitudePrune(count=count).project(w), without_smallest(w, count))
 
 
-@pytest.mark.parametrize(("order", "score"), [(1, 1), (2, 2), (3.5, 3.5), (np.inf, np.inf)])
+@pytest.mark.parametrize(
+    ("order", "score"),
+    [(1, 1), (3.5, 3.5), *(pytest.param(each, each, marks=pytest.mark.thorough) for each in (2, np.inf))],
+)
 @pytest.mark.parametrize(("axis", "others"), [(-1, (0, 1, 2)), (0, (1, 2, 3)), (2, (0, 1, 3))])
 def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     w = normal(4, 3, 4, 6)

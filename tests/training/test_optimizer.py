@@ -13,6 +13,7 @@ import pytest
 from errors import raises
 from flax import nnx
 from flax.training.train_state import TrainState
+from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -147,7 +148,7 @@ OUTSIDE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("around", OUTSIDE)
+@pytest.mark.parametrize("around", mostly_thorough(OUTSIDE, "chain", "apply_if_finite", "partition", "itself"))
 def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
     raw = P.init(params())
     after, _ = trained(OUTSIDE[around](), raw, 6)
@@ -155,7 +156,7 @@ def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
     assert (after["sparse"]["@magnitude_prune"]["w"] != raw["sparse"]["@magnitude_prune"]["w"]).any()
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_lookahead_holds_fixed_values_in_both_of_its_trees(inside) -> None:
     sgd = optax.sgd(0.1)
     around = optax.lookahead(sgd if inside else rpx.optimizer(sgd), 2, 0.5)
