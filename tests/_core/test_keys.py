@@ -1,5 +1,7 @@
 """What a draw depends on: the key, the stage and the path, whatever the implementation of keys."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,25 @@ def test_a_new_parameter_changes_no_other_draw(impl):
     alone, beside = p.apply({"b": W}, key), p.apply({"a": W, "b": W, "c": W}, key)
     np.testing.assert_array_equal(alone["b"], beside["b"])
     assert not np.array_equal(beside["a"], beside["b"])
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "unsafe_rbg"])
+def test_a_key_is_that_of_the_caller_with_64_bits_of_the_hashes_of_the_stage_and_of_the_path(impl):
+    """So that a key gives the same draws in each version, whatever else the model holds."""
+
+    class Uniform(rpx.Perturbation):
+        def apply_leaf(self, w, key):
+            return w + jax.random.uniform(key, w.shape)
+
+    def folded(key, text):
+        for word in np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<u4"):
+            key = jax.random.fold_in(key, word)
+        return key
+
+    key = jax.random.key(3, impl=impl)
+    got = (Uniform() >> Uniform()).apply({"a": {"b": W}}, key)["a"]["b"]
+    own = [folded(folded(key, f"{Uniform.kind}@{number}"), "a/b") for number in (1, 2)]
+    np.testing.assert_array_equal(got, sum(jax.random.uniform(each, W.shape) for each in own))
 
 
 def test_a_path_and_its_parts_are_drawn_apart(key):

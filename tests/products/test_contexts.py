@@ -294,9 +294,7 @@ OF_A_KIND_OF_ITS_OWN = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in CONTEXTS if name not in QUICK)]
-)
+@pytest.mark.parametrize("name", mostly_thorough(CONTEXTS, *QUICK, "circulant"))
 def test_values_and_gradients_are_those_of_the_loss(name):
     context = CONTEXTS[name]()
     loss, args = prepared(context)
