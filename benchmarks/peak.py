@@ -109,6 +109,7 @@ CASES: dict[str, Callable[[], tuple[dict[str, Step], Any]]] = {
     **{f"{n} dense layers of 2048 under scan": lambda n=n: scanned(n) for n in (4, 16, 48)},
     "GPT-2 of 4 layers, batch 1 x 64": lambda: gpt2(4, 1, 64),
     "GPT-2 of 12 layers, batch 1 x 64": lambda: gpt2(12, 1, 64),
+    "GPT-2 of 12 layers, batch 8 x 512": lambda: gpt2(12, 8, 512),
 }
 
 

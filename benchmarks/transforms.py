@@ -9,6 +9,7 @@ examples. Second, a language model of 30 scanned layers (``language``), for 2 x 
 Run: python benchmarks/transforms.py [layers|language]
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,21 +99,25 @@ def model() -> Iterator[tuple[str, Step]]:
     yield "noise in the body", in_body(rpx.VarNoise(0.01), language.loss, params, words)
 
 
-def by_hand() -> Iterator[tuple[str, Step]]:
-    """Noise and LoRA in the body of the scan as people write them, with ``jax.checkpoint`` around a layer."""
+def checkpointed() -> Iterator[tuple[str, Step]]:
+    """``jax.checkpoint`` around a layer, in the body of the scan: of the plain network, of noise, and of LoRA."""
     params, words = language.params(), array(2, 65, dtype=jnp.int32)
-    kernels = params["layers"]
+    kernels, p = params["layers"], rpx.VarNoise(0.01)
 
-    def with_noise(w: Any, key: jax.Array, data: Any) -> jax.Array:
+    def of_layers(w: Any, data: Any) -> jax.Array:
+        return language.loss(w, data, step=jax.checkpoint(language.layer))
+
+    def noisy(made: Callable[..., Any], w: Any, key: jax.Array, data: Any) -> jax.Array:
         def step(own: Any, x: jax.Array) -> jax.Array:
-            own, key = own
-            leaves, treedef = jax.tree.flatten(own)
-            keys = jax.random.split(key, len(leaves))
-            noisy = [x + 0.01 * jax.random.normal(keys[i], x.shape) for i, x in enumerate(leaves)]
-            return language.layer(treedef.unflatten(noisy), x)
+            return language.layer(made(*own), x)
 
         layers = w["layers"], jax.random.split(key, language.LAYERS)
         return language.loss({**w, "layers": layers}, data, step=jax.checkpoint(step))
+
+    def written(w: Any, key: jax.Array) -> Any:
+        leaves, treedef = jax.tree.flatten(w)
+        keys = jax.random.split(key, len(leaves))
+        return treedef.unflatten([x + 0.01 * jax.random.normal(keys[i], x.shape) for i, x in enumerate(leaves)])
 
     def with_lora(ab: Any, w: Any, data: Any) -> jax.Array:
         def step(own: Any, x: jax.Array) -> jax.Array:
@@ -124,7 +129,9 @@ def by_hand() -> Iterator[tuple[str, Step]]:
 
     shapes = {name: kernels[name]["kernel"].shape for name in language.KERNELS}
     ab = {name: (array(n, rows, 8), array(n, 8, columns)) for name, (n, rows, columns) in shapes.items()}
-    yield "noise by hand, jax.checkpoint", (with_noise, (params, KEY, words))
+    yield "no chain, jax.checkpoint", (of_layers, (params, words))
+    yield "noise, jax.checkpoint", (functools.partial(noisy, p.apply), (params, KEY, words))
+    yield "noise by hand, jax.checkpoint", (functools.partial(noisy, written), (params, KEY, words))
     yield "LoRA by hand, jax.checkpoint", (with_lora, (ab, params, words))
 
 
@@ -159,10 +166,9 @@ def measure(repeats: int, only: str | None = None) -> dict[str, Rows]:
                 own = ways(step, sharding, in_factors=any(each in name for each in ("LoRA", "DoRA")))
                 results[title := f"{group}, {name}, {where}: temporary MiB"] = own
                 show({title: own})
-        for name, step in by_hand() if only in (None, "language") else ():
-            results[title := f"language, {name}, {where}: temporary MiB"] = exact(
-                {"by hand": temporary(step, sharding)}
-            )
+        for name, step in checkpointed() if only in (None, "language") else ():
+            way = "by hand" if "by hand" in name else "jax.checkpoint"
+            results[title := f"language, {name}, {where}: temporary MiB"] = exact({way: temporary(step, sharding)})
             show({title: results[title]})
     return results
 

@@ -1,5 +1,6 @@
 """The memory of arrays, as readable text."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,9 +9,14 @@ import jax.numpy as jnp
 
 def size_in_bytes(x: Any) -> int:
     """The size of an array, abstract or concrete; for a PRNG key, the size of its words."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        x = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return x.size * x.dtype.itemsize
+    of_one = _size_of_key(x.dtype) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype.itemsize
+    return x.size * of_one
+
+
+@functools.cache
+def _size_of_key(dtype: Any) -> int:
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    return words.size * words.dtype.itemsize
 
 
 def readable(n: float) -> str:
