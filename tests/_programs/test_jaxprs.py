@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
 from reparax._core.recompute import recompute
+from reparax._numerics.inlined import inlined
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
 from reparax.memory import _rehearsal
@@ -88,6 +89,11 @@ def test_without_the_name_of_closed_programs_all_are_closed(monkeypatch):
     jaxpr = program(jnp.sin, W)
     monkeypatch.setattr(jaxprs, "_Closed", type(jax.make_jaxpr(jnp.sin)(W)))
     same(jaxprs.evaluate(jaxpr, [W]), [jnp.sin(W)])
+
+
+def test_operations_of_an_inlined_function_stand_in_the_program_that_calls_it():
+    # Since jax 0.12.0, jax.jit(..., inline=True) leaves the call there.
+    assert [eqn.primitive.name for eqn in program(inlined(jnp.sin), W).eqns] == ["sin"]
 
 
 def test_numbers_in_a_program_are_literals_with_a_value():

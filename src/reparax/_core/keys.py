@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax._numerics.inlined import inlined
+
 
 class Keys:
     """The keys of one call of a chain; counts which stages have acted on each array so far."""
@@ -111,7 +113,7 @@ def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     return _folded(key, *(np.ascontiguousarray(column) for column in words.T))
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(inlined, static_argnums=1)
 def _folded_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
     """The keys of pairs of words, traced once for the same pairs.
 
@@ -121,7 +123,7 @@ def _folded_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.
     return _folded(key, *(jax.lax.concatenate(column, 0) for column in columns))
 
 
-@functools.partial(jax.jit, inline=True)
+@inlined
 def _folded(key: jax.Array, high: Any, low: Any) -> jax.Array:
     def one(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)

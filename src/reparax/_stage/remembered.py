@@ -9,6 +9,7 @@ import jax
 from jax.core import Tracer
 
 from reparax._core.value import exactly
+from reparax._numerics.inlined import inlined
 from reparax._tree.markers import Types
 
 
@@ -41,7 +42,7 @@ def _traced_once(method: Callable[..., Any], stage: Any, shown: str, *args: Any)
     return method(stage, *args)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(inlined, static_argnums=(0, 1, 2))
 def _traced_inline(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
     del shown
     return method(stage, *args)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._numerics.inlined import inlined
 from reparax.quantized._blocks import Blocks
 from reparax.quantized._numbers import Numbers
 
@@ -41,7 +42,7 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     return x * entries["channel"].astype(x.dtype) if "channel" in entries else x
 
 
-@functools.partial(jax.jit, inline=True)
+@inlined
 def _shifted(x: Array, scale: Array, offset: Array) -> Array:
     """``x * scale - offset``, compiled in eager mode too: XLA rounds the two operations once."""
     return x * scale - offset
