@@ -48,6 +48,14 @@ class TwiceAsLarge(Start):
         return values["x"] * 4
 
 
+class SinglePrecision(Start):
+    def init_leaf(self, w):
+        return {"x": w / 2, "shift": jnp.zeros_like(w, jnp.float32)}
+
+    def apply_leaf(self, values):
+        return values["x"].astype(jnp.float32) * 2 + values["shift"]
+
+
 class InverseScale(rpx.Reparametrization):
     """The right inverse of a shipped library: the scale starts at one over the length."""
 
@@ -210,6 +218,8 @@ class DeadValue(Start):
 
 class HalfStoppedSingle(Start):
     """A wrong gradient, in single precision only."""
+
+    changes_type = True
 
     def init_leaf(self, w):
         return {"x": w.astype(jnp.float32) / 2}
@@ -427,6 +437,12 @@ BROKEN = {  # in the texts, # is a number
         half_precision,
         "half precision: init gives inf as the largest entry of 'a/@overflowing_norm/g', but # in float32; compute "
         "so, and cast the result back.",
+    ),
+    "single precision": (
+        SinglePrecision(),
+        half_precision,
+        "half precision: SinglePrecision().init at 'a': apply_leaf must return float16[8, 4], like the model's array, "
+        "but returns float32[8, 4]. Cast or reshape in apply_leaf, or set `changes_type = True` in the class.",
     ),
     "half stopped": (HalfStopped(), gradients, SLOPE),
     "half stopped in single precision": (HalfStoppedSingle(), gradients, SLOPE),

@@ -91,6 +91,10 @@ def has_symbols(types: Types) -> bool:
     return any(map(export.is_symbolic_dim, (n for _, shape, _ in types for n in shape)))
 
 
+class WrongType(ValueError):
+    """A formula returns another type than that of the model's array; ``locate_errors`` keeps it as the cause."""
+
+
 @contextmanager
 def locate_errors(who: str) -> Generator[None]:
     """Adds the stage and the path to errors of a formula on one array, which knows neither."""
@@ -130,7 +134,7 @@ def require_named_arrays(method: str, values: Any, said: Values) -> None:
 def require_type(method: str, got: Any, expected: Array) -> None:
     if describe(got) != describe(expected):
         vector = method == "apply_leaf" and expected.ndim < 2
-        raise ValueError(
+        raise WrongType(
             f"{method} must return {describe(expected)}, like the model's array, but returns "
             f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
             f"{', or `min_ndim = 2` to leave vectors alone' if vector else ''}."

@@ -28,6 +28,7 @@ from reparax._core.sights import by_place
 from reparax._stage.learned import lost
 from reparax._stage.where import all_but, selected
 from reparax._tree.flat import flatten
+from reparax._tree.markers import WrongType
 from reparax._tree.paths import PyTree, is_array, path_text
 from reparax._tree.raw import empty_nodes, flatten_slots, parameter
 from reparax.testing import _formats
@@ -147,12 +148,13 @@ def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
     """Entries of some hundreds in float16, whose squares overflow, give what they give in float32.
 
     They do up to a quarter of the largest entry, because a rounded number may move by a step of a grid. What float16
-    cannot hold is left out, and so are stages that do not take it.
+    cannot hold is left out, and so are stages that do not take it; to take it and return another type breaks the law.
     """
     half = jax.tree.map(large, params)
     try:
         jax.eval_shape(partial(compiled_results, p), half, key)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
+        require(p, "half precision", not _is_wrong_type(error), str(error).removesuffix("."))
         return
     narrow, wide = (compiled_results(p, tree, key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
     for what in ("init", "fold", "apply", "the gradient", "update"):
@@ -165,6 +167,10 @@ def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
                 text = f"{what} gives {largest:.3g} as the largest entry of {path!r}, but {size:.3g} in float32"
                 advice = "compute so, and cast the result back"
                 require(p, "half precision", np.all(np.isfinite(x)) and near, f"{text}; {advice}")
+
+
+def _is_wrong_type(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, WrongType) or _is_wrong_type(error.__cause__))
 
 
 def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
