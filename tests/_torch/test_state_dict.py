@@ -824,14 +824,25 @@ REFUSED = {
         ),
         ValueError,
         "from_torch: the state dict does not fit WeightNorm():\n"
-        "  up.weight_g: expected float32[1, 6, 1] for up/kernel, got float32[8, 1, 1], as of WeightNorm(axis=-2)\n"
-        + ADVICE,
+        "  up.weight_g: expected float32[1, 6, 1] for up/kernel, got float32[8, 1, 1], which fits "
+        "WeightNorm(axis=-2)\n" + ADVICE,
+    ),
+    "another axis of weight norm or another layout": (
+        lambda: rpx.from_torch(
+            rpx.WeightNorm(axis=-2),
+            {"up.weight_g": numbers(8, 1, 1), "up.weight_v": numbers(8, 8, 4)},
+            {"up": {"kernel": numbers(4, 8, 8)}},
+        ),
+        ValueError,
+        "from_torch: the state dict does not fit WeightNorm(axis=-2):\n"
+        "  up.weight_g: expected float32[1, 8, 1] for up/kernel, got float32[8, 1, 1], which fits "
+        "WeightNorm(axis=-1) or layouts={'up/kernel': 'conv_transpose'} or layouts={'up/kernel': 'swapped'}\n" + ADVICE,
     ),
     "another layout": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6, 4)}, UP),
         ValueError,
         "from_torch: the state dict does not fit Chain():\n"
-        "  up.weight: expected float32[6, 8, 4] for up/kernel, got float32[8, 6, 4], as of "
+        "  up.weight: expected float32[6, 8, 4] for up/kernel, got float32[8, 6, 4], which fits "
         "layouts={'up/kernel': 'conv_transpose'}\n" + ADVICE,
     ),
     "a matrix, whose layout no shape tells": (

@@ -181,9 +181,13 @@ def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
     if isinstance(held.stage, WeightNorm) and name == held.names["g"]:
         norms = {axis: np.where(np.arange(len(own)) == axis, own, 1).tolist() for axis in range(len(own))}
         axes = [axis - len(own) for axis in norms if permute(norms[axis], layout) == shape]
-        return f", as of WeightNorm(axis={axes[0]})" if len(axes) == 1 else ""
-    layouts = [each for each in LAYOUTS if each != "conv1d" and permute(own, each) == shape]
-    return f", as of layouts={{{held.entry.path!r}: {layouts[0]!r}}}" if len(layouts) == 1 else ""
+        fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
+        own = norms.get(held.stage.axis % len(own)) if isinstance(held.stage.axis, int) else None
+    else:
+        fits = []
+    layouts = [each for each in LAYOUTS if own and each not in ("conv1d", layout) and permute(own, each) == shape]
+    fits += [f"layouts={{{held.entry.path!r}: {each!r}}}" for each in layouts]
+    return f", which fits {' or '.join(fits)}" if fits else ""
 
 
 def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
