@@ -302,7 +302,7 @@ def test_where_chooses_and_other_leaves_have_no_data():
     seen = rpx.inputs(lambda p, x: jnp.sum(x @ p["w"] @ p["v"]), where="w")(
         {"w": normal(3, 4), "v": normal(4, 2), "n": 3}, X
     )
-    assert (len(seen["w"].reads), seen["v"].why) == (1, ("`where` leaves it out",))
+    assert (len(seen["w"].reads), seen["v"].why) == (1, ("`where` of `inputs` leaves it out",))
     assert seen["n"].why == ("it is no floating array",)
 
 

@@ -199,10 +199,11 @@ def test_groups_along_another_axis():
 
 
 def test_wrong_fields():
-    each = "which prunes a share of single weights. Write sparsity=0.5, and leave"
-    with raises(ValueError, f"MagnitudePrune got axis=-1 with fit='wanda', {each} axis out."):
+    each = "which prunes a share of single weights. Leave"
+    share = "out and write a share, such as sparsity=0.5; or leave fit out, for whole rows."
+    with raises(ValueError, f"MagnitudePrune got axis=-1 with fit='wanda', {each} axis {share}"):
         rpx.MagnitudePrune(0.5, axis=-1, fit="wanda")
-    with raises(ValueError, f"MagnitudePrune got count=3 with fit='sparsegpt', {each} count out."):
+    with raises(ValueError, f"MagnitudePrune got count=3 with fit='sparsegpt', {each} count {share}"):
         rpx.MagnitudePrune(count=3, fit="sparsegpt")
     with raises(ValueError, "NofM got percdamp=0.1 with fit='wanda'. Use it with fit='sparsegpt'."):
         rpx.NofM(2, 4, fit="wanda", percdamp=0.1)

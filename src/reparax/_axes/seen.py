@@ -91,7 +91,12 @@ class Read:
         return split.transpose([order.index(i) for i in range(len(order))]).reshape(like.shape)
 
     def each_input(self, numbers: Array, like: Any) -> Array:
-        """Numbers for each input, ``(batch, inputs)``, in a shape that broadcasts against the array."""
+        """Numbers for each input, in a shape that broadcasts against the array.
+
+        Args:
+          numbers: An array of shape ``(batch, inputs)``, such as ``read.moments`` of ``moments="diagonal"``.
+          like: The array, or any of its shape.
+        """
         whole = self.array(jnp.broadcast_to(numbers[..., None], self.sizes()), like)
         own = {self.of[i] for i in (*self.batch, *self.axes)}
         return whole[tuple(slice(None) if axis in own else slice(1) for axis in range(whole.ndim))]

@@ -63,7 +63,7 @@ class Inputs(Reports):
             if root not in first.types:
                 return Seen(why=("it is no floating array",))
             if root not in roots:
-                return Seen(why=("`where` leaves it out",))
+                return Seen(why=("`where` of `inputs` leaves it out",))
             gradient = slopes and slopes.arrays.get(root)
             return Seen(tuple(found.get(root, ())), gradient, tuple(first.why.get(root, ())))
 

@@ -121,8 +121,8 @@ class MagnitudePrune(_Prune):
         if self.fit != "magnitude" and (self.axis != EACH or self.count is not None):
             got = f"axis={self.axis!r}" if self.count is None else f"count={self.count}"
             raise ValueError(
-                f"MagnitudePrune got {got} with fit={self.fit!r}, which prunes a share of single weights. Write "
-                f"sparsity=0.5, and leave {got.split('=')[0]} out."
+                f"MagnitudePrune got {got} with fit={self.fit!r}, which prunes a share of single weights. Leave "
+                f"{got.split('=')[0]} out and write a share, such as sparsity=0.5; or leave fit out, for whole rows."
             )
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:

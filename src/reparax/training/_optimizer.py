@@ -105,10 +105,12 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
 
 def _on_tables_too(stage: Any) -> Any:
     """The stage, whose default leaves out no matrix: moments of embeddings are as large as any."""
-    return replace(stage, where=_is_table) if getattr(stage, "where", "") is None else stage
+    return replace(stage, where=has_columns) if getattr(stage, "where", "") is None else stage
 
 
-def _is_table(path: str, x: Any) -> bool:
+def has_columns(path: str, x: Any) -> bool:
+    """Whether an array is a matrix or has more axes."""
+    del path
     return x.ndim > 1
 
 
