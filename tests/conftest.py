@@ -23,11 +23,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", val=True)
+# Else JAX adds a note to errors on some Pythons, and doctests compare notes on some.
+jax.config.update("jax_traceback_filtering", "off")
 
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 200_000
-MEMORY_OF_PROGRAMS = 600_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+MEMORY_OF_PROGRAMS = 350_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 YOUNG_OBJECTS = 20_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
@@ -72,7 +74,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 3000. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 1750. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 
@@ -127,8 +129,8 @@ def return_memory() -> None:
         library.malloc_trim(0)
 
 
-# JAX makes a context for the text of each program. That takes longer than all else that it does before it compiles a
-# small one, and a megabyte for as long as the program stands in memory.
+# JAX makes a context for the text of each program, since jax 0.12.0 of every eleventh. That takes longer than all else
+# that it does before it compiles a small one, and a megabyte for as long as the program stands in memory.
 new_context = mlir.make_ir_context
 shared_context = functools.cache(new_context)
 
