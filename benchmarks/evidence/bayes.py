@@ -42,7 +42,7 @@ MEASURES = {
 }
 """The unit of each, and how many digits are told."""
 UNTUNED = "plain, weight decay 0"
-STYLES = {"plain": ("#0072B2", "o"), "Bayes": ("#D55E00", "^"), "local Bayes": ("#009E73", "v")}
+STYLES = {"plain": ("#0072B2", "o"), "Bayes": ("#B84F00", "^"), "local Bayes": ("#007A58", "v")}
 
 
 def cells(size: Size) -> dict[str, Cell]:
@@ -191,7 +191,7 @@ def picture(found: Found) -> Figure:
     left.legend(frameon=False)
     left.grid(alpha=0.3)
     rows = compared(found)
-    for place, (what, colour) in enumerate({"entropy, known": "#0072B2", "entropy, unknown": "#E69F00"}.items()):
+    for place, (what, colour) in enumerate({"entropy, known": "#0072B2", "entropy, unknown": "#946400"}.items()):
         values = np.array([found[name][what] for name in rows.values()])
         x = np.arange(len(rows)) + 0.36 * (place - 0.5)
         classes = f"{what.removeprefix('entropy, ')} classes"

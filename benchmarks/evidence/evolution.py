@@ -193,7 +193,7 @@ def _mib(size: float) -> str:
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
-STYLES = {"full noise": ("#000000", "o-"), "rank 4": ("#009E73", "D-."), "rank 1": ("#D55E00", "^-")}
+STYLES = {"full noise": ("#000000", "o-"), "rank 4": ("#007A58", "D-."), "rank 1": ("#B84F00", "^-")}
 
 
 def picture(found: Found) -> Figure:

@@ -34,7 +34,7 @@ RANKS = {LORA: (1, 2, 4, 8, 16), DORA: (1, 4, 16)}
 RATES = {"little": (0.001, 0.003, 0.01), "much": (0.01, 0.03, 0.1)}
 CHARACTERS = {"little": 10_000, "much": 350_000}
 TITLES = {amount: f"{amount} code ({count:,} characters)" for amount, count in CHARACTERS.items()}
-STYLES = {FULL: ("#000000", "--"), LORA: ("#D55E00", "^-"), DORA: ("#009E73", "D-.")}
+STYLES = {FULL: ("#000000", "--"), LORA: ("#B84F00", "^-"), DORA: ("#007A58", "D-.")}
 
 
 def chains(size: Size) -> dict[str, rpx.Parametrization]:

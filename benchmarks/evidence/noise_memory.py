@@ -208,7 +208,7 @@ def _shown(name: str, values: np.ndarray) -> str:
     return f"{values[0]:.0f}" if name == "products" else f"{values[0]:,.1f}"
 
 
-COLOURS = {PLAIN: "#000000", "weight norm and noise": "#D55E00", "weight dropout": "#0072B2"}
+COLOURS = {PLAIN: "#000000", "weight norm and noise": "#B84F00", "weight dropout": "#0072B2"}
 
 
 def picture(found: Found) -> Figure:

@@ -262,7 +262,7 @@ def table(found: Found) -> str:
     )
 
 
-COLOURS = {"orthogonal": "#D55E00", "LSTM": "#0072B2"}
+COLOURS = {"orthogonal": "#B84F00", "LSTM": "#0072B2"}
 
 
 def picture(found: Found) -> Figure:

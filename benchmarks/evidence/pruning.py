@@ -44,10 +44,10 @@ LEFT, DROPS = (0.5, 0.25, 0.1), (0.1, 0.3, 0.5)
 SETTINGS = {"schedule": LEFT, "at the end": LEFT, "RigL": DROPS, "SET": DROPS}
 """What each method has tried."""
 STYLES = {
-    "schedule": ("#D55E00", "^-"),
+    "schedule": ("#B84F00", "^-"),
     "at the end": ("#0072B2", "s--"),
-    "RigL": ("#009E73", "D-."),
-    "SET": ("#CC79A7", "v:"),
+    "RigL": ("#007A58", "D-."),
+    "SET": ("#A34F80", "v:"),
 }
 TICKS = (1, 2, 5, 10, 20, 40)
 """Of the errors in the picture, in percent."""

@@ -40,7 +40,7 @@ RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 GAMES = {"momentum 0, 1 turn": (0.0, 1), "momentum 0.5, 1 turn": (0.5, 1), "momentum 0.5, 5 turns": (0.5, 5)}
 """Adam's momentum, and how often the discriminator moves before the generator does."""
 METHODS = {"plain": rpx.Chain(), "spectral norm": rpx.SpectralNorm()}
-STYLES = {"plain": ("#0072B2", "o--"), "spectral norm": ("#D55E00", "^-")}
+STYLES = {"plain": ("#0072B2", "o--"), "spectral norm": ("#B84F00", "^-")}
 MEASURES = {"modes": "modes of 8", "good samples": "good samples (%)", "coverage": "coverage (%)"}
 
 

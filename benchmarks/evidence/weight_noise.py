@@ -31,7 +31,7 @@ from benchmarks.evidence.training import fit
 
 PLAIN, DECAY, NOISE, NORM = "plain", "weight decay", "weight noise", "weight norm >> noise"
 SETTINGS = {PLAIN: (0.0,), DECAY: (0.01, 0.1, 1.0), NOISE: (0.0375, 0.075, 0.15), NORM: (0.0375, 0.075, 0.15)}
-STYLES = {PLAIN: ("#000000", "o-"), DECAY: ("#0072B2", "s--"), NOISE: ("#D55E00", "^-"), NORM: ("#009E73", "D-.")}
+STYLES = {PLAIN: ("#000000", "o-"), DECAY: ("#0072B2", "s--"), NOISE: ("#B84F00", "^-"), NORM: ("#007A58", "D-.")}
 
 STDS = (0.0, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3)
 RELATIVE = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)

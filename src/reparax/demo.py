@@ -48,8 +48,8 @@ TABLE_STD = 0.2
 DRAWS = 8
 BITS = 3
 
-# The palette of Okabe and Ito, which colour-blind readers can tell apart.
-STYLES = (("#000000", "o-"), ("#0072B2", "s--"), ("#D55E00", "^-"), ("#009E73", "D-."), ("#CC79A7", "v--"))
+# The palette of Okabe and Ito, which colour-blind readers can tell apart, dark enough for text on white.
+STYLES = (("#000000", "o-"), ("#0072B2", "s--"), ("#B84F00", "^-"), ("#007A58", "D-."), ("#A34F80", "v--"))
 
 
 class Digits(NamedTuple):
