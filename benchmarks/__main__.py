@@ -32,8 +32,10 @@ REPEATS = {
     "evolution": 3,
     "seen": 10,
     "local": 10,
+    "hosted": 1,
+    "normality": 1000,
 }
-"""The scripts, each with how often it repeats what it times."""
+"""The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import special
+from timing import Rows, heading, rows, show
 
 import reparax as rpx
 
@@ -31,8 +32,8 @@ Draw = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 def ours(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The noise of two paths."""
     zeros = {name: jnp.zeros((SIDE, SIDE)) for name in ("a", "b")}
-    drawn = rpx.VarNoise(1.0).apply(zeros, key)
-    return drawn["a"], drawn["b"]
+    noise = rpx.VarNoise(1.0).apply(zeros, key)
+    return noise["a"], noise["b"]
 
 
 def by_jax(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +80,7 @@ def deviations(total: Mapping[str, Any], count: int) -> dict[str, float]:
     return found
 
 
-def measure(blocks: int, draw: Draw) -> dict[str, float]:
+def drawn(blocks: int, draw: Draw) -> dict[str, float]:
     """The deviations of so many blocks."""
     key, block = jax.random.key(2026), jax.jit(lambda key, step: sums(draw, key, step))
     total: dict[str, Any] = {}
@@ -90,9 +91,20 @@ def measure(blocks: int, draw: Draw) -> dict[str, float]:
     return deviations(total, blocks * SIDE * SIDE)
 
 
+def measure(millions: int) -> dict[str, Rows]:
+    """A table for each statistic."""
+    heading(1)
+    blocks = max(1, round(millions * 1e6 / SIDE**2))
+    found = {way: drawn(blocks, draw) for way, draw in {"VarNoise": ours, "jax.random": by_jax}.items()}
+    results = {
+        f"{blocks * SIDE**2:,} normal numbers, {name}: standard errors": rows(
+            {way: [values[name]] for way, values in found.items()}, against="no way"
+        )
+        for name in found["VarNoise"]
+    }
+    show(results)
+    return results
+
+
 if __name__ == "__main__":
-    blocks = max(1, round((int(sys.argv[1]) if len(sys.argv) > 1 else 100) * 1e6 / SIDE**2))
-    for title, draw in {"VarNoise": ours, "jax.random": by_jax}.items():
-        print(f"{title}, {blocks * SIDE**2:,} numbers, jax {jax.__version__}: deviations in standard errors")
-        for name, value in measure(blocks, draw).items():
-            print(f"  {name:45} {value:9.2f}", flush=True)
+    measure(int(sys.argv[1]) if len(sys.argv) > 1 else 100)

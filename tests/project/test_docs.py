@@ -60,7 +60,7 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     free, fixed = (
         sum(x.size for x in jax.tree.leaves(part)) for part in rpx.partition(lora["p"].init(lora["model"], lora["key"]))
     )
-    assert f"# {free:,} of {free + fixed:,} parameters train" in first
+    assert f"# {free:,} new parameters train, the {fixed:,} of the model stay" in first
     assert f"# from {before:.1f} to {float(lora['value']):.3f}" in first
 
 
@@ -83,6 +83,32 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert float(factored) == pytest.approx(results.ratio("factored", lora, "factored", "apply"), abs=0.01)
     assert results.ratio("peers", "noise, 6 layers of 1024", "reparax, remat", "reparax") > 1
+
+
+def test_the_numbers_of_the_page_on_many_devices_are_those_on_file():
+    text = " ".join((ROOT / "docs" / "notebooks" / "sharding.md").read_text().split())
+    results = Results.newest()
+
+    def planned(what: str, way: str) -> float:
+        return results.median("hosted", what, way)
+
+    lies, there = "MiB of arguments", "MiB of arguments on the host"
+    temporary, gathered = "temporary MiB", "bytes gathered for each weight"
+    stay, moved = (planned(what, "bfloat16 on the host") for what in (lies, there))
+    layer, codes = (
+        planned(temporary, f"{base} on the host") - planned(temporary, f"{base} on the device")
+        for base in ("bfloat16", "nf4")
+    )
+    assert f"in bfloat16 on the host, {stay:.1f} of {stay + moved:.1f} MiB stay on a TPU v5p" in text
+    assert (
+        f"temporaries grow by one layer, {layer:.0f} MiB. With codes of nf4, they grow by the {codes:.0f} MiB" in text
+    )
+    ways = [f"nf4 on four chips, gathered as {how}" for how in ("the compiler chooses", "its body says")]
+    (all_bytes, few), (before, after) = ([planned(what, way) for way in ways] for what in (gathered, temporary))
+    assert (
+        f"the body gathers {few:.2f} bytes for each weight, forward and backward, in place of {all_bytes:.0f}" in text
+    )
+    assert f"and temporaries grow from {before:.0f} MiB to {after:.0f}." in text
 
 
 def test_the_lines_for_a_cluster_run_after_those_of_their_page(monkeypatch):
@@ -131,7 +157,7 @@ def test_the_lines_for_schedule_free_optimizers_run():
     np.testing.assert_array_equal(p.fold(names["average"])["b"], np.ones(2))
 
 
-@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq"])
+@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq", "api/seen"])
 def test_the_examples_of_a_page_run(page):
     path = ROOT / "docs" / f"{page}.md"
     blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
