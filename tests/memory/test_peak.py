@@ -147,9 +147,33 @@ def test_accelerators_store_drawn_weights_and_not_what_is_computed_with_a_few_op
     assert stored(rpx.WeightNorm(stacked=0)) == ["f32"]  # the parameter, from which lengths are computed again
 
 
+def test_on_tpus_each_step_of_a_scan_converts_its_own_weight():
+    # Else their compiler converts all layers' weights to bfloat16 before the loop.
+    p = rpx.Freeze() >> rpx.LoRA(4, stacked=0, where=".*")
+
+    def kept(loss, params, platform):
+        return program_for(platform, rpx.remat(loss), params).count("popcnt")
+
+    def plain(w, key, x):
+        return scanned(w, x)
+
+    def of_factors(raw, key, x):
+        return rpx.factored(lambda raw, x: scanned(p.apply(raw), x))(raw, x)
+
+    raw = jax.eval_shape(p.init, STACK, KEY)
+    assert kept(plain, STACK, "tpu") == kept(of_factors, raw, "tpu") == 2  # forward and backward
+    assert kept(plain, STACK, "cpu") == kept(of_factors, raw, "cpu") == 0  # a CPU reads it in place
+    halves = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), STACK)
+    assert kept(lambda w, key, x: scanned(w, x.astype(jnp.bfloat16)), halves, "tpu") == 0
+
+
+def program_for(platform, loss, params):
+    """The text of its gradient's program."""
+    return jax.jit(jax.grad(loss)).trace(params, KEY, X).lower(lowering_platforms=(platform,)).as_text()
+
+
 def barriers(loss, params):
     """The lines of its gradient's program for an accelerator that are barriers."""
-    step = jax.jit(jax.grad(rpx.remat(loss)))
-    text = step.trace(params, KEY, X).lower(lowering_platforms=("tpu",)).as_text()
-    assert "popcnt" not in text  # no tie, which is for CPUs
+    text = program_for("tpu", rpx.remat(loss), params)
+    assert "popcnt" not in text  # no tie, which is for CPUs, and for what steps of a scan read as it is
     return [line for line in text.splitlines() if "optimization_barrier" in line]

@@ -3,6 +3,9 @@
 XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
 dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
 cannot know that it is zero. Accelerators find a good order without help, so there ``tie`` does nothing.
+
+But TPUs multiply in bfloat16, and their compiler converts the weights of all layers before the loop that reads them,
+into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
 """
 
 from typing import Any
@@ -29,6 +32,11 @@ def whole(x: Array) -> Array:
     return _whole.bind(x)
 
 
+def read_in_step(x: Array) -> Array:
+    """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
+    return _read.bind(x)
+
+
 def has_bits(x: Any) -> bool:
     """Whether ``tie`` can make a value depend on ``x``."""
     return (
@@ -40,6 +48,7 @@ def has_bits(x: Any) -> bool:
 
 _tie = Primitive("reparax_tie")
 _whole = Primitive("reparax_whole")
+_read = Primitive("reparax_read")
 
 
 def _on_cpu(x: Array, after: Array) -> Array:
@@ -53,8 +62,16 @@ def _zero(x: Array) -> Array:
         one = lax.real(one)
     if jnp.issubdtype(one.dtype, jnp.floating):
         one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
-    bits = lax.convert_element_type(one, jnp.uint32)
-    return lax.shift_right_logical(lax.population_count(bits), jnp.uint32(6))
+    return _no_bits(lax.convert_element_type(one, jnp.uint32))
+
+
+def _no_bits(bits: Array) -> Array:
+    return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
+
+
+def _on_tpu(x: Array) -> Array:
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(lax.add(bits, _no_bits(bits)), x.dtype)
 
 
 def _combined(x: Array, zero: Array) -> Array:
@@ -84,10 +101,18 @@ def _partly_known(trace: Any, x: Any, after: Any) -> Any:
     return x if x.is_known() and not after.is_known() else trace.default_process_primitive(_tie, (x, after), {})
 
 
-_whole.def_impl(lambda x: x)
-_whole.def_abstract_eval(lambda x: x)
-ad.deflinear2(_whole, lambda ct, x: [ct])
-batching.primitive_batchers[_whole] = lambda args, dims: (_whole.bind(*args), *dims)
+def _is_identity(primitive: Primitive) -> None:
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    ad.deflinear2(primitive, lambda ct, x: [ct])
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
+
+
+_is_identity(_read)
+mlir.register_lowering(_read, lambda ctx, x: [x])
+mlir.register_lowering(_read, mlir.lower_fun(_on_tpu, multiple_results=False), platform="tpu")
+
+_is_identity(_whole)
 mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
 

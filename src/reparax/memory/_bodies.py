@@ -4,11 +4,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from reparax._numerics.tie import read_in_step
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Known, Special
 from reparax._programs.roots import holds_apply, is_apply, with_roots
+from reparax._programs.steps import LARGE
+from reparax._tree.sizes import size_in_bytes
+from reparax.memory._ties import moved
 
 Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
@@ -40,6 +46,9 @@ def cutting(env: Known, cut: Cut) -> Special:
             given = dependence.steady(eqn, given)
         jaxpr, consts = jaxprs.body(eqn)
         given = with_roots(jaxpr, [True for _ in consts] + given)
+        if jaxprs.is_scan(eqn):
+            jaxpr, added = _read_by_steps(jaxpr, given, len(consts) + sum(jaxprs.counts(eqn)))
+            consts, given = [*added, *consts], [True for _ in added] + given
         if not _mixes(jaxpr, given):
             return None
         return partial(rebound, partial(cut(jaxpr, given), *consts))
@@ -55,3 +64,24 @@ def _mixes(jaxpr: Jaxpr, given: Flags) -> bool:
         if all(own) or (any(own) and jaxprs.rebound(eqn) is not None):
             return True
     return False
+
+
+def _read_by_steps(jaxpr: Jaxpr, given: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
+    """The body of a scan, in which weights are marked that a step reads as they are, and constants, its first inputs.
+
+    The inputs from ``start`` on are one step's slices.
+    """
+    again, slices = moved(jaxpr, given), zip(jaxpr.invars[start:], given[start:], strict=True)
+    chosen = {v for v, own in slices if own and v not in again and _is_large(jaxprs.type_of(v))}
+    if not chosen:
+        return jaxpr, []
+
+    def marked(*args: Any) -> list[Any]:
+        pairs = zip(jaxpr.invars, args, strict=True)
+        return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in chosen else x for v, x in pairs])
+
+    return jaxprs.opened(jax.make_jaxpr(marked)(*(v.aval for v in jaxpr.invars)))
+
+
+def _is_large(x: Any) -> bool:
+    return x.dtype == jnp.float32 and size_in_bytes(x) > LARGE

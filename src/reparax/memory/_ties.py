@@ -7,6 +7,7 @@ and a normalized weight waits if its lengths do. A transposed parameter need not
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -19,7 +20,7 @@ SMALL = 4
 FEW = 32
 """So many cheap operations on each entry cost no more than to store it and to read it."""
 
-_VIEWS = {"transpose", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"}
+_VIEWS = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reparax_read"}
 # Compilers compute these again for each reader, instead of storing them.
 _CHEAP = {
     *_VIEWS,
@@ -91,9 +92,14 @@ def _views(program: Jaxpr) -> set[Var]:
     free = set(program.invars)
     for eqn in program.eqns:
         read = jaxprs.variables(eqn.invars)
-        if not read or (free.issuperset(read) and _are([eqn], _VIEWS)):
+        if not read or (free.issuperset(read) and (_are([eqn], _VIEWS) or _adds_axes(eqn))):
             free.update(eqn.outvars)
     return free
+
+
+def _adds_axes(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds axes of size 1."""
+    return eqn.primitive.name == "broadcast_in_dim" and _size(eqn.outvars[0]) == _size(eqn.invars[0])
 
 
 def _count(eqns: Iterable[JaxprEqn]) -> int:
@@ -101,7 +107,7 @@ def _count(eqns: Iterable[JaxprEqn]) -> int:
     return sum(sum(_count(inside.eqns) for inside in jaxprs.inner(e)) if jaxprs.is_call(e) else 1 for e in eqns)
 
 
-def _size(v: Var) -> int:
+def _size(v: Any) -> int:
     return size_in_bytes(v.aval)
 
 
