@@ -134,6 +134,21 @@ def test_a_large_rank_is_formed_and_a_small_one_is_not():
     assert reason.startswith("1 product, in factors, 1.")
 
 
+@pytest.mark.parametrize("rank", mostly_thorough((16, 64), 64))
+def test_factors_that_are_together_as_large_as_the_weight_are_not_formed_for_a_few_rows(rank):
+    p = rpx.LowRank(rank)
+    raw, x = jax.eval_shape(p.init, {"w": jnp.zeros((2 * rank, 2 * rank))}), jnp.zeros((8, 2 * rank))
+
+    def by_hand(raw, x):
+        values = raw["w"]["@low_rank"]
+        return jnp.sum(jnp.tanh(x @ values["u"] @ values["v"]) ** 2)
+
+    def loss(raw, x):
+        return jnp.sum(jnp.tanh(x @ p.apply(raw)["w"]) ** 2)
+
+    assert operations(rpx.factored(loss), raw, x) <= 1.01 * operations(by_hand, raw, x) < 0.6 * operations(loss, raw, x)
+
+
 def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():
     p = rpx.LoRA(4)
     raw = p.init({"w": jax.random.normal(KEY, (16, 16))}, KEY)

@@ -29,8 +29,8 @@ def may_make(eqn: JaxprEqn) -> bool:
     given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if name == "convert_element_type":
         return _is_whole(given[0].dtype)
-    sizes, size = [entries(aval.shape) for aval in given], entries(out.shape)
-    return sum(sizes) < size if name == "dot_general" else any(n < size for n in sizes)
+    smaller = [entries(aval.shape) < entries(out.shape) for aval in given]
+    return all(smaller) if name == "dot_general" else any(smaller)
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
