@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from grids import mostly_thorough
+from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
 
@@ -14,6 +15,7 @@ WIDTH, BATCH = 256, 64  # beyond the size at which arrays of one type draw in on
 LAYER = 4 * WIDTH**2
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def temporary(loss, values):
@@ -160,7 +162,17 @@ def test_on_tpus_each_step_of_a_scan_converts_its_own_weight():
     def of_factors(raw, key, x):
         return rpx.factored(lambda raw, x: scanned(p.apply(raw), x))(raw, x)
 
+    def over_devices(w, key, x):
+        shards = jax.shard_map(
+            lambda w, x: jax.lax.pmean(scanned(w, x), "data"),
+            mesh=MESH,
+            in_specs=(Spec(), Spec("data")),
+            out_specs=Spec(),
+        )
+        return shards(w, x)
+
     raw = jax.eval_shape(p.init, STACK, KEY)
+    assert kept(over_devices, STACK, "tpu") == 2
     assert kept(plain, STACK, "tpu") == kept(of_factors, raw, "tpu") == 2  # forward and backward
     assert kept(plain, STACK, "cpu") == kept(of_factors, raw, "cpu") == 0  # a CPU reads it in place
     halves = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), STACK)

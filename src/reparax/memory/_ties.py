@@ -20,7 +20,7 @@ SMALL = 4
 FEW = 32
 """So many cheap operations on each entry cost no more than to store it and to read it."""
 
-_VIEWS = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "reparax_read"}
+_VIEWS = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "reparax_read"}
 # Compilers compute these again for each reader, instead of storing them.
 _CHEAP = {
     *_VIEWS,
