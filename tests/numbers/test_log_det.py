@@ -1,5 +1,7 @@
 """Volumes: against the determinant of the Jacobian."""
 
+import doctest
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +95,22 @@ def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior()
     np.testing.assert_allclose(np.sum(first * found) * cell, 3 / 5, rtol=1e-3)  # the mean of the beta distribution
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_volume_of_the_example_of_a_stage_is_that_of_the_jacobian_to_free_entries(n):
+    examples = doctest.DocTestParser().get_examples(rpx.Reparametrization.log_det_leaf.__doc__)
+    names = {"__name__": "examples"}
+    for example in examples[:2]:
+        exec(example.source, names)
+    factor = np.linalg.cholesky(np.corrcoef(normal(n, 2 * n + 1))).astype(np.float32)
+    p, below = names["CorrelationFactor"](), np.tril_indices(n, -1)
+    marker = f"@{p.kind}"
+    raw = p.init({"w": factor})
+    np.testing.assert_allclose(p.fold(raw)["w"], factor, atol=1e-5)
+    x = raw["w"][marker]["x"]
+    want = log_slope(lambda x: p.fold({"w": {marker: {"x": x}}})["w"][below], x)
+    np.testing.assert_allclose(p.log_det(raw), want, rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_values_do_not_count():
     params = {"a": jnp.full(2, jnp.e), "b": jnp.full(3, jnp.e)}
     p = rpx.Freeze(where="b") >> rpx.Positive("exp")
@@ -127,12 +145,14 @@ ERRORS = {
     "no bijection": (
         lambda: rpx.WeightNorm().log_det(rpx.WeightNorm().init({"w": normal(2, 2)})),
         "WeightNorm().log_det: the stage is not a bijection, so its Jacobian has no determinant. Use a chain "
-        "of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or Triangular.",
+        "of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or Triangular; "
+        "a stage of your own needs log_det_leaf(values).",
     ),
     "tie": (
         lambda: rpx.Tie({"b": "a"}).log_det(rpx.Tie({"b": "a"}).init({"a": jnp.ones(2), "b": jnp.ones(2)})),
         "Tie({'b': 'a'}).log_det: the stage is not a bijection, so its Jacobian has no determinant. Use a "
-        "chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or Triangular.",
+        "chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or Triangular; "
+        "a stage of your own needs log_det_leaf(values).",
     ),
     "exponential": (
         lambda: rpx.PositiveDefinite("expm").log_det(rpx.PositiveDefinite("expm").init({"w": SQUARE})),

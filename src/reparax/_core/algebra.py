@@ -163,11 +163,12 @@ class Parametrization(Static, ABC):
         Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
         values, as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")`` are. A symmetric matrix
         counts with its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has one raw value too many,
-        adds the density of a number that the weights do not tell. Noise is replaced by its mean, and frozen values do
-        not count.
+        adds the density of a number that the weights do not tell. A bijection of your own defines
+        :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation matrix. Noise is
+        replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection; the error names it.
+          ValueError: If a stage is not a bijection, or does not say its log-determinant; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx

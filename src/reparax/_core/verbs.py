@@ -80,7 +80,7 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
             raise ValueError(
                 f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
-                f"Triangular."
+                f"Triangular; a stage of your own needs log_det_leaf(values)."
             )
         found.append(layer.log_det(seen, is_free))
     return add_up(found)

@@ -92,7 +92,8 @@ class Reparametrization(Leafwise):
 
     With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead; ``init`` inverts the
-    mean. The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``.
+    mean. The stage adds ``penalty_leaf(values)`` to ``p.penalty(raw)``, and ``log_det_leaf(values)``, for a bijection,
+    to ``p.log_det(raw)``.
 
     Args:
       where: As for :class:`Perturbation`, with the same default.
@@ -181,7 +182,43 @@ class Reparametrization(Leafwise):
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        """The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection."""
+        r"""The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection.
+
+        A stage that defines it has :meth:`Parametrization.log_det`, as samplers need it. If an array has entries that
+        follow from the others, as a symmetric matrix has, leave them out of the derivative.
+
+        Example:
+          The Cholesky factor L of a correlation matrix: its rows have length 1, so the entries below its diagonal are
+          free. Each is a share, from -1 to 1, of the length that the entries to the left of it leave:
+
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> class CorrelationFactor(rpx.Reparametrization):
+          ...     min_ndim = 2
+          ...     dtypes = jnp.floating
+          ...     def init_leaf(self, w):
+          ...         below = jnp.tril_indices(len(w), -1)
+          ...         left = jnp.sqrt(1 - jnp.cumsum(w**2, 1) + w**2)
+          ...         return {"x": jnp.arctanh((w / left)[below])}
+          ...     def shares_and_left(self, x):
+          ...         n = int((2 * x.size) ** 0.5) + 1
+          ...         shares = jnp.zeros((n, n), x.dtype).at[jnp.tril_indices(n, -1)].set(jnp.tanh(x))
+          ...         left = jnp.cumprod(jnp.sqrt(1 - shares**2), 1)
+          ...         return shares, jnp.pad(left, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
+          ...     def apply_leaf(self, values):
+          ...         shares, left = self.shares_and_left(values["x"])
+          ...         return (shares + jnp.eye(len(left), dtype=left.dtype)) * left
+          ...     def log_det_leaf(self, values):
+          ...         shares, left = self.shares_and_left(values["x"])
+          ...         below = jnp.tril_indices(len(left), -1)
+          ...         return jnp.sum(jnp.log(left[below]) + jnp.log1p(-(shares[below] ** 2)))
+          >>> p = CorrelationFactor(where="corr")
+          >>> factor = jnp.linalg.cholesky(jnp.array([[1.0, 0.5], [0.5, 1.0]]))
+          >>> raw = p.init({"corr": factor})
+          >>> bool(jnp.allclose(p.apply(raw)["corr"], factor))
+          True
+          >>> bool(jnp.allclose(p.log_det(raw), jnp.log(0.75)))  # the derivative of tanh where it is 0.5
+          True
+        """
         del values
         return jnp.zeros(())
 
