@@ -240,6 +240,16 @@ class LengthOfZero(rpx.Reparametrization):
         return values["base"] + values["step"] * jnp.linalg.norm(values["step"])
 
 
+class CastToSingle(rpx.Reparametrization):
+    """Computes in single precision also where the array is in double."""
+
+    def init_leaf(self, w):
+        return {"x": jnp.arcsinh(w.astype(jnp.float32)).astype(w.dtype)}
+
+    def apply_leaf(self, values):
+        return jnp.sinh(values["x"].astype(jnp.float32)).astype(values["x"].dtype)
+
+
 class Rounded(rpx.Perturbation):
     """A gradient of its own, which it does not say."""
 
@@ -446,6 +456,12 @@ BROKEN = {  # in the texts, # is a number
     ),
     "half stopped": (HalfStopped(), gradients, SLOPE),
     "half stopped in single precision": (HalfStoppedSingle(), gradients, SLOPE),
+    "cast to single precision": (
+        CastToSingle(),
+        gradients,
+        "gradients: the slope is #, but # by the gradient; the formula casts float64 to float32: cast to "
+        "`jnp.promote_types(w.dtype, jnp.float32)`.",
+    ),
     "rounded": (Rounded(), gradients, SLOPE),
     "rounded away": (RoundedAway(), gradients, "gradients: that of 'a' is zero, so no optimizer moves it."),
     "dead value": (

@@ -365,13 +365,13 @@ def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, 
     found = (float(ahead) - float(behind)) / (2 * step)
     pairs = zip(arrays(slope(p, combine(moving, rest), key)[1]), arrays(direction), strict=True)
     given = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
-    require(
-        p,
-        "gradients",
-        abs(given - found) < bound * (1 + abs(found)),
-        f"the slope is {found:.8g}, but {given:.8g} by the gradient; if that is intended, set "
-        f"`straight_through = True`",
-    )
+    holds = abs(given - found) < bound * (1 + abs(found))
+    advice = "if that is intended, set `straight_through = True`"
+    # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
+    double = any(x.dtype == np.float64 for _, x in arrays(moving))
+    if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, rest), key)):
+        advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
+    require(p, "gradients", holds, f"the slope is {found:.8g}, but {given:.8g} by the gradient; {advice}")
 
 
 def update(p: Parametrization, params: PyTree, key: Array) -> None:
