@@ -157,7 +157,9 @@ def test_the_lines_for_schedule_free_optimizers_run():
     np.testing.assert_array_equal(p.fold(names["average"])["b"], np.ones(2))
 
 
-@pytest.mark.parametrize("page", ["concepts", "stages", "guarantees", "faq", "api/seen"])
+@pytest.mark.parametrize(
+    "page", ["concepts", "stages", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]
+)
 def test_the_examples_of_a_page_run(page):
     path = ROOT / "docs" / f"{page}.md"
     blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
