@@ -79,7 +79,8 @@ class MagnitudePrune(_Prune):
     error. Masks are chosen for 128 inputs at a time, by the squared error that pruning makes. On the same data, the
     squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``, is
     at most that of pruning by magnitude. For Wanda this holds only among masks with as many weights for each output,
-    and if inputs are uncorrelated. ``update`` keeps such masks as they are.
+    and if inputs are uncorrelated. Nor is a smaller error of each array always a smaller loss of the network: compare
+    losses, as in a small network Wanda may do worse than magnitudes. ``update`` keeps such masks as they are.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
