@@ -838,6 +838,17 @@ REFUSED = {
         "  up.weight_g: expected float32[1, 8, 1] for up/kernel, got float32[8, 1, 1], which fits "
         "WeightNorm(axis=-1) or layouts={'up/kernel': 'conv_transpose'} or layouts={'up/kernel': 'swapped'}\n" + ADVICE,
     ),
+    "another axis of weight norm where a class tells the layout": (
+        lambda: rpx.from_torch(
+            NORM,
+            {"weight_g": numbers(6, 1, 1), "weight_v": numbers(6, 6, 4)},
+            nnx.ConvTranspose(6, 6, (4,), use_bias=False, rngs=nnx.Rngs(0)),
+        ),
+        ValueError,
+        "from_torch: the state dict does not fit WeightNorm():\n"
+        "  weight_g: expected float32[1, 6, 1] for kernel, got float32[6, 1, 1], which fits "
+        "WeightNorm(axis=-2)\n" + ADVICE,
+    ),
     "another layout": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6, 4)}, UP),
         ValueError,

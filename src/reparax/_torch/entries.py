@@ -36,6 +36,7 @@ class Entry:
       layout: Its layout, which relates its axes to torch's; if it is not known, that of one module of torch.
       said: Whether a rule gave the layout.
       known: Whether anything tells the layout.
+      by_class: Whether the class of the module tells it.
       index: The index in the parameter, if that is a stack.
     """
 
@@ -46,6 +47,7 @@ class Entry:
     layout: str
     said: bool = False
     known: bool = True
+    by_class: bool = False
     index: Index = ()
 
     def told(self, tensors: Iterable[Any]) -> Self:
@@ -103,7 +105,7 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules) -> list[Entry]:
         count, tensor = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
         layout, sure = _layout(name, shape, said.get(path), known.get(path))
-        whole = Entry(path, tensor, shape, x.dtype, layout, path in said, sure)
+        whole = Entry(path, tensor, shape, x.dtype, layout, path in said, sure, path in known)
         for index in product(*map(range, x.shape[:count])):
             found.append(replace(whole, tensor=number(tensor, index), index=index))
     _require_names_differ(found)
