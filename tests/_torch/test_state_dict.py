@@ -379,6 +379,29 @@ def test_the_classes_of_equinox_tell_transposed_convolutions():
     np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, module).weight, module.weight)
 
 
+@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.RandomPrune(0.5, where=".*bias")], ids=repr)
+@pytest.mark.parametrize(
+    "module",
+    [eqx.nn.Conv2d(3, 4, 2, key=jax.random.key(0)), eqx.nn.ConvTranspose1d(3, 4, 2, key=jax.random.key(0))],
+    ids=["conv", "transposed"],
+)
+def test_biases_of_convolutions_of_equinox_are_vectors_in_torch(p, module):
+    model = {"net": [module]}
+    raw = p.init(model, jax.random.key(1))
+    state = rpx.to_torch(p, raw)
+    biases = [x for name, x in state.items() if "bias" in name]
+    assert {x.shape for x in biases} == {(4,)}
+    read = rpx.from_torch(p, state, model)
+    chex.assert_trees_all_equal(jax.tree.leaves(read), [x for x in jax.tree.leaves(raw) if eqx.is_array(x)])
+
+
+def test_an_array_of_one_axis_and_more_of_size_one_may_be_a_vector_in_torch():
+    like = {"b": jnp.arange(4.0).reshape(4, 1, 1)}
+    state = rpx.to_torch(rpx.Chain(), like, layouts={"b": "vector"})
+    assert state["b"].tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, like, layouts={"b": "vector"})["b"], like["b"])
+
+
 def test_a_rule_counts_more_than_a_class():
     module, w = deconvolution()
     (x,) = rpx.to_torch(rpx.Chain(), module, layouts={"kernel": "same"}).values()
@@ -849,6 +872,11 @@ REFUSED = {
         "  weight_g: expected float32[1, 6, 1] for kernel, got float32[6, 1, 1], which fits "
         "WeightNorm(axis=-2)\n" + ADVICE,
     ),
+    "a vector of more axes": (
+        lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8)}, UP, layouts={"up/kernel": "vector"}),
+        ValueError,
+        "from_torch: the layout 'vector' is that of arrays (out, 1, ..., 1), but 'kernel' has shape (4, 8, 6).",
+    ),
     "another layout": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6, 4)}, UP),
         ValueError,
@@ -943,7 +971,8 @@ REFUSED = {
     "an unknown layout": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),
         ValueError,
-        "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose', 'swapped', 'conv1d'.",
+        "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose', 'swapped', 'conv1d', "
+        "'vector'.",
     ),
     "an unknown style": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, style="old"),

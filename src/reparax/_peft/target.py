@@ -87,7 +87,7 @@ class Target(Entry):
 
     def read_whole(self, weight: np.ndarray) -> Array:
         """Converts torch's parameter to ours."""
-        return read_layout(jnp.asarray(weight), self.layout)
+        return read_layout(jnp.asarray(weight), self.layout).reshape(self.shape)
 
     def write_whole(self, weight: Array) -> Array:
         """Converts our parameter to torch's."""

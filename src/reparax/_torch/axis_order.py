@@ -14,6 +14,7 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "conv_transpose": ((-2, -1), True),
     "swapped": ((1, 0), True),
     "conv1d": (None, False),
+    "vector": (None, False),
 }
 LAYOUTS = tuple(_CHANNELS)
 
@@ -28,17 +29,21 @@ def order(layout: str, ndim: int) -> tuple[int, ...]:
 
 
 def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
-    """``shape``, or any sequence with one entry per axis, in torch's order."""
+    """``shape``, or any sequence with one entry per axis, in torch's order; of a vector, only that along it."""
+    if layout == "vector":
+        return tuple(shape[:1])
     return tuple(shape[axis] for axis in order(layout, len(shape)))
 
 
 def write_layout(x: Array, layout: str) -> Array:
     """Converts our array to torch's layout."""
+    if layout == "vector":  # (out, 1, ..., 1) here
+        return x.reshape(-1)
     return _flipped(x.transpose(order(layout, x.ndim)), layout)
 
 
 def read_layout(x: Array, layout: str) -> Array:
-    """Converts torch's array to our layout."""
+    """Converts torch's array to our layout; a vector still lacks its axes of size 1."""
     return _flipped(x, layout).transpose(tuple(np.argsort(order(layout, x.ndim)).tolist()))
 
 

@@ -120,6 +120,8 @@ def _layout(name: str, shape: tuple[int, ...], said: str | None, known: tuple[st
     """The layout of an array, by a rule, by the class of its module, or by its name, and whether that is sure."""
     if said == "conv1d" and len(shape) != 2:
         raise ValueError(f"the layout 'conv1d' is that of matrices (in, out), but {name!r} has shape {shape}.")
+    if said == "vector" and max(shape[1:], default=1) > 1:
+        raise ValueError(f"the layout 'vector' is that of arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
     if said is not None:  # a kernel that is the same in torch has its inputs first there too
         return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True
     layout, dimensions = known or ("kernel" if name == "kernel" else "same", _DIMENSIONS.get(name, len(shape)))
@@ -177,10 +179,12 @@ def _class_of(node: object) -> tuple[str, str] | None:
 
 
 def _layouts_by_class(tree: PyTree) -> dict[str, tuple[str, int]]:
-    """The layouts of weights and their numbers of dimensions, where the class of the module tells them, by path."""
+    """The layouts of arrays and their numbers of dimensions, where the class of the module tells them, by path."""
     found: dict[str, tuple[str, int]] = {}
     for keys, node in items(tree, lambda x: _class_of(x) is not None):
         if which := _class_of(node):
             name, layout, spatial = _CLASSES[which](node)
             found[path_text((*keys, name))] = layout, spatial + 2
+            if which[0] == "equinox" and spatial:
+                found[path_text((*keys, "bias"))] = "vector", spatial + 1
     return found

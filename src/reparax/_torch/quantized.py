@@ -143,7 +143,7 @@ def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> t
     matrix = _matrix(entry, held, shape, config)
     if matrix is None:
         x = _plain(entry, held, shape, config)
-        return None, {"": read_layout(jnp.asarray(x), entry.layout).astype(entry.dtype)}
+        return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
     turned = order(entry.layout, 2) == (1, 0)
     axis = 0 if turned else 1

@@ -52,6 +52,7 @@ def from_torch(
         without ``transpose_kernel=True``, which read without an error as ordinary ones if they are square.
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
+        ``"vector"``: ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions.
         ``"same"``: the default for all other arrays. In modules of nnx and equinox, the classes of convolutions tell
         their layouts. Other arrays named ``kernel``, ``embedding``, ``scale`` or ``bias`` that have more axes than
         usual need a layout, or ``{i}`` in their names, unless a tensor that is read has as many axes: then a kernel is
@@ -186,7 +187,9 @@ def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
     else:
         fits = []
     own = None if held.entry.by_class else own
-    layouts = [each for each in LAYOUTS if own and each not in ("conv1d", layout) and permute(own, each) == shape]
+    layouts = [
+        each for each in LAYOUTS if own and each not in ("conv1d", "vector", layout) and permute(own, each) == shape
+    ]
     fits += [f"layouts={{{held.entry.path!r}: {each!r}}}" for each in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
 

@@ -40,6 +40,8 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
     """Our raw values, in the shapes and dtypes of ``like``."""
+    if entry.layout == "vector":
+        values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
         found = _orthogonal_read(stage, values, entry)
     else:
