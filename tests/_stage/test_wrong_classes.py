@@ -205,6 +205,20 @@ def test_a_start_with_a_key_is_draw_leaf():
                 return {"x": w}
 
 
+def test_a_perturbation_takes_a_key():
+    with raises(
+        TypeError,
+        "Keyless.apply_leaf takes self, w, but is called with (self, w, key). Take a key, also if the stage is not "
+        "random.",
+    ):
+
+        class Keyless(rpx.Perturbation):
+            stochastic = False
+
+            def apply_leaf(self, w):
+                return w
+
+
 def test_a_formula_that_takes_a_key_is_random():
     with raises(
         TypeError,

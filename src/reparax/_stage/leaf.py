@@ -21,10 +21,10 @@ class Perturbation(Leafwise):
     """A stage that changes arrays in place and leaves the raw tree alone.
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
-    itself. It may set ``stochastic = False`` if it needs no key, ``min_ndim = 2`` to exclude vectors, biases and scales
-    by default, and
-    ``straight_through = True`` if its gradient is not that of its formula. A chain with perturbations and the same
-    chain without them have the same raw structure, so they can share optimizer states and checkpoints.
+    itself. It may set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2`` to exclude
+    vectors, biases and scales by default, and ``straight_through = True`` if its gradient is not that of its formula. A
+    chain with perturbations and the same chain without them have the same raw structure, so they can share optimizer
+    states and checkpoints.
 
     Args:
       where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
@@ -59,6 +59,15 @@ class Perturbation(Leafwise):
 
     stochastic: ClassVar[bool] = True
     _planner: ClassVar[type[Planner]] = OnArraysInPlace
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own: Any = cls.__dict__.get("apply_leaf")
+        if inspect.isfunction(own) and not _takes(own, 3):
+            raise TypeError(
+                f"{cls.__name__}.apply_leaf takes {', '.join(_required(own))}, but is called with (self, w, key). Take "
+                f"a key, also if the stage is not random."
+            )
 
     @abstractmethod
     def apply_leaf(self, w: Array, key: Array) -> Array:
@@ -255,6 +264,15 @@ class Reparametrization(Leafwise):
     @property
     def random_start(self) -> bool:
         return self._draws
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
