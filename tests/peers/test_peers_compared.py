@@ -1,11 +1,14 @@
-"""What the page "Compared with" says of other libraries is there: their names, and how many types PEFT has."""
+"""What the page "Compared with" says of other libraries is there: names, versions, lines, and the types of PEFT."""
 
+import importlib.metadata
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compared.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "compared.md").read_text()
 NAMES = {
     "torch.nn.utils.parametrizations": ("weight_norm", "spectral_norm", "orthogonal"),
     "torch.nn.utils.parametrize": ("register_parametrization", "cached"),
@@ -31,8 +34,34 @@ def test_the_names_of_another_library_are_on_the_page_and_in_the_library(module)
         assert hasattr(found, name), name
 
 
+VERSIONS = {
+    "torch": r"torch (2[\d.]+\d) has",
+    "paramax": r"`RealToIncreasingOnInterval` \(([\d.]+)\)",
+    "qwix": r"by rules on module paths \(([\d.]+)\)",
+    "numpyro": r"for weights with priors \(([\d.]+)\)",
+    "bitsandbytes": r"Kernels for torch \(([\d.]+)\)",
+}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_version_of_a_library_is_that_on_the_page(name):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    (told,) = re.findall(VERSIONS[name], " ".join(PAGE.split()))
+    version = importlib.metadata.version(name)
+    assert version == told or version.startswith((f"{told}.", f"{told}+"))
+
+
+def test_the_lines_of_paramax():
+    paramax = pytest.importorskip("paramax")
+    lines = sum(len(file.read_text().splitlines()) for file in Path(paramax.__file__).parent.glob("*.py"))
+    assert round(lines, -2) == 300
+    assert "about three hundred lines in all" in PAGE
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_number_of_types_of_peft():
     peft = pytest.importorskip("peft")
     (told,) = re.findall(r"Adapters for torch and transformers, (\d+) types in ([\d.]+)\.\n", PAGE)
     assert told == (str(len(peft.PeftType)), ".".join(peft.__version__.split(".")[:2]))
+    assert f"These are all types of PEFT {told[1]}." in (ROOT / "docs" / "api" / "adapters.md").read_text()

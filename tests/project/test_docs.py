@@ -38,6 +38,19 @@ def test_notebooks_are_short(path):
     assert 0 < path.read_text().count("```{code-cell}") <= 12
 
 
+@pytest.mark.parametrize(
+    "path", [README, *sorted((ROOT / "docs").glob("*.md")), *API, *NOTEBOOKS], ids=lambda path: path.stem
+)
+def test_examples_are_as_wide_as_a_page(path):
+    blocks = re.findall(
+        r"^( *)```(?:python|\{code-block\} python)\n(.*?)^\1```", path.read_text(), re.DOTALL | re.MULTILINE
+    )
+    lines = [
+        line for _, block in blocks for line in block.split("\n") if ">>>" not in block or line[:3] in (">>>", "...")
+    ]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
     """The README's example with another chain, and its first loss."""
     code = re.sub(r"^p = .*", line, first, flags=re.MULTILINE)
@@ -60,7 +73,7 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     free, fixed = (
         sum(x.size for x in jax.tree.leaves(part)) for part in rpx.partition(lora["p"].init(lora["model"], lora["key"]))
     )
-    assert f"# {free:,} new parameters train, the {fixed:,} of the model stay" in first
+    assert f"# {free:,} new parameters train, the model's {fixed:,} stay" in first
     assert f"# from {before:.1f} to {float(lora['value']):.3f}" in first
 
 
@@ -179,13 +192,13 @@ def test_our_side_of_every_task_runs():
     assert globs["grads"]["scale"]["@positive"]["x"].tolist() == [0.5, 2.0]  # of x in exp x, at x = log 0.5, log 2
 
 
-def test_the_new_stage_of_five_minutes_keeps_the_laws(key):
+def test_the_new_stage_of_contributing_keeps_the_laws(key):
     (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), flags=re.DOTALL)
-    globs: dict[str, object] = {"__name__": "five_minutes"}
+    globs: dict[str, object] = {"__name__": "grid"}
     exec(compile(block, CONTRIBUTING.name, "exec"), globs)
     params = {"w": jax.random.normal(key, (4, 3))}
     check_laws(globs["Grid"](), params)
-    loose = type("Loose", (globs["Grid"],), {"raw_values": {"s": rpx.aux()}, "__module__": "five_minutes"})
+    loose = type("Loose", (globs["Grid"],), {"raw_values": {"s": rpx.aux()}, "__module__": "grid"})
     with pytest.raises(AssertionError, match="breaks the law of right inverse"):
         check_laws(loose(), params)
 

@@ -39,6 +39,12 @@ def test_cells_are_those_of_the_source_after_one_that_installs(source):
 
 
 @of_each
+def test_lines_of_code_are_as_long_as_a_page_is_wide(source):
+    lines = [line for kind, text in cells(written(source)) if kind == "code" for line in text.split("\n")]
+    assert [line for line in lines if len(line) > 88] == []
+
+
+@of_each
 def test_links_lead_to_files(source):
     for cell in written(source).cells:
         for target in LINK.findall(cell.source) if cell.cell_type == "markdown" else []:
@@ -57,7 +63,7 @@ def test_it_is_a_notebook_whose_cells_are_numbered_and_were_run_in_their_order(s
 @of_each
 def test_there_are_outputs_and_none_names_a_path_or_an_address_of_the_machine(source):
     outputs = [output for cell in written(source).cells for output in cell.get("outputs", [])]
-    assert any(output.output_type == "stream" for output in outputs)
+    assert any(output.output_type == "stream" or "text/markdown" in output.get("data", {}) for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         texts = {**output.get("data", output)}
