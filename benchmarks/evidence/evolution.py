@@ -198,7 +198,7 @@ STYLES = {"full noise": ("#000000", "o-"), "rank 4": ("#007A58", "D-."), "rank 1
 
 def picture(found: Found) -> Figure:
     """Accuracy against networks judged, and memory against width."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.8, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for kind, name in chosen(found).items():
         colour, style = STYLES[kind]

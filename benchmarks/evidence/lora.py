@@ -8,7 +8,7 @@ Protocol:
 An LSTM of 96 units learns characters of Python's documentation once, in 3000 steps; then it is tuned to source code.
 Tuned in 300 steps to much code (350,000 characters) or little (10,000), all weights or adapters of rank 1 to 16.
 Three learning rates, decaying to zero, the same for each way to tune; validation text chooses.
-Five seeds of tuning, of one model; bits per character of code that chose nothing, against the numbers that train.
+Five seeds of tuning, of one model; bits per character of code that chose nothing, against the trainable parameters.
 """
 
 import functools
@@ -157,8 +157,8 @@ def table(found: Found) -> str:
 
 
 def picture(found: Found) -> Figure:
-    """Bits per character against the numbers that train, for little and much code."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    """Bits per character against the trainable parameters, for little and much code."""
+    figure = Figure(figsize=(7.8, 3.8), layout="constrained")
     for axes, amount in zip(figure.subplots(1, 2), RATES, strict=True):
         tests, trained = tested(found, amount), sizes(found, amount)
         for method, (colour, style) in STYLES.items():
@@ -174,7 +174,10 @@ def picture(found: Found) -> Figure:
                 above = 7 if method == LORA else -14
                 axes.annotate(f"{rank(way)}", (number, mean), (0, above), textcoords="offset points", color=colour)
         axes.set(
-            xscale="log", xlabel="numbers that train (labels: rank)", ylabel="bits per character", title=TITLES[amount]
+            xscale="log",
+            xlabel="trainable parameters (labels: rank)",
+            ylabel="bits per character",
+            title=TITLES[amount],
         )
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=9)

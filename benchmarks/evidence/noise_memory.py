@@ -213,13 +213,13 @@ COLOURS = {PLAIN: "#000000", "weight norm and noise": "#B84F00", "weight dropout
 
 def picture(found: Found) -> Figure:
     """Bars of what is kept, and of the compiler's temporaries."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.8, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     colours = [COLOURS[name.split(", ")[0]] for name in found]
     for axes, what in ((left, "weights, unrolled"), (right, "temporaries")):
         bars = axes.barh(list(found), [values[what][0] for values in found.values()], color=colours)
         axes.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
-        axes.margins(x=0.25)
+        axes.margins(x=0.4)
         axes.grid(alpha=0.3, axis="x")
     left.set(xlabel="kept of weights,\nunrolled layers, KiB")
     right.set(xlabel="XLA's temporaries,\nscanned layers, MiB")

@@ -268,7 +268,7 @@ COLOURS = {"orthogonal": "#B84F00", "LSTM": "#0072B2"}
 def picture(found: Found) -> Figure:
     """The losses of all seeds at the best rates, a panel for each task."""
     best = chosen(found)
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = Figure(figsize=(7.8, 3.2), layout="constrained")
     panels = figure.subplots(1, len(best), sharey=True, squeeze=False)[0]
     for axes, (blanks, methods) in zip(panels, best.items(), strict=True):
         for each in methods.values():

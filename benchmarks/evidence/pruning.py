@@ -184,7 +184,7 @@ def picture(found: Found) -> Figure:
         label = f"{method} ({described(method, chosen(found, method))})"
         x = places + 0.03 * (place - 1.5)  # side by side, so that no bar hides another
         axes.errorbar(x, values.mean(1), stats.sem(values, axis=1), fmt=style, color=colour, label=label, markersize=5)
-    axes.set(xlabel="share of zeros in the hidden kernels", ylabel="test images read wrongly (%)", yscale="log")
+    axes.set(xlabel="share of zeros in the hidden kernels", ylabel="misclassified test images (%)", yscale="log")
     axes.set_yticks(TICKS, [f"{tick}" for tick in TICKS], minor=False)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xticks(places, [listed([sparsity]) for sparsity in sparsities(found)])

@@ -13,12 +13,12 @@ EXPLORATORY = "**Exploratory**: settings or measures were changed after a first 
 
 
 def report(claim: ModuleType) -> Image:
-    """Shows the claim, a verdict in one line, the protocol and the table, prints the sentence; returns the picture."""
+    """Shows the claim, a verdict in one line, the protocol, the table and the sentence; returns the picture."""
     numbers = found(claim.__name__.rpartition(".")[2])
     said, protocol = inspect.cleandoc(claim.__doc__ or "").split("Protocol:\n")
     verdict = f"**Here:** {claim.verdict(numbers)}\n\n{EXPLORATORY * (TRIED in said)}"
     display(Markdown(f"*The claim:* {said}\n{verdict}**Protocol.** {protocol}"), Markdown(claim.table(numbers)))
-    print(claim.sentence(numbers))
+    display(Markdown(f"**In numbers.** {claim.sentence(numbers)}"))
     picture = io.BytesIO()
     claim.picture(numbers).savefig(picture, format="png", dpi=100)
     return Image(picture.getvalue())

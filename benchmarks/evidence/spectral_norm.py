@@ -212,7 +212,7 @@ def table(found: Found) -> str:
 
 def picture(found: Found) -> Figure:
     """Modes above and good samples below, against the learning rate, a column for each game."""
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    figure = Figure(figsize=(7.8, 5.2), layout="constrained")
     panels = figure.subplots(2, len(games(found)), sharex=True, sharey="row", squeeze=False)
     for column, game in zip(panels.T, games(found), strict=True):
         for axes, what in zip(column, ("modes", "good samples"), strict=True):

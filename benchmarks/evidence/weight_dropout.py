@@ -123,7 +123,7 @@ def table(found: Found) -> str:
 
 def picture(found: Found) -> Figure:
     """Validation text over the training, at the best rate; and test text against the rate."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.8, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for method, name in chosen(found).items():
         colour, style = STYLES[method]

@@ -209,13 +209,14 @@ def table(found: Found) -> str:
 
 def picture(found: Found) -> Figure:
     """Each measure against the size of what perturbs the weights."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(7.8, 6.6), layout="constrained")
     panels = {
-        "noise": (STDS, "standard deviation of noise on weights"),
-        "relative": (RELATIVE, "noise in units of each array's spread"),
+        "noise": (STDS, "standard deviation\nof noise on weights"),
+        "relative": (RELATIVE, "noise in units\nof each array's spread"),
         "rounded": (BITS, "bits of each weight"),
     }
-    for task, line in zip(TASKS, figure.subplots(2, 3), strict=True):
+    for task, part in zip(TASKS, figure.subfigures(2, 1), strict=True):
+        line = part.subplots(1, 3)
         for axes, (what, (places, words)) in zip(line, panels.items(), strict=True):
             for method, name in chosen(found, task).items():
                 colour, style = STYLES[method]
@@ -226,7 +227,8 @@ def picture(found: Found) -> Figure:
             axes.set(xlabel=words)
             axes.grid(alpha=0.3)
         line[0].set(ylabel=f"{task}: {UNITS[task]}")
-        line[0].legend(frameon=False, fontsize=9)
+        shown = line[0].get_legend_handles_labels()
+        part.legend(*shown, loc="outside upper center", ncols=4, fontsize=8, columnspacing=1)
     return figure
 
 

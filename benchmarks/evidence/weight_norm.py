@@ -124,7 +124,7 @@ def table(found: Found) -> str:
 
 def picture(found: Found) -> Figure:
     """Steps against the learning rate, a panel for each task."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.8, 3.4), layout="constrained")
     panels = figure.subplots(1, len(tasks(found)), sharey=True, squeeze=False)[0]
     for axes, task in zip(panels, tasks(found), strict=True):
         for method, (colour, style) in zip(methods(found), STYLES, strict=False):
