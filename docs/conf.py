@@ -1,11 +1,13 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
+import itertools
 import os
 import re
 from importlib.metadata import metadata
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from bs4 import BeautifulSoup, NavigableString
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
@@ -104,6 +106,62 @@ def link_names(app, doctree):
             link += literal
 
 
+def without_empty_last_lines(app, doctree):
+    """Examples end with an empty line in the source, which their doctests need; readers do not."""
+    for block in doctree.findall(nodes.literal_block):
+        text = block.astext().rstrip("\n")
+        block.rawsource, block.children = text, [nodes.Text(text)]
+
+
+LONG_WORD = re.compile(r"\S{28,}")  # which may not fit into a line on a phone
+BREAK = re.compile(r"(?<=[\w\])}])(?=\.\w|[(\[{][^)\]}])|(?<=[_/=,:])(?=[@\w\"'({\[])")
+COLUMNS = re.compile(r"\S {2,}[^\s#]")  # a comment is none
+NUMBERS = re.compile(r"[\d\s.,±%()-]*")
+
+
+def let_break(soup, code):
+    """Marks where long words of code may break: in front of dots and brackets, after underscores and slashes."""
+    strings = list(code.find_all(string=True))
+    text, start = "".join(strings), 0
+    places = {place.start() for word in LONG_WORD.finditer(text) for place in BREAK.finditer(text, *word.span())}
+    for string in strings:
+        end = start + len(string)
+        cuts = [start, *sorted(place for place in places if start < place < end), end]
+        pieces = [NavigableString(text[a:b]) for a, b in itertools.pairwise(cuts)]
+        marked = [each for piece in pieces for each in (soup.new_tag("wbr"), piece)]
+        string.replace_with(*marked[start not in places :])
+        start = end
+
+
+def label_cells(table):
+    """Names the column in each cell of a table of words, which stands as a list on a phone."""
+    heads = [head.get_text(" ", strip=True) for head in table.select("thead th")]
+    rows = [row.find_all("td", recursive=False) for row in table.select("tbody tr")]
+    cells = [cell.get_text(" ", strip=True) for row in rows for cell in row[1:]]
+    if "class" in table.attrs and sum(NUMBERS.fullmatch(cell) is None for cell in cells) > len(cells) / 2:
+        table["class"] = [*table["class"], "words"]
+        for row in rows:
+            for head, cell in zip(heads[1:], row[1:], strict=False):
+                cell["data-head"] = head
+                if not cell.get_text(strip=True):
+                    cell.clear()
+
+
+def for_phones(app, page, template, context, doctree):
+    """What a page needs to be read on a narrow screen."""
+    if doctree is None:  # an index, or the source of a module
+        return
+    soup = BeautifulSoup(context["body"], "html.parser")
+    for code in soup.select("pre, :not(pre) > code, dt.sig, div.text_html td"):
+        if len(COLUMNS.findall(code.get_text())) >= 6:
+            code["class"] = [*code.get("class", []), "columns"]
+        else:
+            let_break(soup, code)
+    for table in soup.find_all("table"):
+        label_cells(table)
+    context["body"] = str(soup)
+
+
 def why(run, limit):
     """Why a page could not be run, in a few words."""
     if run["error"] == "CellTimeoutError":
@@ -124,6 +182,8 @@ def name_failures(app, env):
 def setup(app):
     """Registers how formulas, types and names are written."""
     app.connect("env-updated", name_failures)
+    app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)
+    app.connect("html-page-context", for_phones)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)

@@ -1,5 +1,6 @@
 """The built pages, in a browser: `make docs` builds them and runs this."""
 
+import base64
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,16 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 HIDDEN = {"_modules", "_static"}
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if not HIDDEN & {*path.parts})
 OFFLINE = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+READABLE = (Path(__file__).parent / "readable.js").read_text()
+SHADE = """async (shot) => {
+  const picture = new Image();
+  picture.src = `data:image/png;base64,${shot}`;
+  await picture.decode();
+  const canvas = Object.assign(document.createElement("canvas"), {width: 4, height: 4}).getContext("2d");
+  canvas.drawImage(picture, 0, 0);
+  return canvas.getImageData(1, 1, 1, 1).data[0];
+}"""
+"""How light a picture of the screen is, from 0 to 255."""
 OURS = [page for page in PAGES if page not in ("genindex.html", "search.html", "py-modindex.html")]
 
 
@@ -46,7 +57,7 @@ def test_no_page_is_wider_than_the_window(window, page):
     width = window.evaluate("document.documentElement.scrollWidth")
     wide = window.evaluate(
         "[...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1"
-        " && !e.closest('pre, table, math, .highlight')).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"
+        " && !e.closest('pre, table, math, .highlight, .cell_output')).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"
     )
     assert width <= window.viewport_size["width"], wide
     assert wide == []
@@ -59,6 +70,68 @@ def test_formulas_are_drawn_without_a_network(window, page):
     assert not re.search(r"\\(frac|bmod|text|sqrt|alpha|sigma|lVert|mathbb|operatorname)\b", text)
     sizes = window.evaluate("[...document.querySelectorAll('article math')].map(e => e.getBoundingClientRect().height)")
     assert all(size > 4 for size in sizes)
+
+
+@pytest.fixture(scope="module", params=["light", "dark"])
+def coloured(browser, request) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme=request.param)
+    context.add_init_script(f"for (const each of ['mode', 'theme']) localStorage.setItem(each, '{request.param}')")
+    opened = context.new_page()
+    opened.route(re.compile("^https?:"), lambda route: route.abort())
+    yield opened
+    context.close()
+
+
+def on(window, page: str, question: str) -> Any:
+    """The answer of `readable.js` to a question about a page."""
+    window.goto((SITE / page).as_uri())
+    return window.evaluate(f"{READABLE.strip().removesuffix(';')}.{question}()")
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_text_and_code_have_contrast_on_light_and_on_dark_pages(coloured, page):
+    assert on(coloured, page, "faint") == []
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_no_word_is_broken(window, page):
+    assert on(window, page, "brokenWords") == []
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_code_of_notebooks_is_not_wrapped_nor_columns_on_a_phone_and_nothing_ends_with_an_empty_line(window, page):
+    assert on(window, page, "wrappedCode") == []
+    assert on(window, page, "emptyLastLines") == []
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_no_table_of_words_is_wider_than_the_window(window, page):
+    assert on(window, page, "tablesThatScroll") == []
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_text_in_pictures_is_large_enough(window, page):
+    """That of a chart is of 8 to 12 points, at 100 dots an inch; that of a drawing says its size."""
+    for address, scale in on(window, page, "pictures"):
+        path = SITE / unquote(address.removeprefix(SITE.as_uri() + "/"))
+        if path.suffix == ".svg":
+            assert min(map(float, re.findall(r'font-size="([\d.]+)', path.read_text()))) * scale >= 11, address
+        else:
+            assert 8 / 72 * 100 * scale >= 11, address
+
+
+@pytest.mark.parametrize("page", [page for page in OURS if page.startswith("notebooks/")])
+def test_charts_are_dark_on_dark_pages(coloured, page):
+    """A chart is drawn on white."""
+    coloured.goto((SITE / page).as_uri())
+    chart = coloured.locator("article div.cell_output img").first
+    if chart.count():
+        dark = coloured.evaluate("document.documentElement.dataset.theme") == "dark"
+        chart.scroll_into_view_if_needed()
+        corner = {**chart.bounding_box(), "width": 4, "height": 4}
+        shot = base64.b64encode(coloured.screenshot(clip=corner)).decode()
+        shade = coloured.evaluate(SHADE, shot)
+        assert (shade < 64) == dark, shade
 
 
 def links(page: str) -> set[str]:
