@@ -67,7 +67,7 @@ def test_the_smallest_number_of_float32():
 
 def test_the_bits_and_bytes_of_the_page_on_quantized_weights():
     text = (ROOT / "docs" / "api" / "quantized.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, object] = {}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         exec(block, names)
