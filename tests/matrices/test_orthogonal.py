@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 from compiled import contained, projected, read, trained
 from errors import raises
+from grids import mostly_thorough
 from jax.extend.core import jaxprs_in_params
 
 import reparax as rpx
@@ -325,7 +326,7 @@ def ascended(p, raw, a):
     return trace(jax.lax.fori_loop(0, 500, step, raw))
 
 
-@pytest.mark.parametrize("stage", [rpx.Grassmann("expm"), rpx.Stiefel()], ids=repr)
+@pytest.mark.parametrize("stage", mostly_thorough([rpx.Grassmann("expm"), rpx.Stiefel()], rpx.Stiefel()), ids=repr)
 def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
     a = normal(8, 8)
     a = a + a.T

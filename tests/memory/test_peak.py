@@ -34,7 +34,7 @@ def unrolled(n):
     return loss, {f"layer{i}": {"kernel": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)} for i in range(n)}
 
 
-@pytest.mark.parametrize("n", [4, 12])
+@pytest.mark.parametrize("n", mostly_thorough([4, 12], 12))
 def test_remat_holds_the_weights_of_one_layer_at_a_time(n):
     loss, params = unrolled(n)
     plain = temporary(lambda w, key, x: loss(w, x), params)

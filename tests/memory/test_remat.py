@@ -120,26 +120,26 @@ def flax(module, x):
     return lambda w, x: jnp.mean(module.apply({"params": w}, x) ** 2), jax.jit(module.init)(ROOT, x)["params"], x
 
 
-IDS = jnp.arange(6).reshape(2, 3)
-NETWORKS = {
-    "mlp": (mlp, mlp_weights(), normal(4, 8)),
-    "mlp under jit": (jax.jit(mlp), mlp_weights(), normal(4, 8)),
-    "convolutions": (convolutions, {"a": normal(3, 3, 2, 4), "b": normal(3, 3, 4, 4)}, normal(1, 4, 4, 2)),
-    "flax in bfloat16": flax(Half(), normal(4, 8)),
-    "tied embedding": (tied, {"embed": normal(10, 4), "hidden": normal(4, 4)}, jnp.arange(6)),
-    "lstm under scan": (lstm, {"kernel": normal(8, 16)}, normal(5, 2, 4)),
-    "flax gru under scan": flax(Recurrent(), normal(2, 5, 4)),
-    "transformer": flax(Transformer(), IDS),
-    "transformer with nn.remat": flax(Transformer(nn.remat(Block)), IDS),
-    "scan over layers": (stacked, {"kernel": normal(3, 8, 8)}, normal(4, 8)),
-    "cond": (branching, {name: normal(8, 8, seed=i) for i, name in enumerate("abc")}, normal(4, 8)),
-    "vmap over the batch": (
+IDS = jnp.asarray(np.arange(6).reshape(2, 3), jnp.int32)
+NETWORKS = {  # made when they are asked for
+    "mlp": lambda: (mlp, mlp_weights(), normal(4, 8)),
+    "mlp under jit": lambda: (jax.jit(mlp), mlp_weights(), normal(4, 8)),
+    "convolutions": lambda: (convolutions, {"a": normal(3, 3, 2, 4), "b": normal(3, 3, 4, 4)}, normal(1, 4, 4, 2)),
+    "flax in bfloat16": lambda: flax(Half(), normal(4, 8)),
+    "tied embedding": lambda: (tied, {"embed": normal(10, 4), "hidden": normal(4, 4)}, jnp.arange(6)),
+    "lstm under scan": lambda: (lstm, {"kernel": normal(8, 16)}, normal(5, 2, 4)),
+    "flax gru under scan": lambda: flax(Recurrent(), normal(2, 5, 4)),
+    "transformer": lambda: flax(Transformer(), IDS),
+    "transformer with nn.remat": lambda: flax(Transformer(nn.remat(Block)), IDS),
+    "scan over layers": lambda: (stacked, {"kernel": normal(3, 8, 8)}, normal(4, 8)),
+    "cond": lambda: (branching, {name: normal(8, 8, seed=i) for i, name in enumerate("abc")}, normal(4, 8)),
+    "vmap over the batch": lambda: (
         lambda w, x: jnp.mean(jax.vmap(mlp, (None, 0))(w, x)),
         mlp_weights(),
         normal(4, 8),
     ),
-    "the user's own checkpoint": (jax.checkpoint(mlp), mlp_weights(), normal(4, 8)),
-    "the user's own policy": (
+    "the user's own checkpoint": lambda: (jax.checkpoint(mlp), mlp_weights(), normal(4, 8)),
+    "the user's own policy": lambda: (
         jax.checkpoint(mlp, policy=jax.checkpoint_policies.dots_saveable),
         mlp_weights(),
         normal(4, 8),
@@ -150,7 +150,7 @@ NETWORKS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
-    network, weights, x = NETWORKS[name]
+    network, weights, x = NETWORKS[name]()
     p = rpx.VarNoise(0.1) if "transformer" in name else rpx.WeightNorm() >> rpx.VarNoise(0.1)
     raw = p.init(weights)
 
@@ -212,7 +212,7 @@ def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
 
 @pytest.mark.parametrize("name", ["mlp", "lstm under scan", "flax gru under scan"])
 def test_noise_is_drawn_at_most_once_in_each_pass_and_never_in_each_step(name, key):
-    network, weights, x = NETWORKS[name]
+    network, weights, x = NETWORKS[name]()
     p = rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1, where=".*kernel")
 
     def loss(weights, key, x):
