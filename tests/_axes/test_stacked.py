@@ -183,11 +183,13 @@ KERNEL = jax.random.normal(jax.random.key(9), (6, 2, 3))  # (embed, heads, dim)
 @pytest.mark.parametrize(
     ("stage", "shapes"),
     [
-        (rpx.LowRank(2, rows=0, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}),
+        pytest.param(rpx.LowRank(2, rows=0, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}, marks=pytest.mark.thorough),
         (rpx.LowRank(2, rows=0), {"u": (6, 2), "v": (2, 2, 3)}),
-        (rpx.LowRank(2, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}),
+        pytest.param(rpx.LowRank(2, columns=(1, 2)), {"u": (6, 2), "v": (2, 2, 3)}, marks=pytest.mark.thorough),
         (rpx.LowRank(2, rows=(-2, -1)), {"u": (2, 3, 2), "v": (2, 6)}),
-        (rpx.Orthogonal(rows=0), {"x": (6, 2, 3), "@fixed": {"base": (6, 2, 3)}}),
+        pytest.param(
+            rpx.Orthogonal(rows=0), {"x": (6, 2, 3), "@fixed": {"base": (6, 2, 3)}}, marks=pytest.mark.thorough
+        ),
         (rpx.Orthogonal(columns=0), {"x": (2, 3, 6), "@fixed": {"base": (2, 3, 6)}}),
         (
             rpx.FixedRank(2, rows=0),

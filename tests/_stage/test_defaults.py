@@ -319,7 +319,13 @@ def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[s
         stage.init(models[name], jax.random.key(0))
 
 
-@pytest.mark.parametrize("stage", OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS, ids=repr)
+@pytest.mark.parametrize(
+    "stage",
+    mostly_thorough(
+        OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS, rpx.LoRA(2), rpx.Reflected(2), rpx.LowRank(2), rpx.Orthogonal()
+    ),
+    ids=repr,
+)
 def test_stages_of_matrices_take_attention_with_rows_and_columns(models: dict[str, Any], stage: Any) -> None:
     inner = replace(stage, rows=0, columns=(1, 2), where=rpx.all_but("out/.*"))
     outer = replace(stage, rows=(0, 1), columns=2, where=rpx.all_but("(query|key|value)/.*"))

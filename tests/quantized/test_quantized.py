@@ -69,8 +69,15 @@ def test_stored_numbers_are_the_rounded_ones_bit_for_bit(name, how, dtype):
     assert jnp.array_equal(jax.jit(stored.apply)(jax.jit(stored.init)(w))["w"], want)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", ["int4", "nf4"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("int4", jnp.bfloat16),
+        ("nf4", np.float32),
+        pytest.param("int4", np.float32, marks=pytest.mark.thorough),
+        pytest.param("nf4", jnp.bfloat16, marks=pytest.mark.thorough),
+    ],
+)
 def test_scales_that_are_rounded_too(name, dtype):
     w = {"w": normal(64, 8, dtype=dtype)}
     stored = rpx.Stored(name, block=16, double_quant=True)
