@@ -153,6 +153,7 @@ def test_specs_of_boxes_give_shardings_in_the_structure_of_the_raw_tree():
     assert nn.unbox(shardings)["kernel"]["@weight_norm"]["g"] == NamedSharding(mesh, P(None, "mlp"))
 
 
+@pytest.mark.thorough
 def test_a_linen_model_with_logical_names_trains_on_a_mesh(key):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rules = (("embed", "data"), ("mlp", "model"))
@@ -208,6 +209,7 @@ def test_nnx_reads_the_names_of_each_value(layer):
     np.testing.assert_allclose(nnx.merge(graph, effective)(x), layer[0](x), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_nnx_module_with_names_may_hold_raw_values_itself(layer):
     raw = CHAIN.init(layer[0])
     assert isinstance(raw.linear.kernel["@weight_norm"]["v"], nnx.Param)

@@ -91,6 +91,7 @@ def test_pickle_restores_a_raw_tree_bit_for_bit(p: rpx.Parametrization) -> None:
     _assert_restored(p, pickle.loads(pickle.dumps(p.init(_params()))), _params())
 
 
+@pytest.mark.thorough
 @every_chain
 def test_flax_bytes_restore_a_raw_tree_into_a_target(p: rpx.Parametrization) -> None:
     raw = p.init(_params())

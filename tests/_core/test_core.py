@@ -247,6 +247,7 @@ def test_update_reaches_each_of_two_stages_of_one_kind():
     np.testing.assert_allclose(outer["w"]["@affine"]["x"]["@counter@2"]["@fixed"]["seen"], np.ones(3) / 3, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_stage_of_a_third_party_keeps_the_laws():
     class Symmetrized(rpx.Reparametrization):
         min_ndim = 2

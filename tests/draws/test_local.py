@@ -404,6 +404,7 @@ def test_complex_weights_share_one_draw():
 # ---- gradients, memory, reports
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_mean_and_the_spread():
     p, x = rpx.Gaussian(0.3), normal(5, 3, seed=2).at[0].set(0.0)
     raw = p.init({"w": SQUARE})

@@ -72,6 +72,7 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
     assert "import reparax" not in text
 
 
+@pytest.mark.thorough
 def test_the_loss_from_the_input_of_the_last_layers_is_that_of_the_model(params):
     x = moments.below(params, ROWS, TINY)
     got = moments.loss(moments.last(params), params["embed_tokens"]["embedding"], x, jnp.asarray(ROWS), TINY)

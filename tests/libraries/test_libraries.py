@@ -284,6 +284,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
         np.testing.assert_array_equal(noisy[path], want)
 
 
+@pytest.mark.thorough
 @every_library
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
@@ -328,6 +329,7 @@ def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
+@pytest.mark.thorough
 @every_chain
 def test_an_ensemble_under_vmap_is_its_members(p: rpx.Parametrization, key: Array) -> None:
     keys = jax.random.split(key, 5)
@@ -482,6 +484,7 @@ def test_weight_norm_inside_shard_map_agrees_with_the_whole_weight() -> None:
     _assert_close(jax.jit(fold)(_whole()), _whole())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, broadcast=-1)], ids=repr)
 def test_inside_shard_map_each_shard_draws_as_a_weight_of_its_shape_does(p: rpx.Parametrization, key: Array) -> None:
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))

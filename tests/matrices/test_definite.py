@@ -242,6 +242,7 @@ FAMILY = (
 )
 
 
+@pytest.mark.thorough
 def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
     params = {name: jnp.asarray(wishart(3), jnp.float32) for name in ("cholesky", "expm", "semidefinite")}
     params["stable"] = jnp.asarray(stable(3, 1.0), jnp.float32)

@@ -115,6 +115,7 @@ def test_contains_tells_members_from_others(stage, shape, made):
     assert not contained(stage, member + 0.01 * jnp.asarray(normal(*member.shape), jnp.float32))
 
 
+@pytest.mark.thorough
 def test_matrices_stay_in_their_space_for_a_hundred_steps_with_weight_decay():
     spaces = {name.replace(" ", "_"): space for name, space in SPACES.items()}
     family = rpx.Chain(tuple(type(stage)(**fields(stage), where=name) for name, (stage, _, _) in spaces.items()))

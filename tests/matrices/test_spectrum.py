@@ -137,6 +137,7 @@ def test_the_rounding_of_a_matrix_grows_with_its_condition():
             assert not contained(p, jnp.asarray(1.3 * w, jnp.float32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [rpx.FixedRank(2), rpx.Invertible(), rpx.FixedRank(2, least=0.0)], ids=repr)
 def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolerance(stage):
     raw = stage.init({"w": jnp.eye(2)})
@@ -190,6 +191,7 @@ FAMILY = (
 )
 
 
+@pytest.mark.thorough
 def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
     shapes = {"fixed": (4, 3), "low": (3, 4), "invertible": (3, 3), "special": (3, 3)}
     params = {name: jnp.asarray(normal(*shape, dtype=np.float32)) for name, shape in shapes.items()}

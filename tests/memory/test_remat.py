@@ -459,6 +459,7 @@ def test_values_and_gradients_with_aux():
     assert max(sizes) <= X.nbytes * 2
 
 
+@pytest.mark.thorough
 def test_what_follows_from_a_value_of_weights_alone_that_is_made_among_the_data():
     @jax.jit
     def transposed_too(w, x):
@@ -854,6 +855,7 @@ def test_shard_map(inside):
 # ---- Networks from other libraries
 
 
+@pytest.mark.thorough
 def test_equinox():
     model = eqx.nn.MLP(8, 1, 8, 2, activation=jnp.tanh, key=ROOT)
     arrays, static = eqx.partition(model, eqx.is_array)

@@ -82,6 +82,7 @@ def test_gradients_of_the_penalty_and_of_the_likelihood_are_those_of_the_formula
         assert np.all(np.abs(each.mean(0) - want) < 5 * each.std(0) / np.sqrt(len(KEYS)))
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_drawn_weight_is_kept_under_remat():
     p = rpx.Gaussian(std=0.1)
     raw, x = p.init({"w": normal(16, 16)}), normal(4, 16)

@@ -220,6 +220,7 @@ def test_noise_before_a_reparametrization_has_an_estimate_too():
     np.testing.assert_allclose(got, np.tensordot(fitness, drawn, 1) / (16 * 0.3), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_estimate_of_complex_weights_is_their_gradient():
     raw, p, keys = {"w": jnp.array([1.0 + 2.0j])}, rpx.VarNoise(0.1), jax.random.split(KEY, 20000)
 

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from residuals import draws
 
 import reparax as rpx
@@ -72,6 +73,7 @@ def test_every_use_of_weights_and_biases_is_dropped_where_both_are_named(key):
     assert_close(slope, jax.tree.map(jnp.multiply, expected, kept(effective)))
 
 
+@pytest.mark.thorough
 def test_the_parameter_meets_the_noise_and_the_network_the_dropout(key):
     """test_param_weight_dropout_and_variational_noise."""
     effective, slope, expected = effective_and_slopes(NOISE >> DROPOUT, key)
@@ -81,6 +83,7 @@ def test_the_parameter_meets_the_noise_and_the_network_the_dropout(key):
     assert 0 < np.mean(np.asarray(effective["W"]) == 0) < 0.3
 
 
+@pytest.mark.thorough
 def test_layers_that_reuse_a_parameter_drop_it_each_on_its_own_or_not_at_all(key):
     """test_param_weight_dropout_and_reuse_params: a has the parameters, b and c reuse them, c without dropout."""
     p = rpx.Tie({"(b|c)/(W|b)": r"a/\2"}) >> rpx.WeightDropout(0.1, where="(a|b)/.*")

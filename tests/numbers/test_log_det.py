@@ -95,6 +95,7 @@ def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior()
     np.testing.assert_allclose(np.sum(first * found) * cell, 3 / 5, rtol=1e-3)  # the mean of the beta distribution
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_the_volume_of_the_example_of_a_stage_is_that_of_the_jacobian_to_free_entries(n):
     examples = doctest.DocTestParser().get_examples(rpx.Reparametrization.log_det_leaf.__doc__)
@@ -126,6 +127,7 @@ def test_small_slopes_have_logarithms():
         np.testing.assert_allclose(p.log_det(raw), want, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_stacked_matrices_add_up_and_half_precision_is_a_number_in_single():
     p, one = rpx.PositiveDefinite(stacked=0), rpx.PositiveDefinite()
     both = p.log_det(p.init({"w": jnp.stack([SQUARE, 2 * SQUARE])}))
@@ -135,6 +137,7 @@ def test_stacked_matrices_add_up_and_half_precision_is_a_number_in_single():
     assert q.log_det(q.init({"w": jnp.ones(3, jnp.bfloat16)})).dtype == jnp.float32
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_the_formula():
     p = rpx.Positive("exp")
     grads = jax.grad(p.log_det)(p.init({"w": jnp.exp(normal(4))}))

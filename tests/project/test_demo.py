@@ -51,6 +51,7 @@ def test_every_image_is_either_for_training_or_for_the_test():
     assert sorted(rows) == sorted(np.column_stack([bunch.data, bunch.target]).tolist())
 
 
+@pytest.mark.thorough
 def test_noise_of_size_zero_leaves_accuracy_and_large_noise_does_not(key):
     images = demo.load()[1].images
     params = demo.initial(key)
@@ -59,6 +60,7 @@ def test_noise_of_size_zero_leaves_accuracy_and_large_noise_does_not(key):
     assert demo.perturbed_accuracy(params, 0.4, key, read) < 60
 
 
+@pytest.mark.thorough
 def test_all_configurations_start_from_the_same_model(key):
     params = jax.vmap(demo.initial)(jax.random.split(key, 2))
     for p in demo.CONFIGURATIONS.values():

@@ -131,6 +131,7 @@ def test_stacked_layers_start_one_by_one(fit):
         np.testing.assert_allclose(got[i], alone, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_axis_of_experts_that_is_not_stacked():
     w, x = normal(2, K, N, seed=3), [X, correlated(200, K, seed=4)]
     data = seen(*x, shape=(2, K, N), axes=(1,), batch=(0,))

@@ -245,6 +245,7 @@ def test_stored_arrays_lie_as_their_weights_do(p, sizes):
     assert {name: s.spec for name, s in got["w"]["@stored"]["@fixed"].items()} == sizes
 
 
+@pytest.mark.thorough
 def test_adapters_on_a_stored_base_lie_as_their_weights_do():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     p = rpx.Stored("nf4", block=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)

@@ -244,6 +244,7 @@ def test_a_loss_that_applies_a_chain_gives_a_tree_like_the_effective_one(found):
     assert seen["b"].why[0].startswith("add reads it: ")
 
 
+@pytest.mark.thorough
 def test_two_draws_of_one_chain_are_counted_together(found):
     p = rpx.WeightNorm() >> rpx.VarNoise(0.0)
 

@@ -114,6 +114,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cell_with_values_of_its_own_trains_the_same_from_its_parts(name):
     run, params = OTHERS[name]

@@ -78,6 +78,7 @@ def test_sparsegpt_is_the_algorithm_of_the_paper():
     assert np.sum(mask) == W.size / 2
 
 
+@pytest.mark.thorough
 def test_sparsegpt_chooses_masks_by_blocks():
     w, x = normal(300, 4, seed=1), correlated(900, 300)
 

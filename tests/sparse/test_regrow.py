@@ -54,6 +54,7 @@ def test_masks_worked_by_hand(grads, expected):
     np.testing.assert_array_equal(effective(p, raw)["w"][0], weights)
 
 
+@pytest.mark.thorough
 def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates():
     share = optax.cosine_decay_schedule(0.4, 1000)
 

@@ -533,6 +533,7 @@ def test_every_law_is_broken_by_one():
     assert {law for _, law, _ in BROKEN.values()} == set(LAWS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [Start(), Identity(), Counted()], ids=repr)
 def test_the_stages_that_were_broken_keep_every_law(p, key):
     check_laws(p, params(), key)

@@ -68,6 +68,7 @@ def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(sta
         chosen.init(params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Anchored", "Scaled", "LaplaceWeights", "RoundingNoise", "Centered"])
 def test_the_page_computes_in_float32_where_float16_overflows(name, key):
     arguments = {"LaplaceWeights": (0.1,), "RoundingNoise": (0.25,)}

@@ -47,6 +47,7 @@ def test_weights_decay_and_nothing_else(p, expected):
     assert decaying(rpx.decay_mask(p.init(PARAMS, jax.random.key(0)))) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Positive", "Orthogonal", "Simplex", "PositiveDefinite", "Invertible"])
 def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
     stage = getattr(rpx, name)()

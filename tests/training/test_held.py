@@ -134,6 +134,7 @@ def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "equinox", tx.init(w)), new)
 
 
+@pytest.mark.thorough
 def test_states_in_few_bits_lie_as_their_weights_do():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     p, params = rpx.WeightNorm(), {"dense": {"kernel": normal(512, 8)}}

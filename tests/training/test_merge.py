@@ -177,6 +177,7 @@ def haiku_models():
     return [net.init(jax.random.key(i), jnp.ones((1, 3))) for i in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [nnx_models, equinox_models, haiku_models])
 def test_trees_of_libraries(make):
     first, second = make()
@@ -250,6 +251,7 @@ def test_of_data_that_span_less_regmean_keeps_the_outputs():
     np.testing.assert_allclose(np.asarray(got).sum(0), want / total, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_regmean_of_stacked_and_turned_kernels_is_that_of_each():
     models = [{"w": jnp.stack([KERNELS[i]["w"].T, KERNELS[i + 1]["w"].T])} for i in range(2)]
     seen = [seen_of(np.stack([DATA[i][:20], DATA[i + 1][:20]]), (2, 5, 6), (0,), (2,)) for i in range(2)]
@@ -261,6 +263,7 @@ def test_regmean_of_stacked_and_turned_kernels_is_that_of_each():
         np.testing.assert_allclose(layer.T, each, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_regmean_of_networks_reads_what_each_of_them_computes():
     def outputs(params, x):
         return jnp.tanh(x @ params["in"] + params["bias"][None]) @ params["out"]

@@ -252,6 +252,7 @@ def test_the_value_of_the_loss_passes_through() -> None:
         np.testing.assert_allclose(update, np.full(update.shape, -8 / 3), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_line_search_gets_the_loss_as_a_function_of_free_values() -> None:
     p = rpx.Freeze(where="b")
     a = jnp.array([[2.0, -0.5], [-0.5, 1.0]])
