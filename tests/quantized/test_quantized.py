@@ -97,6 +97,7 @@ def test_an_offset_is_taken_off_with_one_rounding_in_eager_mode_as_under_jit():
     got, stored = p.apply(w)["w"], rpx.Stored("gguf:q4_k")
     np.testing.assert_array_equal(got, jax.jit(p.apply)(w)["w"])
     np.testing.assert_array_equal(got, stored.apply(stored.init(w))["w"])
+    assert np.max(np.abs(got - w["w"])) < np.ptp(w["w"]) / 15  # a step of four bits
 
 
 @pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
