@@ -91,6 +91,13 @@ def test_a_stored_base_and_noise_are_left_out():
     assert config["modules_to_save"] == ["dense"]  # as it trains here
 
 
+def test_an_alpha_is_written_as_it_is_with_either_divisor():
+    for divisor, root in (("rank", False), ("sqrt", True)):
+        p = rpx.Freeze() >> rpx.LoRA(4, 8.0, divisor=divisor)
+        _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
+        assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, root)
+
+
 def test_an_alpha_of_none_is_a_factor_of_one():
     p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
     _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))

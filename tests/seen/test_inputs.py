@@ -100,6 +100,16 @@ def test_vectors_are_the_diagonal_and_the_maximum(moments, found):
         assert read.second is None
 
 
+def test_the_largest_is_that_of_all_steps_of_a_loop():
+    steps = normal(4, 7, 3)
+
+    def loss(params, xs):
+        return jnp.sum(lax.scan(lambda c, x: (c + jnp.tanh(x @ params["w"]), None), jnp.zeros((7, 4)), xs)[0])
+
+    seen = rpx.inputs(loss, moments="largest")({"w": PARAMS["w"]}, steps)
+    close(only(seen["w"]).largest[0], jnp.max(jnp.abs(steps), axis=(0, 1)))
+
+
 # ---- moves
 
 
