@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reparax._numerics.tie import has_bits, tie, whole
+from reparax._numerics.tie import by_integers, has_bits, read_in_step, tie, whole
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -40,6 +40,15 @@ def test_every_bit_stays(name):
         assert got.dtype == x.dtype
         assert bits(got) == bits(x)
     assert bits(tie(x, AFTER["NaN"])) == bits(x)
+
+
+def test_every_bit_of_what_a_step_reads_stays_on_tpus_too():
+    x = jnp.asarray(VALUES["float32"])
+    assert bits(jax.jit(by_integers)(x)) == bits(x)
+    program = jax.jit(read_in_step).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "popcnt" in program
+    value, slope = jax.jvp(jax.vmap(read_in_step), (x,), (x,))
+    assert bits(value) == bits(slope) == bits(x)
 
 
 def test_keys_stay():
