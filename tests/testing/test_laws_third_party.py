@@ -51,7 +51,10 @@ class FreeInt8(Int8):
 
 
 class SingleInt8(Int8):
-    """For models in single precision only."""
+    """For models in single precision, which refuses those in half."""
+
+    def refuse_leaf(self, w):
+        return f"expected single precision, got {w.dtype}" if w.dtype.itemsize < 4 else None
 
     def apply_leaf(self, values):
         return values["q"].astype(jnp.float32) * values["scale"].astype(jnp.float32)
