@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._numerics.inlined import inlined
+
 Indices = tuple[int, ...]
 
 
+@functools.partial(inlined, static_argnums=1)
 def scale(x: Array, axes: Indices) -> Array:
     """The largest magnitude along ``axes``, or 1 if all are zero: after division by it, squares cannot overflow."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
     return jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest))
 
 
+@functools.partial(inlined, static_argnums=1)
 def is_zero(x: Array, axes: Indices) -> Array:
     """Whether all numbers along ``axes`` are zero."""
     return jnp.all(x == 0, axis=axes, keepdims=True)
@@ -37,12 +41,14 @@ def _squares(u: Array, axes: Indices) -> Array:
     return jnp.sum(squares, axis=axes, keepdims=True)
 
 
+@functools.partial(inlined, static_argnums=1)
 def unit(x: Array, axes: Indices) -> Array:
     """``x`` divided by its length along ``axes``; zero stays zero."""
     u = x / scale(x, axes).astype(x.dtype)
     return u / _positive(u, axes).astype(x.dtype)
 
 
+@inlined
 def centred(x: Array, length: Array) -> Array:
     """``x``, times a power of two if its length is too far from 1 for ``stretched`` to square it."""
     far = 2.0 ** (3 * jnp.finfo(length.dtype).maxexp // 4)
@@ -117,6 +123,7 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
     return found, -slope * (slope * dlength)
 
 
+@functools.partial(inlined, static_argnums=1)
 def norm(x: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero."""
     size = scale(x, axes)

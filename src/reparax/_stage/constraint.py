@@ -12,6 +12,7 @@ from jax.core import Tracer
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
 
 
@@ -23,17 +24,26 @@ def is_known(w: Array) -> bool:
 def refuse_infinite(w: Array) -> str | None:
     """The error for an array with known numbers that are not all finite, or None."""
     with jax.ensure_compile_time_eval():  # a known array is checked also if `init` is called under `jax.jit`
-        if not is_known(w) or jnp.all(jnp.isfinite(w)):
+        if not is_known(w) or _all_finite(w):
             return None
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
 def near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
     """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
-    x = widened(w)
-    distance = jnp.max(jnp.abs(widened(projection) - x), initial=0.0)
     units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+    return _within(widened(w), widened(projection), units)
+
+
+@inlined
+def _within(x: Array, projection: Array, units: float | Array) -> Array:
+    distance = jnp.max(jnp.abs(projection - x), initial=0.0)
     return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+
+
+@inlined
+def _all_finite(w: Array) -> Array:
+    return jnp.all(jnp.isfinite(w))
 
 
 def _numbers(w: Array) -> Array:

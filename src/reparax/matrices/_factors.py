@@ -1,5 +1,6 @@
 """Matrices as products of factors."""
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.inlined import inlined
 from reparax._numerics.lengths import is_zero, unit
 from reparax._numerics.linalg import divided, no_rank, product, undivided
 from reparax._stage.constraint import Constraint
@@ -59,12 +61,7 @@ class LowRank(RowsAndColumns, Constraint):
         return no_rank(self.rank, w) if 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        left, singular, right = jnp.linalg.svd(widened(w), full_matrices=False)
-        root = jnp.sqrt(singular[..., : self.rank])
-        u = left[..., : self.rank] * root[..., None, :].astype(left.dtype)
-        v = root[..., :, None].astype(right.dtype) * right[..., : self.rank, :]
-        batch, more = [(0, 0)] * (w.ndim - 2), (0, self.rank - root.shape[-1])
-        u, v = jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
+        u, v = _nearest(widened(w), self.rank)
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
 
     @property
@@ -80,6 +77,17 @@ class LowRank(RowsAndColumns, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
         return product(widened(u), widened(v)).astype(u.dtype)
+
+
+@functools.partial(inlined, static_argnums=1)
+def _nearest(w: Array, rank: int) -> tuple[Array, Array]:
+    """The factors of the nearest matrix of this rank, with more columns and rows of zeros if there are fewer."""
+    left, singular, right = jnp.linalg.svd(w, full_matrices=False)
+    root = jnp.sqrt(singular[..., :rank])
+    u = left[..., :rank] * root[..., None, :].astype(left.dtype)
+    v = root[..., :, None].astype(right.dtype) * right[..., :rank, :]
+    batch, more = [(0, 0)] * (w.ndim - 2), (0, rank - root.shape[-1])
+    return jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
 
 
 class Kronecker(RowsAndColumns, Constraint):

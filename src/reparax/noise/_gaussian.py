@@ -11,6 +11,7 @@ from reparax._core import random
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
+from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import per_array
 from reparax._tree.values import Values, aux, main
@@ -75,12 +76,15 @@ class Gaussian(Reparametrization):
         return values["mean"]
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        mean = values["mean"]
-        rho = jnp.broadcast_to(values["rho"], mean.shape)
-        std = jax.nn.softplus(rho)
-        log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
-        ratio = std / scalar(self.prior, std)
-        squares = jnp.square(jnp.abs(mean) / scalar(self.prior, std))
-        parts = 2 if jnp.iscomplexobj(mean) else 1
-        log_ratio = log_std - jnp.log(scalar(self.prior, std))
-        return jnp.sum((jnp.square(ratio) * parts + squares * parts - parts) / 2 - parts * log_ratio)
+        return _divergence(values["mean"], values["rho"], scalar(self.prior, values["rho"]))
+
+
+@inlined
+def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
+    """The Kullback-Leibler divergence from the normal distribution around zero."""
+    rho = jnp.broadcast_to(rho, mean.shape)
+    std = jax.nn.softplus(rho)
+    log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
+    parts = 2 if jnp.iscomplexobj(mean) else 1
+    squares = jnp.square(std / prior) + jnp.square(jnp.abs(mean) / prior)
+    return jnp.sum(parts * (squares - 1) / 2 - parts * (log_std - jnp.log(prior)))

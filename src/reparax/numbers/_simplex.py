@@ -1,5 +1,6 @@
 """Probabilities along an axis."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 from reparax._axes.numbers import Axis, check_axis, position
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.inlined import inlined
 from reparax._stage.constraint import Constraint
 from reparax._tree.values import Values, main
 
@@ -77,6 +79,7 @@ class Simplex(Constraint):
         return jnp.moveaxis(nearest, -1, axis)
 
 
+@functools.partial(inlined, static_argnums=1)
 def _nearest(w: Array, rounding: float) -> Array:
     """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
     if w.size == 0:

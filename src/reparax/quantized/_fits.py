@@ -17,6 +17,7 @@ Entries = dict[str, Array]
 """``scale`` of each entry, and ``zero``, ``offset`` and ``channel`` where there are some, in shapes that broadcast."""
 
 
+@inlined
 def divided(x: Array, scale: Array) -> Array:
     """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
     return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)

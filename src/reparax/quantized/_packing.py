@@ -7,6 +7,8 @@ import operator
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._numerics.inlined import inlined
+
 
 def group(bits: int) -> tuple[int, int]:
     """How many codes fill how many whole bytes."""
@@ -24,6 +26,7 @@ def unpacked(held: Array, bits: int, axis: int) -> Array:
     return held if bits == 8 else _regrouped(held, 8, bits, axis)
 
 
+@functools.partial(inlined, static_argnums=(1, 2, 3))
 def _regrouped(x: Array, old: int, new: int, axis: int) -> Array:
     """Words of ``old`` bits as words of ``new`` bits, over the same stream of bits."""
     stream = math.lcm(old, new)

@@ -1,5 +1,6 @@
 """Arrays in units of their scales: which entries share a scale, and what a scale is stored as."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +17,7 @@ from reparax._numerics.arguments import (
     optional,
 )
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
 from reparax.quantized._blocks import Blocks
 from reparax.quantized._fits import (
@@ -226,6 +228,7 @@ def _exponent(x: Array) -> Array:
     return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
+@functools.partial(inlined, static_argnums=1)
 def _narrowed(scale: Array, dtype: Any) -> Array:
     """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
     near = scale.astype(dtype)
