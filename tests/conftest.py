@@ -26,13 +26,15 @@ jax.config.update("jax_disable_most_optimizations", val=True)
 # Else JAX adds a note to errors on some Pythons, and doctests compare notes on some.
 jax.config.update("jax_traceback_filtering", "off")
 
+gc.disable()  # what the imports make stays, so garbage is looked for when they are done
+
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 200_000
 MEMORY_OF_PROGRAMS = 500_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 YOUNG_OBJECTS = 100_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
-    "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; XLA of 2026 has no such flag any more
+    "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; since jax 0.11.1 there is no such flag
     "--xla_cpu_parallel_codegen_split_count=1",  # as the other cores have workers of their own
 )
 
@@ -49,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         all_known = xla_knows(" ".join(FASTER), config)  # one process to ask, not one for each
         known = [flag for flag in FASTER if all_known or xla_knows(flag, config)]
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known])
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the other cores have workers of their own
         empty_when_full(PROGRAMS)
 
 
@@ -98,6 +101,7 @@ def pytest_collection_finish() -> None:
     """What the imports have made stays: no collection of garbage, and no search for leaks, need look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
