@@ -1,7 +1,7 @@
 """Formulas that make one array of several: what models learned since their base, thinned out and added.
 
 Arrays of several models are stacked along axis 0. Differences to a base are called task vectors. What is left out is
-multiplied by zero, so that NaN stays NaN.
+zero, but for NaN, which stays.
 """
 
 import jax
@@ -23,20 +23,25 @@ def weighted_mean(arrays: Array, weights: Array) -> Array:
 
 def trimmed(task: Array, density: float) -> Array:
     """The largest entries of one task vector, a part ``density`` of all; the others are zero."""
-    return task * largest(jnp.abs(task), int(density * task.size)).astype(task.dtype)
+    return _where(largest(jnp.abs(task), int(density * task.size)), task)
 
 
 def dropped(task: Array, density: float, key: Array) -> Array:
     """Each entry with the probability ``density``, divided by it; otherwise zero."""
-    return task * jax.random.bernoulli(key, density, task.shape).astype(task.dtype) / density
+    return _where(jax.random.bernoulli(key, density, task.shape), task) / density
 
 
 def agreeing_mean(tasks: Array, weights: Array, method: str) -> Array:
     """For each entry, the weighted task vectors that have the sign of the majority, divided by their number."""
     signs = jnp.sign(tasks)
     total = jnp.sum(tasks if method == "total" else signs, 0)
-    agrees = (signs == jnp.where(total >= 0, 1, -1).astype(tasks.dtype)[None]).astype(tasks.dtype)
-    return weighted_sum(tasks * agrees, weights) / jnp.maximum(jnp.sum(agrees, 0), 1)
+    agrees = signs == jnp.where(total >= 0, 1, -1).astype(tasks.dtype)[None]
+    return weighted_sum(_where(agrees, tasks), weights) / jnp.maximum(jnp.sum(agrees.astype(tasks.dtype), 0), 1)
+
+
+def _where(kept: Array, task: Array) -> Array:
+    # XLA takes `task * kept` for a choice between `task` and 0, and so loses NaN.
+    return jnp.where(kept, task, 0 * task)
 
 
 def spread(weights: Array, like: Array) -> Array:
