@@ -1,5 +1,6 @@
 """Each example has noise of its own: means, variances and covariances against whole weights drawn for each example."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import effective, init
 from errors import raises
 from grids import mostly_thorough
 from jax.sharding import AxisType
@@ -144,6 +146,7 @@ CASES = {
         lambda w, ids, draw: jnp.tanh(draw(0)["table"][ids]) @ draw(1)["table"].T,
     ),
     "scan over time": Case(recurrent, {"w": normal(3, 3)}, normal(4, 3, seed=2), EACH, in_time),
+    "square": Case(lambda w, x: x @ w["w"], {"w": normal(8, 8)}, normal(8, seed=2), EACH),
 }
 TRANSFORMED = {
     "jit": jax.jit,
@@ -158,8 +161,20 @@ def noisy(case):
     return lambda raw, key, x: case.network(case.p.apply(raw, key), x)
 
 
-def whole_draws(case, raw):
+def wide(name):
+    """A case with its raw values and a batch."""
+    case = CASES[name]
+    return case, init(case.p, case.weights), np.broadcast_to(case.x, (N, *case.x.shape))
+
+
+def flat(y):
+    return np.asarray(y, np.float64).reshape(len(y), -1)
+
+
+@functools.cache
+def whole_draws(name):
     """The results of one example with weights drawn for it, ``N`` times."""
+    case, raw, _ = wide(name)
 
     def one(key):
         if case.whole is None:
@@ -167,13 +182,14 @@ def whole_draws(case, raw):
         keys = jax.random.split(key, 8)
         return case.whole(None, case.x[None], lambda i: case.p.apply(raw, keys[i]))[0]
 
-    return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), N)), np.float64).reshape(N, -1)
+    return flat(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), N)))
 
 
-def own_draws(case, raw, transform=jax.jit):
+@functools.cache
+def own_draws(name, transform="jit"):
     """The results of ``N`` equal examples."""
-    batch = jnp.broadcast_to(case.x, (N, *case.x.shape))
-    return np.asarray(transform(rpx.local(noisy(case)))(raw, KEY, batch), np.float64).reshape(N, -1)
+    case, raw, x = wide(name)
+    return flat(TRANSFORMED[transform](rpx.local(noisy(case)))(raw, KEY, x))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +197,7 @@ def own_draws(case, raw, transform=jax.jit):
     mostly_thorough(CASES, "dense", "two noises", "scan over layers", "embedding"),
 )
 def test_each_example_has_noise_of_its_own(name):
-    case = CASES[name]
-    raw = case.p.init(case.weights)
-    assert_alike(own_draws(case, raw), whole_draws(case, raw))
+    assert_alike(own_draws(name), whole_draws(name))
 
 
 @pytest.mark.parametrize(
@@ -191,9 +205,7 @@ def test_each_example_has_noise_of_its_own(name):
     mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "dense", "two layers"),
 )
 def test_entries_of_one_row_covary_as_with_whole_weights(name):
-    case = CASES[name]
-    raw = case.p.init(case.weights)
-    got, want = own_draws(case, raw), whole_draws(case, raw)
+    got, want = own_draws(name), whole_draws(name)
     products = [(x - x.mean(0))[:, :, None] * (x - x.mean(0))[:, None, :] for x in (got, want)]
     error = np.sqrt(sum(each.var(0) for each in products) / N)
     assert np.all(np.abs(products[0].mean(0) - products[1].mean(0)) <= ERRORS * error)
@@ -201,8 +213,7 @@ def test_entries_of_one_row_covary_as_with_whole_weights(name):
 
 @pytest.mark.parametrize("name", ["dense", "dense, a spread for each"])
 def test_moments_are_those_of_the_closed_form(name):
-    case = CASES[name]
-    got = own_draws(case, case.p.init(case.weights))
+    case, got = CASES[name], own_draws(name)
     x, w, b = (np.asarray(each, np.float64) for each in (case.x, case.weights["w"], case.weights["b"]))
     variance = 0.09 * (np.sum(x**2) + 1)
     assert np.all(np.abs(got.mean(0) - (x @ w + b)) <= ERRORS * np.sqrt(variance / N))
@@ -213,48 +224,38 @@ def test_moments_are_those_of_the_closed_form(name):
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("name", CASES)
 def test_under_transformations(name, transform):
-    case = CASES[name]
-    raw = case.p.init(case.weights)
-    assert_alike(own_draws(case, raw, TRANSFORMED[transform]), whole_draws(case, raw))
+    assert_alike(own_draws(name, transform), whole_draws(name))
 
 
 # ---- contexts
 
 
-def wide(name):
-    """A case with its raw values and a batch."""
-    case = CASES[name]
-    return case, case.p.init(case.weights), jnp.broadcast_to(case.x, (N, *case.x.shape))
-
-
-def flat(y):
-    return np.asarray(y, np.float64).reshape(len(y), -1)
-
-
 def test_copies_under_vmap_with_a_key_for_each():
-    case, raw, x = wide("dense, a spread for each")
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
 
     def copies(raw, key, x):
         return jax.vmap(lambda key: noisy(case)(raw, key, x), out_axes=1)(jax.random.split(key, 3))
 
-    got, want = jax.jit(rpx.local(copies))(raw, KEY, x), whole_draws(case, raw)
-    assert_alike(flat(got), np.tile(want, 3))
-    assert np.all(np.abs(np.corrcoef(flat(got).T) - np.eye(9)) <= ERRORS / np.sqrt(N))
+    got, want = flat(jax.jit(rpx.local(copies))(raw, KEY, x)), whole_draws(name)
+    assert_alike(got, np.tile(want, 3))
+    assert np.all(np.abs(np.corrcoef(got.T) - np.eye(9)) <= ERRORS / np.sqrt(N))
 
 
 def test_examples_under_vmap_inside():
-    case, raw, x = wide("dense, a spread for each")
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
 
     def each(raw, key, x):
         w = case.p.apply(raw, key)
         return jax.vmap(lambda x: case.network(w, x[None])[0])(x)
 
-    assert_alike(flat(jax.jit(rpx.local(each))(raw, KEY, x)), whole_draws(case, raw))
+    assert_alike(flat(jax.jit(rpx.local(each))(raw, KEY, x)), whole_draws(name))
 
 
 def test_noise_that_each_step_of_a_scan_draws():
     p, weights, x = rpx.Gaussian(0.3), normal(3, 4, 4), normal(4, seed=2)
-    raw = p.init({"w": weights})
+    raw = init(p, {"w": weights})
 
     def steps(raw, key, x):
         def step(h, layer):
@@ -263,20 +264,21 @@ def test_noise_that_each_step_of_a_scan_draws():
 
         return jax.lax.scan(step, x, (raw, jax.random.split(key, 3)))[0]
 
-    got = jax.jit(rpx.local(steps))(raw, KEY, jnp.broadcast_to(x, (N, 4)))
+    got = jax.jit(rpx.local(steps))(raw, KEY, np.broadcast_to(x, (N, 4)))
     whole = jax.jit(jax.vmap(lambda key: steps(raw, key, x[None])[0]))(jax.random.split(jax.random.key(1), N))
     assert_alike(flat(got), flat(whole))
 
 
 def test_branches_draw_too():
-    case, raw, x = wide("dense, a spread for each")
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
 
     def either(raw, key, x):
         w = case.p.apply(raw, key)
         return jax.lax.cond(x[0, 0] > 0, lambda w, x: case.network(w, x), lambda w, x: -case.network(w, x), w, x)
 
     sign = np.sign(float(case.x[0]))
-    assert_alike(sign * flat(jax.jit(rpx.local(either))(raw, KEY, x)), whole_draws(case, raw))
+    assert_alike(sign * flat(jax.jit(rpx.local(either))(raw, KEY, x)), whole_draws(name))
 
 
 def sharded(case, spec, out, *, check):
@@ -295,7 +297,6 @@ def sharded(case, spec, out, *, check):
     return network
 
 
-WIDE = Case(lambda w, x: x @ w["w"], {"w": normal(8, 8)}, normal(8, seed=2), EACH)
 SHARDS = {
     "examples": ((P(), P("d")), P("d")),
     "columns": ((P(None, "d"), P()), P(None, "d")),
@@ -305,27 +306,28 @@ SHARDS = {
 
 @pytest.mark.parametrize("name", mostly_thorough(SHARDS, "columns", "summed"))
 def test_shards(name):
-    raw = WIDE.p.init(WIDE.weights)
-    network = sharded(WIDE, *SHARDS[name], check=True)
-    got = jax.jit(rpx.local(network))(raw, KEY, jnp.broadcast_to(WIDE.x, (N, 8)))
-    assert_alike(flat(got), whole_draws(WIDE, raw))
-    covariance = np.corrcoef(flat(got).T) - np.eye(8)
+    case, raw, x = wide("square")
+    network = sharded(case, *SHARDS[name], check=True)
+    got = flat(jax.jit(rpx.local(network))(raw, KEY, x))
+    assert_alike(got, whole_draws("square"))
+    covariance = np.corrcoef(got.T) - np.eye(8)
     assert np.all(np.abs(covariance) <= ERRORS / np.sqrt(N))
-    shards = flat(got).reshape(8, -1)
+    shards = got.reshape(8, -1)
     assert np.all(np.abs(np.corrcoef(shards - shards.mean(1, keepdims=True)) - np.eye(8))[0, 1:] < 0.9)
 
 
 def test_shards_of_which_jax_does_not_tell_share_one_draw():
-    raw, x = WIDE.p.init(WIDE.weights), jnp.broadcast_to(WIDE.x, (16, 8))
-    network = sharded(WIDE, *SHARDS["examples"], check=False)
-    np.testing.assert_allclose(jax.jit(rpx.local(network))(raw, KEY, x), network(raw, KEY, x), rtol=1e-5, atol=1e-6)
+    case, raw, x = wide("square")
+    network = sharded(case, *SHARDS["examples"], check=False)
+    got, want = jax.jit(lambda *args: (rpx.local(network)(*args), network(*args)))(raw, KEY, x[:16])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_is_right_to_rounding():
-    w, x = normal(64, 3).astype(jnp.bfloat16), normal(64, seed=2).astype(jnp.bfloat16)
+    w, x = (np.asarray(each).astype(jnp.bfloat16) for each in (normal(64, 3), normal(64, seed=2)))
     p = rpx.Gaussian(0.3)
     raw = p.init({"w": w})
-    y = jax.jit(rpx.local(lambda raw, key, x: x @ p.apply(raw, key)["w"]))(raw, KEY, jnp.broadcast_to(x, (N, 64)))
+    y = jax.jit(rpx.local(lambda raw, key, x: x @ p.apply(raw, key)["w"]))(raw, KEY, np.broadcast_to(x, (N, 64)))
     assert y.dtype == jnp.bfloat16
     exact, mean = (np.asarray(each, np.float64) for each in (x, w))
     variance, got = 0.09 * np.sum(exact**2), flat(y)
@@ -373,7 +375,7 @@ def test_one_draw_for_all(name):
     def loss(raw, key, x):
         return network(p.apply(raw, key), x)
 
-    got, want = jax.jit(lambda *args: (rpx.local(loss)(*args), loss(*args)))(raw, KEY, x)
+    got, want = jax.jit(rpx.local(loss))(raw, KEY, x), jax.jit(network)(effective(p, raw, KEY), x)
     np.testing.assert_allclose(got, want, rtol=1e-2 if got.dtype == jnp.float16 else 1e-5, atol=1e-5)
     report = rpx.explain(rpx.local(loss), raw, KEY, x)
     assert not any(each.is_own for each in report.weights)
@@ -392,7 +394,7 @@ def test_what_is_not_gaussian_is_as_it_was(p):
 
 
 def test_complex_weights_share_one_draw():
-    raw, x = {"w": SQUARE.astype(complex)}, normal(5, 3, seed=2).astype(complex)
+    raw, x = {"w": np.asarray(SQUARE, np.complex64)}, np.asarray(normal(5, 3, seed=2), np.complex64)
 
     def loss(raw, key, x):
         return x @ NOISE.apply(raw, key)["w"]
@@ -450,11 +452,11 @@ def test_nothing_of_the_size_of_the_weight_is_drawn():
 
 
 def test_one_key_gives_one_result_with_jit_and_without():
-    case, raw, x = wide("two layers")
+    case, raw, x = wide("dense")
     f = rpx.local(noisy(case))
-    got = f(raw, KEY, x[:8])
+    got, other = (np.asarray(f(raw, key, x[:8])) for key in (KEY, jax.random.key(1)))
     np.testing.assert_allclose(jax.jit(f)(raw, KEY, x[:8]), got, rtol=1e-5, atol=1e-6)
-    assert np.all(np.abs(got - f(raw, jax.random.key(1), x[:8])) > 1e-6)
+    assert np.all(np.abs(got - other) > 1e-6)
 
 
 def test_the_report():

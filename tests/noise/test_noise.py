@@ -21,7 +21,7 @@ def within(got, expected, error, k=5):
 
 def applied(p, w, key):
     """The effective array of the only parameter, ``w``."""
-    return np.asarray(p.apply(p.init({"w": jnp.asarray(w)}), key)["w"])
+    return np.asarray(p.apply(p.init({"w": np.asarray(w)}), key)["w"])
 
 
 def correlation(a, b):
@@ -121,8 +121,7 @@ def test_a_traced_rate_of_half_precision_drops_the_share_asked_for(key):
     def dropped(rate):
         return jnp.mean(rpx.WeightDropout(rate).apply({"w": jnp.ones((1000, 1000))}, key)["w"] == 0)
 
-    rate = jnp.asarray(1e-3, jnp.bfloat16)
-    assert within(jax.vmap(dropped)(rate[None])[0], 1e-3, np.sqrt(1e-3 / 1e6))
+    assert within(jax.jit(dropped)(np.asarray(1e-3, jnp.bfloat16)), 1e-3, np.sqrt(1e-3 / 1e6))
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.75])
@@ -171,8 +170,8 @@ def test_weight_dropout_next_to_one_is_finite_with_finite_gradients(key, w):
 
 BROADCASTS = [
     pytest.param((SIZE // 10, 3), -1, (SIZE // 10, 1), id="rows"),
-    pytest.param((3, SIZE // 10), 0, (1, SIZE // 10), id="columns"),
-    pytest.param((SIZE // 10, 2, 3), (1, 2), (SIZE // 10, 1, 1), id="heads"),
+    pytest.param((3, SIZE // 10), 0, (1, SIZE // 10), id="columns", marks=pytest.mark.thorough),
+    pytest.param((SIZE // 10, 2, 3), (1, 2), (SIZE // 10, 1, 1), id="heads", marks=pytest.mark.thorough),
     pytest.param((2, SIZE // 10, 3), (-1, 0), (1, SIZE // 10, 1), id="first and last"),
 ]
 
@@ -201,14 +200,14 @@ def test_neighbours_along_an_axis_that_is_not_shared_are_uncorrelated(key):
 
 def test_sharing_all_axes_is_one_draw_for_the_whole_array():
     p, keys = rpx.WeightDropout(0.3, broadcast=(0, 1)), jax.random.split(jax.random.key(0), 10_000)
-    masks = np.asarray(jax.vmap(p.apply, (None, 0))({"w": jnp.ones((2, 3))}, keys)["w"]) != 0
+    masks = np.asarray(jax.jit(jax.vmap(p.apply, (None, 0)))({"w": np.ones((2, 3), np.float32)}, keys)["w"]) != 0
     np.testing.assert_array_equal(masks, np.broadcast_to(masks[:, :1, :1], masks.shape))
     assert within(masks[:, 0, 0].mean(), 0.7, np.sqrt(0.3 * 0.7 / 10_000))
 
 
 # ---- what the stages act on, and that draws do not repeat
 
-LAYER = {"kernel": np.ones((8, 4), np.float32), "bias": np.ones(4, np.float32), "gain": np.ones((), np.float32)}
+LAYER = {"kernel": np.ones((16, 8), np.float32), "bias": np.ones(8, np.float32), "gain": np.ones((), np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ LAYER = {"kernel": np.ones((8, 4), np.float32), "bias": np.ones(4, np.float32), 
 )
 def test_noise_reaches_every_parameter_by_default_and_dropout_only_matrices(key, p, touched):
     got = p.apply(LAYER, key)
-    assert {name: bool((got[name] != LAYER[name]).any()) for name in LAYER} == touched
+    assert {name: bool(np.any(np.asarray(got[name]) != LAYER[name])) for name in LAYER} == touched
 
 
 STOCHASTIC = [
@@ -231,7 +230,7 @@ STOCHASTIC = [
 
 @pytest.mark.parametrize("p", STOCHASTIC)
 def test_arrays_of_equal_shape_get_uncorrelated_draws(key, p):
-    tree = {name: jnp.ones((SIZE // 100, 100)) for name in ("kernel", "kernel2", "out")}
+    tree = {name: np.ones((SIZE // 100, 100), np.float32) for name in ("kernel", "kernel2", "out")}
     got = p.apply(tree, key)
     pairs = [correlation(got[a], got[b]) for a, b in itertools.combinations(tree, 2)]
     assert within(np.abs(pairs).max(), 0, 1 / np.sqrt(SIZE))
@@ -299,16 +298,14 @@ ONE = {"w": jnp.ones((4, 3))}
         ),
     ],
 )
-def test_neighbours_of_one_distribution_draw_once_as_one_stage_of_it(key, p, alike):
-    w = np.ones((50, 40), np.float32)
+def test_neighbours_of_one_distribution_draw_once_as_one_stage_of_it(key, w, p, alike):
     np.testing.assert_allclose(applied(p, w, key), applied(alike, w, key), rtol=1e-6)
     assert draws(p, ONE, key) == draws(alike, ONE, key)
 
 
-@pytest.mark.parametrize("first", [rpx.VarNoise(1.0), rpx.WeightDropout(0.5)], ids=repr)
-def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, first):
-    between = rpx.Scale(2.0, where="other")
-    tree = {"w": jnp.ones((5, 4)), "other": jnp.ones((5, 4))}
+@pytest.mark.parametrize("first", [rpx.VarNoise(1.0, where="w"), rpx.WeightDropout(0.5, where="w")], ids=repr)
+def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, w, first):
+    between, tree = rpx.Scale(2.0, where="other"), {"w": w, "other": w}
     with_it, without = first >> between >> first, first >> first
     got = with_it.apply(with_it.init(tree), key)["w"]
     np.testing.assert_array_equal(got, without.apply(tree, key)["w"])
@@ -320,11 +317,10 @@ def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, fi
     ids=repr,
 )
 def test_a_stage_of_the_array_between_two_neighbours_keeps_their_draws_apart(key, between):
-    alone, tree = rpx.VarNoise(1.0), {"w": jnp.zeros((SIZE // 100, 10))}
-    p = alone >> between >> rpx.VarNoise(1.0)
-    both, one = p.apply(p.init(tree), key)["w"], alone.apply(tree, key)["w"]
+    alone, zeros = rpx.VarNoise(1.0), np.zeros((SIZE // 100, 100), np.float32)
+    both, one = applied(alone >> between >> rpx.VarNoise(1.0), zeros, key), applied(alone, zeros, key)
     factor = 2.0 if between == rpx.Scale(2.0) else 1.0
-    assert within(correlation(one, both - factor * one), 0, 1 / np.sqrt(SIZE // 10))
+    assert within(correlation(one, both - factor * one), 0, 1 / np.sqrt(SIZE))
 
 
 class Clipped(rpx.VarNoise):
@@ -348,10 +344,10 @@ def test_what_has_no_distribution_of_its_own_class_draws_twice(key, p):
     assert draws(p, ONE, key) == 2
 
 
-def test_a_subclass_keeps_its_override(key):
+def test_a_subclass_keeps_its_override(key, w):
     p = Clipped(0.1) >> Clipped(0.1)
     assert [type(stage) for stage in p] == [Clipped, Clipped]
-    assert np.abs(p.apply({"w": jnp.zeros((50, 40))}, key)["w"]).max() <= 0.2 + 1e-6
+    assert np.abs(applied(p, np.zeros_like(w), key)).max() <= 0.2 + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -363,27 +359,27 @@ def test_a_subclass_keeps_its_override(key):
         pytest.param(lambda value: rpx.WeightDropout(0.5) >> rpx.WeightDropout(value), id="dropout, second"),
     ],
 )
-def test_a_traced_value_gives_the_draws_of_the_known_one(key, compose):
+def test_a_traced_value_gives_the_draws_of_the_known_one(key, w, compose):
     behind = rpx.Scale(1.0, where="w") >> rpx.VarNoise(0.3)
-    raw = behind.init({"w": jnp.ones((50, 40))})
-    traced = jax.jit(lambda value: (compose(value) >> behind).apply(raw, key)["w"])(0.25)
+    raw = behind.init({"w": w})
+    (traced,) = jax.vmap(lambda value: (compose(value) >> behind).apply(raw, key)["w"])(np.array([0.25], np.float32))
     np.testing.assert_allclose(traced, (compose(0.25) >> behind).apply(raw, key)["w"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("stds", [(0.0, 0.0), (0.0, 2.0), (3.0, 4.0)], ids=repr)
-def test_the_gradient_of_two_standard_deviations_is_finite(key, stds):
+def test_the_gradient_of_two_standard_deviations_is_finite(key, w, noise):
     def loss(a, b):
-        return jnp.sum((rpx.VarNoise(a) >> rpx.VarNoise(b)).apply({"w": jnp.ones(5)}, key)["w"])
+        return jnp.sum((rpx.VarNoise(a) >> rpx.VarNoise(b)).apply({"w": w}, key)["w"])
 
-    noise = rpx.VarNoise(1.0).apply({"w": jnp.zeros(5)}, key)["w"].sum()
-    total = float(np.hypot(*stds))
-    expected = [std / total * float(noise) if total else 0.0 for std in stds]
-    np.testing.assert_allclose(jax.grad(loss, (0, 1))(*stds), expected, rtol=1e-5)
+    slopes = jax.jit(jax.grad(loss, (0, 1)))
+    for stds in ((0.0, 0.0), (0.0, 2.0), (3.0, 4.0)):
+        total = float(np.hypot(*stds))
+        expected = [std / total * noise.sum() if total else 0.0 for std in stds]
+        np.testing.assert_allclose(slopes(*stds), expected, rtol=1e-5, err_msg=repr(stds))
 
 
-def test_rates_next_to_one_compose():
+def test_rates_next_to_one_compose(key, w):
     p = rpx.WeightDropout(1 - 1e-9)
-    np.testing.assert_array_equal((p >> p).apply({"w": jnp.ones((9, 9))}, jax.random.key(0))["w"], np.zeros((9, 9)))
+    np.testing.assert_array_equal(applied(p >> p, w, key), np.zeros_like(w))
 
 
 def test_var_noises_in_a_row_have_the_distribution_of_the_sum(key):
@@ -417,7 +413,7 @@ def test_float8_after_bfloat16_rounds_twice():
 
 @pytest.mark.parametrize("p", STOCHASTIC)
 def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
-    more = p.apply({"a": jnp.ones((16, 8)), "w": jnp.asarray(w), "z": jnp.ones((16, 8))}, key)
+    more = p.apply({"a": np.ones_like(w), "w": w, "z": np.ones_like(w)}, key)
     np.testing.assert_array_equal(more["w"], applied(p, w, key))
 
 
@@ -425,10 +421,10 @@ def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
     "before",
     [
         pytest.param(rpx.WeightNorm(), id="weight_norm"),
-        pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0"),
-        pytest.param(rpx.Freeze(), id="freeze"),
-        pytest.param(rpx.Positive(), id="positive"),
-        pytest.param(rpx.Cast("float32"), id="cast"),
+        pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0", marks=pytest.mark.thorough),
+        pytest.param(rpx.Freeze(), id="freeze", marks=pytest.mark.thorough),
+        pytest.param(rpx.Positive(), id="positive", marks=pytest.mark.thorough),
+        pytest.param(rpx.Cast("float32"), id="cast", marks=pytest.mark.thorough),
         pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.Cast("float32"), id="three"),
         pytest.param(rpx.WeightDropout(0.0), id="weight_dropout"),
     ],
@@ -484,10 +480,10 @@ SHARED = pytest.param(OF_ROWS, id="weight_dropout of rows", marks=pytest.mark.th
 
 @pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
 def test_draws_are_the_same_under_transformations(w, p):
-    keys = jax.random.split(jax.random.key(3), 4)
+    keys = jax.random.split(jax.random.key(3), 2)
 
     def draw(key):
-        return p.apply({"w": jnp.asarray(w)}, key)["w"]
+        return p.apply({"w": w}, key)["w"]
 
     drawn = jax.jit(lambda keys: {name: loop(draw, keys) for name, loop in LOOPS.items()})(keys)
     want = [applied(p, w, key) for key in keys]
