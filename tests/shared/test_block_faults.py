@@ -164,7 +164,7 @@ VALUES = {
         "out of the block, or add it.",
     ),
     "several values": (
-        lambda: (Split({"w": TWO}) >> rpx.LowRank(1)).init({"a": W[:3], "b": W[:2]}),
+        lambda: jax.eval_shape((Split({"w": TWO}) >> rpx.LowRank(1)).init, {"a": W[:3], "b": W[:2]}),
         f"{SPLIT}.init: 'a' holds several values, so it cannot be part of a block. Put the stage that replaces it "
         f"earlier in the chain.",
     ),

@@ -133,7 +133,7 @@ def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
 
 
 def test_parts_are_main_values_to_masks_of_weight_decay():
-    raw = (rpx.WeightNorm() >> rpx.Pack("equinox.lstm")).init(cells()["equinox.lstm"])
+    raw = init(rpx.WeightNorm() >> rpx.Pack("equinox.lstm"), cells()["equinox.lstm"])
     labels = rpx.labels(raw, main=True, aux=False)
     assert labels["weight_ih"]["@pack"]["input_f"] == {"@weight_norm": {"g": False, "v": True}}
     assert labels["bias"]["@pack"]["bias_f"] is True
@@ -482,6 +482,9 @@ def test_a_fused_weight_is_built_once_outside_of_the_loop_over_time():
     assert "concatenate" not in str(inside)
 
 
+unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3, 4))
+
+
 @pytest.mark.parametrize(
     ("layers", "bidirectional"),
     [
@@ -494,7 +497,6 @@ def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, layers, bidirectional))
     p = rpx.CudnnLSTM(INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     raw, effective = made_and_read(p, {"weights": weights, "bias": np.ones(3, np.float32)})
-    unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3, 4))
     unpacked = unpack(weights, INPUTS, HIDDEN, layers, bidirectional)
     ends = [f"l{i}{end}" for i in range(layers) for end in ("", "_reverse")[: 1 + bidirectional]]
     expected = {
@@ -508,9 +510,11 @@ def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional
 
 
 def test_one_bias_of_cudnn_is_the_sum_of_two_and_none_leaves_zeros():
-    weights = rnn.init_lstm_weight(jax.random.key(0), INPUTS, HIDDEN, 1, bidirectional=False)
-    *kernels, first, second = (x[0] for x in rnn.unpack_lstm_weights(weights, INPUTS, HIDDEN, 1, bidirectional=False))
-    vectors = [p.apply(p.init({"w": weights}))["w"] for p in (rpx.CudnnLSTM(INPUTS, HIDDEN, biases=n) for n in (1, 0))]
+    weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, 1, bidirectional=False))
+    unpacked = unpack(weights, INPUTS, HIDDEN, 1, False)
+    *kernels, first, second = (np.asarray(x[0]) for x in unpacked)
+    stages = [rpx.CudnnLSTM(INPUTS, HIDDEN, biases=n) for n in (1, 0)]
+    vectors = [made_and_read(p, {"w": weights})[1]["w"] for p in stages]
     start = np.concatenate([np.ravel(x) for x in kernels])
     zeros = np.zeros(4 * HIDDEN, np.float32)
     same(vectors, [np.concatenate([start, first + second, zeros]), np.concatenate([start, zeros, zeros])])

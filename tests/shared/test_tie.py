@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from grids import mostly_thorough
 
 import reparax as rpx
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def layers(n, *names):
@@ -88,8 +89,8 @@ def test_a_tied_chain_of_three_draws_its_noise_once_and_transposes_it():
     params = translation()
     p = rpx.VarNoise(0.5) >> TRANSLATION
     effective = p.apply(p.init(params), jax.random.key(0))
-    table = effective["source_embed"]["embedding"]
-    noise = np.asarray(table - params["source_embed"]["embedding"])
+    table = np.asarray(effective["source_embed"]["embedding"])
+    noise = table - params["source_embed"]["embedding"]
     np.testing.assert_array_equal(effective["target_embed"]["embedding"], table)
     np.testing.assert_array_equal(effective["output"]["kernel"], table.T)
     assert 0.3 < noise.std() < 0.8  # of fifteen numbers of standard deviation 0.5, had it been added once
@@ -98,10 +99,10 @@ def test_a_tied_chain_of_three_draws_its_noise_once_and_transposes_it():
 def test_noise_behind_a_tie_is_drawn_for_each_use():
     params = translation()
     p = TRANSLATION >> rpx.VarNoise(0.5)
-    noise = jax.tree.map(jnp.subtract, p.apply(p.init(params), jax.random.key(0)), params)
+    noise = jax.tree.map(np.subtract, p.apply(p.init(params), jax.random.key(0)), params)
     source, target = noise["source_embed"]["embedding"], noise["target_embed"]["embedding"]
-    assert (np.asarray(source) != np.asarray(target)).all()
-    assert (np.asarray(source.T) != np.asarray(noise["output"]["kernel"])).all()
+    assert (source != target).all()
+    assert (source.T != noise["output"]["kernel"]).all()
 
 
 def test_a_stage_on_the_reuser_acts_on_the_reuser_alone():
@@ -111,17 +112,17 @@ def test_a_stage_on_the_reuser_acts_on_the_reuser_alone():
     np.testing.assert_array_equal(effective["source_embed"]["embedding"], params["source_embed"]["embedding"])
     kernel = np.asarray(effective["output"]["kernel"])
     assert (kernel == 0).any()
-    np.testing.assert_allclose(kernel[kernel != 0], 2 * np.asarray(params["output"]["kernel"])[kernel != 0], rtol=1e-6)
+    np.testing.assert_allclose(kernel[kernel != 0], 2 * params["output"]["kernel"][kernel != 0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [rpx.LowRank(1), rpx.WeightNorm()], ids=repr)
+@pytest.mark.parametrize("stage", mostly_thorough([rpx.LowRank(1), rpx.WeightNorm()], rpx.WeightNorm()), ids=repr)
 def test_a_tie_shares_what_exists_only_as_the_result_of_a_stage(stage):
     w = normal(4, 1) * normal(1, 3, seed=1)
     p = stage >> rpx.Tie({"out": ("in", jnp.transpose)})
     raw = p.init({"in": w, "out": w.T})
-    moved = jax.tree.map(lambda x: x * 1.5 + 0.1, raw)
+    moved = jax.tree.map(lambda x: np.asarray(x) * np.float32(1.5) + np.float32(0.1), raw)
     effective = p.apply(moved)
-    np.testing.assert_array_equal(effective["out"], effective["in"].T)
+    np.testing.assert_array_equal(effective["out"], np.asarray(effective["in"]).T)
     assert raw["out"] == {"@tie": {}}
 
 
@@ -138,9 +139,9 @@ def test_a_linear_layer_reuses_a_slice_of_the_projections_of_self_attention():
         effective = p.apply(raw)
         return jnp.sum(x @ effective["linear"]["W"]) + jnp.sum(effective["self_att"]["QKV"])
 
-    grad = jax.grad(loss)(raw)
+    grad = jax.jit(jax.grad(loss))(raw)
     expected = np.ones((4, 12), np.float32)
-    expected[:, :4] += np.asarray(x).sum(0)[:, None]
+    expected[:, :4] += x.sum(0)[:, None]
     np.testing.assert_allclose(grad["self_att"]["QKV"], expected, rtol=1e-6)
 
 
@@ -155,8 +156,8 @@ def test_gradients_of_all_uses_add_up_at_the_owner_and_the_optimizer_has_no_copy
         uses = (*uses, effective["output"]["kernel"].T)
         return sum(jnp.sum(w * use) for w, use in zip(weights.values(), uses, strict=True))
 
-    grad = jax.grad(loss)(raw)
-    total = sum(np.asarray(w) for w in weights.values())
+    grad = jax.jit(jax.grad(loss))(raw)
+    total = sum(weights.values())
     np.testing.assert_allclose(grad["source_embed"]["embedding"], total, rtol=1e-5)
     assert len(jax.tree.leaves(raw)) == 2
     assert len(jax.tree.leaves(optax.adam(0.1).init(raw))) == 5  # two moments of each, and a count
@@ -187,7 +188,7 @@ def test_init_overwrites_where_it_is_told_to():
 
 
 def test_known_arrays_are_compared_inside_of_jit_too():
-    params = {"a": normal(3), "b": jnp.abs(normal(3))}
+    params = {"a": normal(3), "b": np.abs(normal(3))}
     jax.jit(lambda: rpx.Tie({"b": ("a", jnp.abs)}).init(params))()
     with pytest.raises(ValueError, match="'b' does not equal what its source 'a' gives"):
         jax.jit(lambda: rpx.Tie({"b": "a"}).init(params))()
