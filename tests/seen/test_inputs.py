@@ -316,9 +316,8 @@ def test_explain_takes_a_function():
 
 
 def test_where_chooses_and_other_leaves_have_no_data():
-    seen = rpx.inputs(lambda p, x: jnp.sum(x @ p["w"] @ p["v"]), where="w")(
-        {"w": normal(3, 4), "v": normal(4, 2), "n": 3}, X
-    )
+    collect = rpx.inputs(lambda p, x: jnp.sum(x @ p["w"] @ p["v"]), where="w")
+    seen = jax.jit(lambda p, x: collect({**p, "n": 3}, x))({"w": normal(3, 4), "v": normal(4, 2)}, X)
     assert (len(seen["w"].reads), seen["v"].why) == (1, ("`where` of `inputs` leaves it out",))
     assert seen["n"].why == ("it is no floating array",)
 
@@ -327,7 +326,7 @@ def test_bad_arguments_say_what_is_expected():
     with pytest.raises(ValueError, match=r"^inputs\(network\) takes moments='full', 'diagonal' or 'largest'"):
         rpx.inputs(network, moments="most")
     with pytest.raises(TypeError, match=r"with gradients=True takes a function.*got float32\[7, 4\]"):
-        rpx.inputs(lambda p, x: x @ p["w"], gradients=True)(PARAMS, X)
+        jax.jit(rpx.inputs(lambda p, x: x @ p["w"], gradients=True))(PARAMS, X)
 
 
 def test_no_examples_and_numbers_that_are_none_show_in_the_moments():

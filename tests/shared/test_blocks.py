@@ -157,7 +157,8 @@ def test_blocks_are_made_in_the_modules_of_equinox_and_the_states_of_nnx():
     assert type(raw) is eqx.nn.LSTMCell
     assert sorted(raw.bias["@pack"]) == ["bias_f", "bias_g", "bias_i", "bias_o"]
     same(p.apply(raw), cell)
-    state = jax.jit(lambda: nnx.state(nnx.OptimizedLSTMCell(INPUTS, HIDDEN, rngs=nnx.Rngs(0))))()
+    types = nnx.state(nnx.eval_shape(lambda: nnx.OptimizedLSTMCell(INPUTS, HIDDEN, rngs=nnx.Rngs(0))))
+    state = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)), types)
     q = rpx.WeightDropout(0.5, where="dense_h/kernel/hidden_.") >> rpx.Pack("nnx.optimized_lstm")
     raw = q.init(state)
     same(q.fold(raw), state)
@@ -365,14 +366,15 @@ def there_and_back(tree, a, b):
     return rpx.convert(rpx.convert(tree, a, b, **sizes(a)), b, a, **sizes(b))
 
 
-CONVERTED = {kind: [name for name in family(kind) if name not in ("haiku.gru", "nnx.gru")] for kind in ("lstm", "gru")}
+CELLS = [name for name in (*family("lstm"), *family("gru")) if name not in ("haiku.gru", "nnx.gru")]
 
 
-@pytest.mark.parametrize("a", mostly_thorough(sum(CONVERTED.values(), []), "haiku.lstm", "torch.lstm", "torch.gru"))
+@pytest.mark.parametrize("a", mostly_thorough(CELLS, "haiku.lstm", "torch.lstm", "torch.gru"))
 def test_from_the_second_time_on_there_and_back_between_any_two_gives_the_same_bits(a):
-    for b in CONVERTED[a.split(".")[1].split("_")[-1]]:
-        once = there_and_back(cell(a), a, b)
-        same(there_and_back(once, a, b), once)
+    for b in CELLS:
+        if a.endswith("gru") == b.endswith("gru"):
+            once = there_and_back(cell(a), a, b)
+            same(there_and_back(once, a, b), once)
 
 
 def test_the_projections_of_torch_are_those_of_flax_there_and_back():
@@ -482,7 +484,7 @@ def test_a_fused_weight_is_built_once_outside_of_the_loop_over_time():
     assert "concatenate" not in str(inside)
 
 
-unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3, 4))
+unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3), static_argnames="bidirectional")
 
 
 @pytest.mark.parametrize(
@@ -497,7 +499,7 @@ def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, layers, bidirectional))
     p = rpx.CudnnLSTM(INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     raw, effective = made_and_read(p, {"weights": weights, "bias": np.ones(3, np.float32)})
-    unpacked = unpack(weights, INPUTS, HIDDEN, layers, bidirectional)
+    unpacked = unpack(weights, INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     ends = [f"l{i}{end}" for i in range(layers) for end in ("", "_reverse")[: 1 + bidirectional]]
     expected = {
         f"{source}_{gate}_{end}": np.split(np.asarray(held[i]).T, 4, -1)["ifgo".index(gate)]
@@ -511,7 +513,7 @@ def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional
 
 def test_one_bias_of_cudnn_is_the_sum_of_two_and_none_leaves_zeros():
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, 1, bidirectional=False))
-    unpacked = unpack(weights, INPUTS, HIDDEN, 1, False)
+    unpacked = unpack(weights, INPUTS, HIDDEN, 1, bidirectional=False)
     *kernels, first, second = (np.asarray(x[0]) for x in unpacked)
     stages = [rpx.CudnnLSTM(INPUTS, HIDDEN, biases=n) for n in (1, 0)]
     vectors = [made_and_read(p, {"w": weights})[1]["w"] for p in stages]
