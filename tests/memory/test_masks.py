@@ -50,21 +50,25 @@ def in_its_body(p):
 LOSSES = {each.__name__: each for each in (unrolled, before_the_scan, in_its_body)}
 
 
-@pytest.mark.parametrize("name", mostly_thorough(LOSSES, "before_the_scan", "in_its_body"))
-def test_values_and_gradients_are_those_without_it(name):
+WAYS = [(name, batched) for name in LOSSES for batched in (False, True)]
+
+
+@pytest.mark.parametrize("way", mostly_thorough(WAYS, ("before_the_scan", True), ("in_its_body", False)), ids=str)
+def test_values_and_gradients_are_those_without_it(way):
+    name, batched = way
     loss, raw = LOSSES[name](DROPOUT)
-    for f in (loss, jax.vmap(loss, (None, 0, None))):
-        given = raw, KEY if f is loss else jax.random.split(KEY, 2), X
+    f = jax.vmap(loss, (None, 0, None)) if batched else loss
+    given = raw, jax.random.split(KEY, 2) if batched else KEY, X
 
-        def total(raw, *rest, f=f):
-            return jnp.sum(f(raw, *rest))
+    def total(raw, *rest):
+        return jnp.sum(f(raw, *rest))
 
-        value, slopes = jax.jit(jax.value_and_grad(rpx.remat(total, keep="masks")))(*given)
-        expected, others = jax.jit(jax.value_and_grad(total))(*given)
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
-        for x, y in zip(jax.tree.leaves(slopes), jax.tree.leaves(others), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-            assert bool(jnp.any(y == 0))
+    value, slopes = jax.jit(jax.value_and_grad(rpx.remat(total, keep="masks")))(*given)
+    expected, others = jax.jit(jax.value_and_grad(total))(*given)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(slopes), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+        assert np.any(np.asarray(y) == 0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
