@@ -38,6 +38,7 @@ def collectives(p, specs, f=gradient):
     return Counter((kind, array) for types, kind in made for array in re.findall(r"[a-z]+\d+\[[\d,]*\]", types))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("specs", [TENSOR_PARALLEL, FULLY_SHARDED], ids=["tensor parallel", "fully sharded"])
 def test_noise_and_dropout_add_no_collective(specs):
     assert collectives(NOISE, specs) == collectives(rpx.Chain(), specs)

@@ -1,14 +1,16 @@
 """Stacked arrays, such as layers under a scan, and arrays of several rows and columns."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PATTERNS
-from compiled import init
+from compiled import contained, effective, fold, init
 from errors import raises
+from one_array import normal
 
 import reparax as rpx
 
@@ -16,7 +18,7 @@ COUNT = 3
 
 
 def slices(shape=(4, 4)):
-    return jax.random.normal(jax.random.key(5), (COUNT, *shape))
+    return normal(COUNT, *shape, seed=5)
 
 
 STAGES = [
@@ -92,11 +94,11 @@ def test_a_stack_of_three_is_three_arrays(stage, axis):
 @pytest.mark.parametrize("stage", DRAWN, ids=repr)
 def test_the_start_of_each_stacked_array_is_drawn_by_itself(stage):
     many = stacked(stage, 0)
-    w = jnp.broadcast_to(slices((64, 48))[0], (COUNT, 64, 48))
-    raw = many.init({"w": w}, jax.random.key(3))
+    w = np.broadcast_to(slices((64, 48))[0], (COUNT, 64, 48))
+    raw = init(many, {"w": w}, jax.random.key(3))
     assert jax.tree.map(lambda x: x.shape[0], raw) == jax.tree.map(lambda x: COUNT, raw)
     if stage == rpx.SpectralNorm():
-        for matrix in many.fold(many.update(raw))["w"]:
+        for matrix in np.asarray(jax.jit(lambda raw: many.fold(many.update(raw)))(raw)["w"]):
             np.testing.assert_allclose(np.linalg.norm(matrix, 2), 1.0, rtol=0.05)
     else:
         masks = np.asarray(jax.tree.leaves(raw["w"][f"@{stage.kind}"]["@fixed"])[0]).reshape(COUNT, -1)
@@ -106,15 +108,15 @@ def test_the_start_of_each_stacked_array_is_drawn_by_itself(stage):
 
 def test_power_iteration_of_stacked_matrices_is_that_of_each():
     stage, ws = rpx.SpectralNorm(n_steps=3), slices((5, 4))
-    raw = stacked(stage, 0).init({"w": ws})
-    each = [{"w": jax.tree.map(lambda x, i=i: x[i], raw["w"])} for i in range(COUNT)]
-    assert_close(stacked(stage, 0).update(raw), restacked([stage.update(x) for x in each], 0))
+    raw = jax.tree.map(np.asarray, init(stacked(stage, 0), {"w": ws}))
+    each = [jax.jit(stage.update)(jax.tree.map(lambda x, i=i: x[i], raw)) for i in range(COUNT)]
+    assert_close(jax.jit(stacked(stage, 0).update)(raw), jax.tree.map(lambda *xs: np.stack(xs), *each))
 
 
 @pytest.mark.parametrize("broadcast", [(), 0, -1], ids=repr)
 def test_masks_of_stacked_arrays_are_independent(broadcast):
     p = rpx.WeightDropout(0.5, broadcast=broadcast, stacked=1)
-    w = p.apply({"w": jnp.ones((40, COUNT, 50))}, jax.random.key(1))["w"]
+    w = effective(p, {"w": np.ones((40, COUNT, 50), np.float32)}, jax.random.key(1))["w"]
     kept = np.moveaxis(np.asarray(w) != 0, 1, 0)
     if broadcast != ():
         assert (kept == np.take(kept, [0], axis=broadcast if broadcast < 0 else broadcast + 1)).all()
@@ -124,11 +126,11 @@ def test_masks_of_stacked_arrays_are_independent(broadcast):
 
 
 def test_neighbours_with_the_same_stacked_axes_draw_once_and_with_others_twice():
-    w, key = {"w": jnp.ones((COUNT, 40, 50))}, jax.random.key(1)
+    w, key = {"w": np.ones((COUNT, 40, 50), np.float32)}, jax.random.key(1)
     one, other = (rpx.WeightDropout(0.5, broadcast=-1, stacked=axes) for axes in (0, ()))
     alike = rpx.WeightDropout(0.75, broadcast=-1, stacked=0)
-    np.testing.assert_array_equal((one >> one).apply(w, key)["w"], alike.apply(w, key)["w"])
-    kept = np.asarray((one >> other).apply(w, key)["w"] != 0)
+    np.testing.assert_array_equal(effective(one >> one, w, key)["w"], effective(alike, w, key)["w"])
+    kept = np.asarray(effective(one >> other, w, key)["w"]) != 0
     assert len(np.unique(kept.mean(-1))) == 2  # whole rows
     assert abs(kept.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / (COUNT * 40))
 
@@ -141,22 +143,22 @@ class Rowwise(rpx.Perturbation):
 
 
 def test_a_third_partys_noise_gets_a_key_for_each_stacked_array():
-    w = Rowwise(stacked=0).apply({"w": jnp.zeros((COUNT, 2, 2))}, jax.random.key(0))["w"]
+    w = effective(Rowwise(stacked=0), {"w": np.zeros((COUNT, 2, 2), np.float32)}, jax.random.key(0))["w"]
     assert len(np.unique(w)) == COUNT
     assert all(len(np.unique(x)) == 1 for x in np.asarray(w))
 
 
 def test_several_stacked_axes():
-    ws = jax.random.normal(jax.random.key(1), (2, 4, 3, 5))  # (stack, in, stack, out)
-    raw = rpx.WeightNorm(stacked=(0, 2)).init({"w": ws})
+    ws = normal(2, 4, 3, 5, seed=1)  # (stack, in, stack, out)
+    raw = init(rpx.WeightNorm(stacked=(0, 2)), {"w": ws})
     np.testing.assert_allclose(raw["w"]["@weight_norm"]["g"], np.linalg.norm(ws, axis=1, keepdims=True), rtol=1e-6)
-    u = rpx.LowRank(2, stacked=(0, 2)).init({"w": ws})["w"]["@low_rank"]
+    u = jax.eval_shape(rpx.LowRank(2, stacked=(0, 2)).init, {"w": ws})["w"]["@low_rank"]
     assert jax.tree.map(jnp.shape, u) == {"u": (2, 4, 3, 2), "v": (2, 2, 3, 5)}
 
 
 def test_defaults_count_the_axes_of_one_array():
-    params = {"layers": {"kernel": jnp.ones((3, 4, 5)), "shift": jnp.ones((3, 5))}}
-    raw = rpx.WeightNorm(stacked=0).init(params)
+    params = {"layers": {"kernel": slices((4, 5)), "shift": slices((5,))}}
+    raw = jax.eval_shape(rpx.WeightNorm(stacked=0).init, params)
     assert jax.tree.map(jnp.shape, raw["layers"]["shift"]) == (3, 5)
     assert jax.tree.map(jnp.shape, raw["layers"]["kernel"]) == {"@weight_norm": {"g": (3, 1, 5), "v": (3, 4, 5)}}
 
@@ -169,15 +171,15 @@ def test_gradients_and_jit_of_stacked_arrays():
         return jnp.sum(jnp.sin(p.apply(raw)["w"]))
 
     one = rpx.WeightNorm()
-    got = jax.jit(jax.grad(loss))(raw)
+    got = jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(raw))
+    slope_of_one = jax.jit(lambda w: jax.grad(lambda raw: jnp.sum(jnp.sin(one.apply(raw)["w"])))(one.init({"w": w})))
     for i in range(COUNT):
-        want = jax.grad(lambda raw: jnp.sum(jnp.sin(one.apply(raw)["w"])))(one.init({"w": ws[i]}))
-        assert_close({"w": jax.tree.map(lambda x, i=i: x[i], got["w"])}, want)
+        assert_close({"w": jax.tree.map(lambda x, i=i: x[i], got["w"])}, slope_of_one(ws[i]))
 
 
 # ---- rows and columns
 
-KERNEL = jax.random.normal(jax.random.key(9), (6, 2, 3))  # (embed, heads, dim)
+KERNEL = normal(6, 2, 3, seed=9)  # (embed, heads, dim)
 
 
 @pytest.mark.parametrize(
@@ -199,40 +201,44 @@ KERNEL = jax.random.normal(jax.random.key(9), (6, 2, 3))  # (embed, heads, dim)
     ids=repr,
 )
 def test_rows_and_columns_of_a_kernel_are_those_of_the_matrix(stage, shapes):
-    raw = stage.init({"w": KERNEL})
-    assert jax.tree.map(jnp.shape, raw["w"][f"@{stage.kind}"]) == shapes
-    rows_last = stage.columns == 0 or stage.rows == (-2, -1)
-    matrix = KERNEL.reshape(6, 6).T if rows_last else KERNEL.reshape(6, 6)
     plain = dataclasses.replace(stage, rows=None, columns=None)
-    want = plain.fold(plain.init({"w": matrix}))["w"]
-    want = want.T.reshape(6, 2, 3) if rows_last else want.reshape(6, 2, 3)
-    np.testing.assert_allclose(stage.fold(raw)["w"], want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(stage.project(KERNEL), want, rtol=1e-4, atol=1e-5)
-    assert bool(stage.contains(want, tolerance=1e-4))
-    assert stage.sample(jax.random.key(0), (6, 2, 3)).shape == (6, 2, 3)
+
+    @jax.jit
+    def of_kernel_and_matrix(kernel, matrix):
+        raw = stage.init({"w": kernel})
+        return raw, stage.fold(raw)["w"], stage.project(kernel), plain.fold(plain.init({"w": matrix}))["w"]
+
+    rows_last = stage.columns == 0 or stage.rows == (-2, -1)
+    raw, *got, want = of_kernel_and_matrix(KERNEL, KERNEL.reshape(6, 6).T if rows_last else KERNEL.reshape(6, 6))
+    assert jax.tree.map(jnp.shape, raw["w"][f"@{stage.kind}"]) == shapes
+    want = (np.asarray(want).T if rows_last else np.asarray(want)).reshape(6, 2, 3)
+    for each in got:
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-5)
+    assert bool(jax.jit(functools.partial(stage.contains, tolerance=1e-4))(want))
+    assert jax.eval_shape(lambda key: stage.sample(key, (6, 2, 3)), jax.random.key(0)).shape == (6, 2, 3)
 
 
 def test_rows_and_columns_of_stacked_kernels():
-    kernels = jnp.stack([KERNEL, 2 * KERNEL], 1)  # (embed, layers, heads, dim)
+    kernels = np.stack([KERNEL, 2 * KERNEL], 1)  # (embed, layers, heads, dim)
     p = rpx.LowRank(2, rows=0, columns=(1, 2), stacked=1)
     one = rpx.LowRank(2, rows=0, columns=(1, 2))
-    want = jnp.stack([one.fold(one.init({"w": w}))["w"] for w in (KERNEL, 2 * KERNEL)], 1)
-    np.testing.assert_allclose(p.fold(p.init({"w": kernels}))["w"], want, rtol=1e-4, atol=1e-5)
+    want = np.stack([fold(one, init(one, {"w": w}))["w"] for w in (KERNEL, 2 * KERNEL)], 1)
+    np.testing.assert_allclose(fold(p, init(p, {"w": kernels}))["w"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_square_matrix_may_have_several_rows_and_columns():
-    w = jax.random.normal(jax.random.key(2), (2, 3, 2, 3))
+    w = normal(2, 3, 2, 3, seed=2)
     p = rpx.PositiveSemidefinite(rows=(0, 1), columns=(2, 3))
     raw = init(p, {"w": w})
     assert raw["w"]["@positive_semidefinite"]["x"].shape == (2, 3, 6)
-    assert np.linalg.eigvalsh(np.asarray(p.fold(raw)["w"]).reshape(6, 6)).min() > -1e-5
+    assert np.linalg.eigvalsh(np.asarray(fold(p, raw)["w"]).reshape(6, 6)).min() > -1e-5
 
 
 def test_columns_before_rows():
-    w = jnp.tril(jax.random.normal(jax.random.key(1), (4, 4)))
-    assert bool(rpx.Triangular().contains(w))
-    assert bool(rpx.Triangular(rows=1, columns=0).contains(w.T))
-    assert not bool(rpx.Triangular(rows=1, columns=0).contains(w))
+    w = np.tril(normal(4, 4, seed=1))
+    assert bool(contained(rpx.Triangular(), w))
+    assert bool(contained(rpx.Triangular(rows=1, columns=0), w.T))
+    assert not bool(contained(rpx.Triangular(rows=1, columns=0), w))
 
 
 # ---- errors
@@ -312,7 +318,7 @@ def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
         f"{read!r}.apply at 'w': {text}: another chain made this raw tree. Apply the chain that made it; "
         "`p.check(raw, like=params)` lists every difference.",
     ):
-        read.apply(made.init({"w": jnp.ones(shape)}))
+        jax.eval_shape(lambda w: read.apply(made.init({"w": w})), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 @pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
