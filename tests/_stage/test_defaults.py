@@ -16,6 +16,7 @@ from errors import raises
 from flax import nnx
 from grids import mostly_thorough
 from jax import Array
+from one_array import normal
 
 import reparax as rpx
 from reparax._stage.matrices import RowsAndColumns
@@ -231,20 +232,20 @@ KERNELS = {
 
 
 class Made(dict[str, Any]):
-    """Models, each made when it is asked for."""
+    """Models of random numbers, each traced when it is asked for: paths and types say which arrays a stage takes."""
 
     def __missing__(self, name: str) -> Any:
-        return self.setdefault(name, MODELS[name]())
+        return self.setdefault(name, jax.tree.map(drawn, eqx.filter_eval_shape(MODELS[name])))
+
+
+def drawn(x: Any) -> Any:
+    """Numbers for a type; what is none stays."""
+    return jnp.asarray(normal(*x.shape, dtype=x.dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
     return Made()
-
-
-def some_quick(*names: str) -> list[Any]:
-    """Layers under a scan and the names of haiku; the other models belong to the thorough tests."""
-    return mostly_thorough(names, *{"scanned linen blocks", "haiku layers"}.intersection(names))
 
 
 def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
@@ -268,19 +269,25 @@ def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", OF_ALL, ids=repr)
-@pytest.mark.parametrize("name", some_quick(*MODELS))
+@pytest.mark.parametrize("name", mostly_thorough(MODELS, "scanned equinox blocks", "haiku layers"))
 def test_noise_casts_and_maps_of_numbers_take_all_arrays(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(stage, models[name]) == list(ARRAYS[name])
     assert taken(of_layers(stage, name), models[name]) == list(ARRAYS[name])
 
 
 @pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
-@pytest.mark.parametrize("name", some_quick(*(name for name in MODELS if name != "scanned equinox blocks")))
+@pytest.mark.parametrize(
+    "name", mostly_thorough([name for name in MODELS if name != "scanned equinox blocks"], "haiku layers")
+)
 def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
 
 
-@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+@pytest.mark.parametrize(
+    "stage",
+    mostly_thorough(OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.GlobalPrune(0.5)),
+    ids=repr,
+)
 def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
     models: dict[str, Any], stage: Any
 ) -> None:
@@ -296,7 +303,9 @@ def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[s
 
 
 @pytest.mark.parametrize("stage", OF_MATRICES, ids=repr)
-@pytest.mark.parametrize("name", some_quick("equinox attention", "scanned equinox blocks", "haiku layers"))
+@pytest.mark.parametrize(
+    "name", mostly_thorough(["equinox attention", "scanned equinox blocks", "haiku layers"], "haiku layers")
+)
 def test_stages_of_matrices_take_matrices(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
 
@@ -357,22 +366,27 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
 
 
 def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) -> None:
-    params = jax.tree.map(lambda x: x + 1, models["linen attention"])
-    assert_same_but(FLAX_KERNELS, rpx.WeightDropout(0.5).apply(params, jax.random.key(0)), params)
-    assert_same_but(list(FLAX_ATTENTION), rpx.VarNoise(0.1).apply(params, jax.random.key(0)), params)
-    raw = rpx.SpectralNorm().init(params, jax.random.key(0))
+    params, key = models["haiku layers"], jax.random.key(0)
+    assert_same_but(KERNELS["haiku layers"], jax.jit(rpx.WeightDropout(0.5).apply)(params, key), params)
+    assert_same_but(list(ARRAYS["haiku layers"]), jax.jit(rpx.VarNoise(0.1).apply)(params, key), params)
+    raw = jax.eval_shape(rpx.SpectralNorm().init, models["linen attention"], key)
     markers = {path_text(path).partition("/@")[0] for path in named(raw)[0] if any(name[0] == "@" for name in path)}
     assert markers == set(FLAX_KERNELS)
 
 
 def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
     params, heads = models["linen attention"], {"rows": 0, "columns": (1, 2), "where": rpx.all_but("out/.*")}
+    params = {**params, "query": {**params["query"], "bias": jnp.asarray(np.zeros((2, 3), np.float32))}}
     for p in (rpx.Sphere(), rpx.Orthogonal(**heads), rpx.SpectralNorm()):
-        effective = p.fold(p.update(p.init(params)))
-        np.testing.assert_array_equal(effective["query"]["bias"], np.zeros((2, 3)))
-        moved = p.init(params)
-        moved["query"]["bias"] += 1e-6
-        np.testing.assert_array_equal(p.fold(p.update(moved))["query"]["bias"], np.full((2, 3), 1e-6, np.float32))
+
+        @jax.jit
+        def bias(by: float, p: rpx.Parametrization = p) -> Array:
+            moved = p.init(params)
+            moved["query"]["bias"] += by
+            return p.fold(p.update(moved))["query"]["bias"]
+
+        for by in (0.0, 1e-6):
+            np.testing.assert_array_equal(bias(by), np.full((2, 3), by, np.float32))
 
 
 class FirstRow(rpx.Reparametrization):
@@ -389,8 +403,8 @@ class FirstRow(rpx.Reparametrization):
 
 @pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.selected({"w": True})], ids=repr)
 def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
-    p, w = FirstRow(where=where), jnp.arange(6.0).reshape(2, 3)
-    raw = p.init({"w": w, "b": jnp.ones(3)})
+    p, w = FirstRow(where=where), np.arange(6, dtype=np.float32).reshape(2, 3)
+    raw = p.init({"w": w, "b": w[0]})
     np.testing.assert_array_equal(p.apply(raw)["w"], w[0])
     noisy = p >> rpx.VarNoise(0.1, where="w")
-    assert noisy.apply(noisy.init({"w": w, "b": jnp.ones(3)}), jax.random.key(0))["w"].shape == (3,)
+    assert noisy.apply(noisy.init({"w": w, "b": w[0]}), jax.random.key(0))["w"].shape == (3,)
