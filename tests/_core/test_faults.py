@@ -201,9 +201,15 @@ def test_an_array_of_too_few_dimensions_is_refused(fault: Fault) -> None:
     _assert_raises(fault)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _reproduced(p: rpx.Parametrization, params: Any, key: Array | None = None) -> Any:
+    """The effective tree of the start: of what is not traced, a constraint refuses bad numbers."""
+    return p.apply(p.init(params), key)
+
+
 @pytest.mark.parametrize("p", [rpx.VarNoise(0.0), rpx.Freeze(), rpx.Cast("float32"), rpx.Positive()], ids=repr)
 def test_stages_of_single_numbers_take_scalars(p: rpx.Parametrization, key: Array) -> None:
-    np.testing.assert_allclose(p.apply(p.init({"x": jnp.float32(1.5)}), key)["x"], np.float32(1.5), rtol=1e-6)
+    np.testing.assert_allclose(_reproduced(p, {"x": np.float32(1.5)}, key)["x"], np.float32(1.5), rtol=1e-6)
 
 
 EMPTY_CHAINS = [
@@ -224,11 +230,19 @@ EMPTY_CHAINS = [
 def test_empty_arrays_go_through_with_their_gradients(
     p: rpx.Parametrization, shape: tuple[int, ...], key: Array
 ) -> None:
-    raw = p.init({"w": jnp.zeros(shape)})
-    assert p.apply(raw, key)["w"].shape == shape
-    gradient = jax.grad(lambda raw: jnp.sum(p.apply(raw, key)["w"]))(raw)
-    assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(gradient))
-    assert p.update(raw).keys() == {"w"}
+    def total(raw: Any) -> tuple[Array, Array]:
+        w = p.apply(raw, key)["w"]
+        return jnp.sum(w), w
+
+    @jax.jit
+    def steps(params: Any) -> tuple[Any, Array, Any]:
+        raw = p.init(params)
+        return *jax.grad(total, has_aux=True)(raw), p.update(raw)
+
+    gradient, w, updated = steps({"w": np.zeros(shape, np.float32)})
+    assert w.shape == shape
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
+    assert updated.keys() == {"w"}
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
@@ -238,8 +252,7 @@ def test_empty_arrays_go_through_with_their_gradients(
 def test_one_bad_number_stays_alone_in_stages_of_single_numbers(p: rpx.Parametrization, bad: float, key: Array) -> None:
     kernel = np.abs(KERNEL)
     kernel[0, 0] = bad
-    params = {"w": jnp.asarray(kernel), "v": jnp.asarray(np.abs(KERNEL))}
-    got = np.array(p.apply(jax.jit(p.init)(params), key)["w"])  # of what is not traced, a constraint refuses it
+    got = np.array(_reproduced(p, {"w": kernel, "v": np.abs(KERNEL)}, key)["w"])
     kernel[0, 0] = got[0, 0] = 0
     np.testing.assert_allclose(got, kernel, rtol=1e-6)
 
@@ -248,7 +261,7 @@ def test_one_bad_number_stays_alone_in_stages_of_single_numbers(p: rpx.Parametri
 def test_one_bad_number_stays_in_its_slice_of_weight_norm(bad: float) -> None:
     kernel = KERNEL.copy()
     kernel[0, 0] = bad
-    got = rpx.WeightNorm().apply(rpx.WeightNorm().init({"w": jnp.asarray(kernel)}))["w"]
+    got = np.asarray(_reproduced(rpx.WeightNorm(), {"w": kernel})["w"])
     assert not np.isfinite(got[:, 0]).any()
     np.testing.assert_allclose(got[:, 1], KERNEL[:, 1], rtol=1e-6)
 
@@ -259,7 +272,7 @@ def test_one_bad_number_stays_in_its_matrix(p: rpx.Parametrization, bad: float) 
     kernel = KERNEL.copy()
     kernel[0, 0] = bad
     good = KERNEL / np.linalg.norm(KERNEL, 2)
-    got = p.apply(jax.jit(p.init)({"bad": jnp.asarray(kernel), "good": jnp.asarray(good)}))
+    got = jax.tree.map(np.asarray, _reproduced(p, {"bad": kernel, "good": good}))
     assert not np.isfinite(got["bad"]).any()
     np.testing.assert_allclose(got["good"], good, atol=1e-4)
 
@@ -278,17 +291,16 @@ OF_ANY_DTYPE = {
 def test_complex_arrays_are_reproduced(p: rpx.Parametrization, key: Array) -> None:
     kernel = (KERNEL + 1j * KERNEL[::-1]).astype(np.complex64)
     kernel /= np.linalg.norm(kernel, 2)
-    got = p.apply(p.init({"w": jnp.asarray(kernel)}), key)["w"]
+    got = _reproduced(p, {"w": kernel}, key)["w"]
     assert got.dtype == jnp.complex64
     np.testing.assert_allclose(got, kernel, atol=1e-4)
 
 
 @pytest.mark.parametrize("p", [rpx.WeightNorm(), rpx.Freeze(), rpx.VarNoise(0.0), rpx.WeightDropout(0.0)], ids=repr)
 def test_eight_bit_floats_are_reproduced(p: rpx.Parametrization, key: Array) -> None:
-    kernel = jnp.asarray(KERNEL).astype(jnp.float8_e4m3fn)
-    got = p.apply(p.init({"w": kernel}), key)["w"]
+    got = np.asarray(_reproduced(p, {"w": KERNEL.astype(jnp.float8_e4m3fn)}, key)["w"])
     assert got.dtype == jnp.float8_e4m3fn
-    np.testing.assert_array_equal(got.astype(jnp.float32), KERNEL)
+    np.testing.assert_array_equal(got.astype(np.float32), KERNEL)
 
 
 # Trees that are not what the call takes. --------------------------------------------------------------------------
@@ -299,7 +311,12 @@ ONCE = "Call `init` once, with the whole chain, and pass its result to `apply`."
 
 
 def _raw() -> dict[str, Any]:
-    return rpx.WeightNorm().init(_params())
+    return jax.jit(rpx.WeightNorm().init)(_params())
+
+
+def _zeros(p: rpx.Parametrization, params: Any) -> Any:
+    """A raw tree as ``p`` makes it, of zeros."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(p.init, params))
 
 
 def _node(**values: Any) -> tuple[Any]:
@@ -382,7 +399,7 @@ WRONG_TREES = {
     ),
     "raw_tree_of_a_longer_chain": Fault(
         rpx.WeightNorm().apply,
-        lambda: ((rpx.WeightNorm() >> rpx.LowRank(1)).init(_params()),),
+        lambda: (_zeros(rpx.WeightNorm() >> rpx.LowRank(1), _params()),),
         ValueError,
         "WeightNorm().apply does not know '@low_rank' at 'dense/kernel': another chain made this raw tree. "
         f"{OTHER_CHAIN}",
@@ -395,7 +412,7 @@ WRONG_TREES = {
     ),
     "raw_tree_of_another_order": Fault(
         (rpx.WeightNorm() >> rpx.LowRank(1)).apply,
-        lambda: ((rpx.LowRank(1) >> rpx.WeightNorm()).init(_params()),),
+        lambda: (_zeros(rpx.LowRank(1) >> rpx.WeightNorm(), _params()),),
         ValueError,
         "WeightNorm().apply does not know the values under '@weight_norm' at 'dense/kernel': another chain made this "
         "raw tree. "
@@ -410,7 +427,7 @@ WRONG_TREES = {
     ),
     "g_of_another_axis": Fault(
         rpx.WeightNorm().apply,
-        lambda: (rpx.WeightNorm(axis=0).init({"k": jnp.ones((2, 2))}),),
+        lambda: (_zeros(rpx.WeightNorm(axis=0), {"k": np.ones((2, 2), np.float32)}),),
         ValueError,
         "WeightNorm().apply at 'k': expected g of shape (1, 2), got (2, 1): another chain made this raw tree. "
         f"{OTHER_CHAIN}",
@@ -864,10 +881,11 @@ def test_an_argument_that_makes_no_sense_is_refused(fault: Fault) -> None:
 
 @pytest.mark.parametrize("value", [jnp.int32(0), jnp.float32(0.5), jnp.bfloat16(0.5)], ids=["int", "float", "half"])
 def test_traced_hyperparameters_of_any_real_dtype_are_taken(value: Array, key: Array) -> None:
-    known = float(value)
-    for stage in [rpx.VarNoise, rpx.WeightDropout]:
-        traced = jax.jit(lambda x, stage=stage: stage(x).apply({"w": jnp.asarray(KERNEL)}, key))(value)
-        np.testing.assert_allclose(traced["w"], stage(known).apply({"w": jnp.asarray(KERNEL)}, key)["w"], rtol=1e-6)
+    def effective(x: Any) -> list[Array]:
+        return [stage(x).apply({"w": jnp.asarray(KERNEL)}, key)["w"] for stage in (rpx.VarNoise, rpx.WeightDropout)]
+
+    for got, want in zip(jax.jit(effective)(value), effective(float(value)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 # Keys. ------------------------------------------------------------------------------------------------------------

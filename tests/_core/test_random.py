@@ -27,6 +27,11 @@ def mask(key, keep, w):
     return random.uniform(key, w, ()) < keep
 
 
+def words(key, shape, width=32):
+    """Those of JAX: each is a number of the place, in one dimension as in several."""
+    return np.asarray(jax.random.bits(key, shape, f"uint{width}"))
+
+
 def quantiles(words):
     """The normal numbers of words of 32 bits, by scipy; small shares are exact on both sides."""
     shares = (words.astype(np.float64) + 0.5) / 2**32
@@ -48,7 +53,7 @@ def test_words_are_those_of_jax(width):
     with jax.enable_x64(width == 64):
         of_shapes = jax.jit(lambda key: [threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])
         for got, shape in zip(of_shapes(KEY), SHAPES, strict=True):
-            np.testing.assert_array_equal(got, jax.random.bits(KEY, shape, f"uint{width}"), strict=True)
+            np.testing.assert_array_equal(got, words(KEY, shape, width), strict=True)
 
 
 def test_words_are_those_of_the_authors_of_threefry():
