@@ -535,6 +535,7 @@ def test_check_names_what_is_wrong(change: Callable[[Any], object], lines: str) 
 
 W = {"w": jnp.asarray(KERNEL)}
 
+
 def _zeros(p: rpx.Parametrization) -> Any:
     """A raw tree as ``p`` makes it from ``W``, of zeros: ``check`` looks at types alone."""
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(p.init, W))

@@ -16,7 +16,7 @@ from cases import CASES, JointNorm, model
 from errors import raises
 
 import reparax as rpx
-from reparax.testing import check_laws
+from reparax.testing import LAWS, check_laws, plain_trees, right_inverse, selection, value_semantics
 
 
 class Shift(rpx.Perturbation):
@@ -114,7 +114,7 @@ def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     noisy = rpx.VarNoise(0.3, where=".*kernel") >> base >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5)
     a, b = base.init(params), noisy.init(params)
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+    assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
 
 
 @pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
@@ -281,7 +281,12 @@ def test_traced_hyperparameters_are_shown_by_type():
     assert shown == ["VarNoise(<traced float32>)"]
 
 
-def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too():
+@pytest.mark.parametrize(
+    "laws",
+    [(right_inverse, value_semantics, selection, plain_trees), pytest.param(LAWS, marks=pytest.mark.thorough)],
+    ids=["some laws", "all laws"],
+)
+def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too(laws):
     @dataclasses.dataclass(frozen=True)
     class Scaled(rpx.Reparametrization):
         factor: float = 2.0
@@ -296,7 +301,7 @@ def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too():
     assert Scaled(3.0) == Scaled(3.0) != Scaled(2.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Scaled().factor = 1.0
-    check_laws(Scaled(), {"w": jax.random.normal(jax.random.key(0), (4, 3))})
+    check_laws(Scaled(), {"w": jax.random.normal(jax.random.key(0), (4, 3))}, laws=laws)
 
 
 def test_a_stage_may_have_slots():

@@ -27,11 +27,6 @@ def mask(key, keep, w):
     return random.uniform(key, w, ()) < keep
 
 
-def words(key, shape, width=32):
-    """Those of JAX: each is a number of the place, in one dimension as in several."""
-    return np.asarray(jax.random.bits(key, shape, f"uint{width}"))
-
-
 def quantiles(words):
     """The normal numbers of words of 32 bits, by scipy; small shares are exact on both sides."""
     shares = (words.astype(np.float64) + 0.5) / 2**32
@@ -40,9 +35,12 @@ def quantiles(words):
 
 def assert_normal(got, key, shape):
     """That ``got`` are the quantiles of JAX's words."""
+    assert_quantiles(got, jax.random.bits(key, shape))
+
+
+def assert_quantiles(got, words):
     assert got.dtype == jnp.float32
-    expected = quantiles(np.asarray(jax.random.bits(key, shape)))
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=5e-6, atol=2e-7)
+    np.testing.assert_allclose(np.asarray(got), quantiles(np.asarray(words)), rtol=5e-6, atol=2e-7)
 
 
 # ---- the words of jax.random
@@ -52,8 +50,9 @@ def assert_normal(got, key, shape):
 def test_words_are_those_of_jax(width):
     with jax.enable_x64(width == 64):
         of_shapes = jax.jit(lambda key: [threefry.bits(key, shape, width, REPLICATED) for shape in SHAPES])
-        for got, shape in zip(of_shapes(KEY), SHAPES, strict=True):
-            np.testing.assert_array_equal(got, words(KEY, shape, width), strict=True)
+        of_jax = jax.jit(lambda key: [jax.random.bits(key, shape, f"uint{width}") for shape in SHAPES])
+        for got, want in zip(of_shapes(KEY), of_jax(KEY), strict=True):
+            np.testing.assert_array_equal(got, want, strict=True)
 
 
 def test_words_are_those_of_the_authors_of_threefry():
@@ -72,8 +71,9 @@ def test_words_are_those_of_the_authors_of_threefry():
 
 def test_normal_numbers_of_any_shape_are_quantiles_of_the_words_of_jax():
     got = jax.jit(lambda key: [random.normal(key, jnp.zeros(shape)) for shape in SHAPES])(KEY)
-    for noise, shape in zip(got, SHAPES, strict=True):
-        assert_normal(noise, KEY, shape)
+    words = jax.jit(lambda key: [jax.random.bits(key, shape) for shape in SHAPES])(KEY)
+    for each, of_jax in zip(got, words, strict=True):
+        assert_quantiles(each, of_jax)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
@@ -94,7 +94,7 @@ def test_normal_numbers_are_quantiles_up_to_the_last_word():
     between = np.linspace(0, 2**32 - 1, 100_000).astype(np.int64)
     below = np.concatenate([ends, 2 ** np.arange(32), between, halves])
     words = np.unique(np.concatenate([below, 2**32 - 1 - below])).astype(np.uint32)
-    got = np.asarray(quantile.normal(jnp.asarray(words)))
+    got = np.asarray(jax.jit(quantile.normal)(words))
     np.testing.assert_allclose(got, quantiles(words), rtol=5e-6, atol=8e-8)
     assert got.min() < -6.3
     np.testing.assert_array_equal(got, -got[::-1])
@@ -252,10 +252,11 @@ def drawn():
     apart = rpx.Cast("float32", where="a")  # without it, the two noises on `a` would be drawn as one
     p = rpx.VarNoise(1.0, where="a|b") >> apart >> rpx.VarNoise(1.0, where="a|c")
     keys = jax.random.split(jax.random.key(5), 2)
-    zeros, ones = ({name: jnp.full((SIDE, SIDE), value) for name in "abc"} for value in (0.0, 1.0))
+    zeros, ones = ({name: np.full((SIDE, SIDE), value, np.float32) for name in "abc"} for value in (0, 1))
     noise = jax.jit(jax.vmap(p.apply, (None, 0)))(zeros, keys)
     first = jax.jit(rpx.VarNoise(1.0, where="a").apply)(zeros, keys[0])["a"]
     kept = jax.jit(jax.vmap(rpx.WeightDropout(0.3, where=".*").apply, (None, 0)))(ones, keys)
+    noise, first, kept = jax.tree.map(np.asarray, (noise, first, kept))
     return {
         "a leaf": np.asarray(noise["b"][0], np.float64),
         "another leaf": np.asarray(noise["c"][0], np.float64),

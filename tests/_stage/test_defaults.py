@@ -285,7 +285,9 @@ def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], n
 
 @pytest.mark.parametrize(
     "stage",
-    mostly_thorough(OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.GlobalPrune(0.5)),
+    mostly_thorough(
+        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.GlobalPrune(0.5)
+    ),
     ids=repr,
 )
 def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(

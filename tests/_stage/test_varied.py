@@ -14,7 +14,7 @@ KEY = jax.random.key(0)
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def model():
@@ -23,14 +23,14 @@ def model():
 
 
 def shift(p, params, key=KEY):
-    return jax.tree.map(jnp.subtract, p.apply(params, key), params)
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), p.apply(params, key), params)
 
 
 TWO = {"decoder/.*": 0.5, "encoder/kernel": 0.25}
 
 
 def test_each_array_has_the_number_of_the_expression_that_matches_it():
-    params = jax.tree.map(jnp.zeros_like, model())
+    params = jax.tree.map(np.zeros_like, model())
     got, one = shift(rpx.VarNoise(TWO), params), shift(rpx.VarNoise(1.0), params)
     for path, number in ((("decoder", "kernel"), 0.5), (("decoder", "bias"), 0.5), (("encoder", "kernel"), 0.25)):
         np.testing.assert_allclose(got[path[0]][path[1]], number * one[path[0]][path[1]], rtol=1e-6)
@@ -81,16 +81,20 @@ def test_numbers_are_in_repr_json_equality_and_hash(p):
     assert rpx.VarNoise(TWO) != rpx.VarNoise({**TWO, "encoder/kernel": 0.3})
 
 
+def penalty(p, params):
+    return float(jax.jit(lambda params: p.penalty(p.init(params)))(params))
+
+
 def test_sparsity_and_penalty_are_those_of_each_array():
     p = rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25})
-    folded = p.fold(p.init(model()))
+    folded = jax.tree.map(np.asarray, p.fold(p.init(model())))
     assert [int((folded[name]["kernel"] == 0).sum()) for name in ("decoder", "encoder")] == [24, 12]
     q = rpx.Gaussian(1.0, prior={"decoder/bias": 1.0, "encoder/bias": 2.0})
     want = sum(
-        rpx.Gaussian(1.0, prior=s).penalty(rpx.Gaussian(1.0, prior=s).init({"b": model()[name]["bias"]}))
+        penalty(rpx.Gaussian(1.0, prior=s), {"b": model()[name]["bias"]})
         for name, s in (("decoder", 1.0), ("encoder", 2.0))
     )
-    np.testing.assert_allclose(q.penalty(q.init(model())), want, rtol=1e-6)
+    np.testing.assert_allclose(penalty(q, model()), want, rtol=1e-6)
 
 
 def test_traced_numbers_compile_once_over_a_schedule():
@@ -103,14 +107,14 @@ def test_traced_numbers_compile_once_over_a_schedule():
     with jax.numpy_dtype_promotion("standard"):
         late, early = noisy(10), noisy(0)
     assert noisy._cache_size() == 1
-    assert jnp.array_equal(early["decoder"]["kernel"], model()["decoder"]["kernel"])
+    assert np.array_equal(early["decoder"]["kernel"], model()["decoder"]["kernel"])
     np.testing.assert_allclose(
         late["decoder"]["kernel"], rpx.VarNoise(0.5).apply(model(), KEY)["decoder"]["kernel"], rtol=1e-5
     )
     grads = jax.grad(lambda s: jnp.sum(rpx.VarNoise({"decoder/kernel": s}).apply(model(), KEY)["decoder"]["kernel"]))(
         0.5
     )
-    np.testing.assert_allclose(grads, jnp.sum(shift(rpx.VarNoise(1.0), model())["decoder"]["kernel"]), rtol=1e-3)
+    np.testing.assert_allclose(grads, np.sum(shift(rpx.VarNoise(1.0), model())["decoder"]["kernel"]), rtol=1e-3)
 
 
 def test_a_where_and_numbers_select_together():
