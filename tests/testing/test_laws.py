@@ -13,6 +13,7 @@ THOROUGH = {
     "noise on factors",
     "weight norm >> low rank >> noise",
     "low rank twice",
+    "singular values",
     "gptq and awq",
     "masks from data",
 }
