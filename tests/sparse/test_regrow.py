@@ -5,11 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import effective, init
+from compiled import effective, fold, init
 from errors import raises
 
 import reparax as rpx
 from reparax.testing import check_laws
+
+
+@jax.jit
+def update(p, raw, key=None, grads=None):
+    return p.update(raw, key, grads)
 
 
 def normal(*shape, seed=0):
@@ -45,13 +50,13 @@ def regrown(weights, active, scores, share):
 )
 def test_masks_worked_by_hand(grads, expected):
     p = rpx.RigL(count=2, drop=0.5)
-    raw = init(p, {"w": jnp.array([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])}, jax.random.key(0))
+    raw = init(p, {"w": np.float32([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])}, jax.random.key(0))
     np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
-    raw = p.update(raw, grads={"w": jnp.array([grads])})
+    raw = update(p, raw, grads={"w": np.float32([grads])})
     np.testing.assert_array_equal(mask_of(raw), [expected])
     # What was dropped and has grown at once goes on, and what is new begins at zero.
     weights = np.array([4.0, -3.0, 1.0, 2.0, 0.0, 0.0]) * expected
-    np.testing.assert_array_equal(effective(p, raw)["w"][0], weights)
+    np.testing.assert_array_equal(effective(p, raw)["w"], [weights])
 
 
 @pytest.mark.thorough
@@ -90,7 +95,7 @@ def test_set_drops_the_smallest_and_grows_at_random():
     assert first.sum() == 64
     smallest = np.sort(np.abs(w[first]))[:32]
     keys = jax.random.split(jax.random.key(1), 500)
-    masks = np.asarray(jax.vmap(lambda key: p.update(raw, key)["w"]["@set"]["@fixed"]["mask"])(keys))
+    masks = np.asarray(jax.jit(jax.vmap(lambda key: p.update(raw, key)["w"]["@set"]["@fixed"]["mask"]))(keys))
     np.testing.assert_array_equal(masks.sum((1, 2)), 64)
     kept = first & (np.abs(w) > smallest[-1])
     assert masks[:, kept].all()
@@ -102,21 +107,21 @@ def test_set_drops_the_smallest_and_grows_at_random():
 def test_without_what_an_update_reads_the_mask_stays():
     for p, given in ((rpx.RigL(0.5), {"key": jax.random.key(1)}), (rpx.SET(0.5), {"grads": {"w": normal(4, 4)}})):
         raw = init(p, {"w": normal(4, 4)}, jax.random.key(0))
-        for got in (p.update(raw), p.update(raw, **given)):
+        for got in (update(p, raw), update(p, raw, **given)):
             jax.tree.map(np.testing.assert_array_equal, got, raw)
-        moved = p.update(raw, jax.random.key(1), {"w": normal(4, 4)})
+        moved = update(p, raw, jax.random.key(1), {"w": normal(4, 4)})
         assert (mask_of(moved, p.kind) != mask_of(raw, p.kind)).any()
 
 
 def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
     p = rpx.RigL(count=1, drop=1.0)
-    raw = init(p, {"w": jnp.array([[5.0, 0.0]])}, jax.random.key(0))
-    raw = p.update(raw, grads={"w": jnp.array([[0.0, 1.0]])})  # the first goes
-    np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
-    raw = p.update(with_values(raw, [[5.0, 2.0]]), grads={"w": jnp.array([[1.0, 0.0]])})  # and comes back
+    raw = init(p, {"w": np.float32([[5.0, 0.0]])}, jax.random.key(0))
+    raw = update(p, raw, grads={"w": np.float32([[0.0, 1.0]])})  # the first goes
+    np.testing.assert_array_equal(fold(p, raw)["w"], [[0.0, 0.0]])
+    raw = update(p, with_values(raw, [[5.0, 2.0]]), grads={"w": np.float32([[1.0, 0.0]])})  # and comes back
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0]])
     np.testing.assert_array_equal(raw["w"]["@rigl"]["w"], [[0.0, 2.0]])  # so that weight decay pulls it to zero
-    np.testing.assert_array_equal(p.fold(raw)["w"], [[0.0, 0.0]])
+    np.testing.assert_array_equal(fold(p, raw)["w"], [[0.0, 0.0]])
 
 
 def test_init_hides_no_numbers():
@@ -145,30 +150,45 @@ def test_a_traced_share_is_kept_within_zero_and_one(drop):
 def test_gradients_reach_a_stage_through_those_behind_it():
     """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
     p = rpx.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
-    a = jnp.array([[3.0, 1.0, 0.0, 0.0]])
-    raw = init(p, {"a": a, "b": 10.0 * a}, jax.random.key(0))
+    a = np.float32([[3.0, 1.0, 0.0, 0.0]])
+    raw = init(p, {"a": a, "b": 10 * a}, jax.random.key(0))
     # By itself the third place of `a` has the larger gradient, with that through `b` the fourth.
-    grads = {"a": jnp.array([[0.0, 0.0, 1.0, 0.5]]), "b": jnp.array([[0.0, 0.0, 0.0, 0.1]])}
-    got = p.update(raw, grads=grads)["a"]["@rigl"]["@fixed"]["mask"]
+    grads = {"a": np.float32([[0.0, 0.0, 1.0, 0.5]]), "b": np.float32([[0.0, 0.0, 0.0, 0.1]])}
+    got = update(p, raw, grads=grads)["a"]["@rigl"]["@fixed"]["mask"]
     np.testing.assert_array_equal(got, [[1.0, 0.0, 0.0, 1.0]])
 
 
 def test_gradients_behind_noise_are_those_by_its_mean():
     p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
-    raw = init(p, {"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
-    raw = p.update(raw, grads={"w": jnp.array([[0.0, 0.0, 0.0, 1.0]])})
+    raw = init(p, {"w": np.float32([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
+    raw = update(p, raw, grads={"w": np.float32([[0.0, 0.0, 0.0, 1.0]])})
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
 def test_stacked_arrays_move_by_themselves():
-    each = rpx.RigL(0.5, drop=0.5)
+    each, stacked = rpx.RigL(0.5, drop=0.5), rpx.RigL(0.5, drop=0.5, stacked=0)
     w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
-    raw = rpx.RigL(0.5, drop=0.5, stacked=0).init({"w": w}, jax.random.key(0))
-    together = mask_of(rpx.RigL(0.5, drop=0.5, stacked=0).update(raw, grads={"w": g}))
+    raw = init(stacked, {"w": w}, jax.random.key(0))
+    together = mask_of(update(stacked, raw, grads={"w": g}))
     for i in range(3):
-        own = jax.tree.map(lambda x, i=i: x[i], raw)
-        np.testing.assert_array_equal(together[i], mask_of(each.update(own, grads={"w": g[i]})))
-    check_laws(rpx.SET(0.5, stacked=0), {"w": w})
+        own = jax.tree.map(lambda x, i=i: np.asarray(x)[i], raw)
+        np.testing.assert_array_equal(together[i], mask_of(update(each, own, grads={"w": g[i]})))
+
+
+def test_set_draws_for_each_of_stacked_arrays_alone():
+    p, w = rpx.SET(0.5, drop=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
+    first = init(p, {"w": w}, jax.random.key(0))
+    after = update(p, first, jax.random.key(1))
+    masks = [mask_of(raw, "set") for raw in (first, after)]
+    for mask in masks:
+        np.testing.assert_array_equal(mask.sum((1, 2)), 8)
+    assert len({mask.tobytes() for mask in masks[1]}) > 1
+    np.testing.assert_array_equal(fold(p, after)["w"], w * masks[0] * masks[1])
+
+
+@pytest.mark.thorough
+def test_stacked_arrays_obey_all_laws():
+    check_laws(rpx.SET(0.5, stacked=0), {"w": normal(3, 4, 4)})
 
 
 class Remembers(rpx.Reparametrization):
