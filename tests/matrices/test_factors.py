@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import init
+from compiled import init, read
 from grids import mostly_thorough
-from one_array import normal, reproduced
+from one_array import normal
 
 import reparax as rpx
 
@@ -14,6 +14,16 @@ import reparax as rpx
 def rotated(*shape):
     """Complex numbers whose real and imaginary parts are independent."""
     return (normal(*shape) + 1j * normal(*shape, seed=1)).astype(np.complex64)
+
+
+@jax.jit
+def start(p, w):
+    return p.apply(p.init({"w": w}))["w"]
+
+
+def reproduced(p, w):
+    """What the model reads straight after ``init``, of one program."""
+    return np.asarray(start(p, w))
 
 
 def nearest(w, rank):
@@ -57,13 +67,13 @@ def test_low_rank_reproduces_a_matrix_whose_rank_is_low(rank):
 
 
 def test_low_rank_factors_have_the_shapes_that_are_promised():
-    raw = rpx.LowRank(2, stacked=0).init({"w": jnp.ones((3, 6, 4))})["w"]["@low_rank"]
+    raw = jax.eval_shape(rpx.LowRank(2, stacked=0).init, {"w": np.ones((3, 6, 4), np.float32)})["w"]["@low_rank"]
     assert jax.tree.map(jnp.shape, raw) == {"u": (3, 6, 2), "v": (3, 2, 4)}
 
 
 def test_low_rank_splits_singular_values_evenly_between_the_factors():
     w = normal(6, 4)
-    raw = rpx.LowRank(2).init({"w": jnp.asarray(w)})["w"]["@low_rank"]
+    raw = jax.tree.map(np.asarray, init(rpx.LowRank(2), {"w": w})["w"]["@low_rank"])
     root = np.sqrt(np.linalg.svd(w.astype(np.float64), compute_uv=False)[:2])
     np.testing.assert_allclose(np.linalg.norm(raw["u"], axis=0), root, rtol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(raw["v"], axis=1), root, rtol=1e-5)
@@ -72,7 +82,7 @@ def test_low_rank_splits_singular_values_evenly_between_the_factors():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
     p, w = rpx.LowRank(2), normal(6, 4, dtype=dtype)
-    raw = p.init({"w": jnp.asarray(w)})["w"]["@low_rank"]
+    raw = init(p, {"w": w})["w"]["@low_rank"]
     got = reproduced(p, w)
     # Half a unit of rounding in each factor and in the product.
     sizes = np.abs(np.asarray(raw["u"], np.float64)) @ np.abs(np.asarray(raw["v"], np.float64))
@@ -82,8 +92,8 @@ def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
 
 
 def test_low_rank_of_half_precision_multiplies_in_float32():
-    factors = {"u": jnp.full((512, 512), 1 / 16, jnp.bfloat16), "v": jnp.full((512, 512), 1 / 16, jnp.bfloat16)}
-    got = rpx.LowRank(512).apply({"w": {"@low_rank": factors}})["w"]
+    factors = {name: np.full((512, 512), 1 / 16, jnp.bfloat16) for name in "uv"}
+    got = read(rpx.LowRank(512), {"w": {"@low_rank": factors}})
     np.testing.assert_array_equal(got, np.full((512, 512), 2.0))
     program = jax.make_jaxpr(rpx.LowRank(512).apply_leaf)(factors)  # CPUs add up in float32 whatever it says
     products = [equation for equation in program.eqns if equation.primitive.name == "dot_general"]
@@ -98,16 +108,17 @@ def test_low_rank_of_float64_has_float64_precision():
 
 
 def test_low_rank_trains_a_layer_that_starts_at_zero():
-    p, x = rpx.LowRank(2), jnp.asarray(normal(64, 8))
-    y = x @ jnp.asarray(normal(8, 2, seed=1) @ normal(2, 4, seed=2))
+    p, x = rpx.LowRank(2), normal(64, 8)
+    y = x @ (normal(8, 2, seed=1) @ normal(2, 4, seed=2))
 
+    @jax.jit
     def loss(raw):
         return jnp.mean(jnp.square(x @ p.apply(raw)["w"] - y))
 
     def step(_, raw):
         return jax.tree.map(lambda value, slope: value - 0.1 * slope, raw, jax.grad(loss)(raw))
 
-    raw = init(p, {"w": jnp.zeros((8, 4))})
+    raw = init(p, {"w": np.zeros((8, 4), np.float32)})
     trained = jax.jit(lambda raw: jax.lax.fori_loop(0, 200, step, raw))(raw)
     assert loss(raw) > 1
     assert loss(trained) < 0.05
@@ -117,18 +128,23 @@ def test_low_rank_trains_a_layer_that_starts_at_zero():
 @pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.Kronecker((2, 2))], ids=repr)
 def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
     # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.
-    target = jnp.asarray(np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3), dtype)
+    target = (np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3)).astype(dtype)
 
     def loss(raw):
         return jnp.sum(jnp.abs(p.apply(raw)["w"] - target) ** 2)
 
-    raw = start = p.init({"w": jnp.zeros((6, 4), dtype)})
-    np.testing.assert_array_equal(p.fold(start)["w"], np.zeros((6, 4)))
+    @jax.jit
+    def step(raw):
+        return jax.tree.map(lambda x, slope: x - 0.1 * slope.conj(), raw, jax.grad(loss)(raw))
+
+    zeros = {"w": np.zeros((6, 4), dtype)}
+    raw = start = init(p, zeros)
+    np.testing.assert_array_equal(read(p, start), zeros["w"])
     for _ in range(3):
-        raw = jax.tree.map(lambda x, slope: x - 0.1 * slope.conj(), raw, jax.grad(loss)(raw))
-    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), raw, start)
+        raw = step(raw)
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(np.asarray(a) - np.asarray(b))), raw, start)
     assert min(jax.tree.leaves(moved)) > 1e-3
-    other = p.init({"w": jnp.zeros((6, 4), dtype)}, jax.random.key(1))
+    other = init(p, zeros, jax.random.key(1))
     assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (start, other)), strict=True))
 
 
@@ -144,12 +160,12 @@ def test_low_rank_refuses_a_rank_below_one(rank):
 
 def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows_in_the_other():
     p, w = rpx.LowRank(5), np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
-    values = p.init({"w": w})["w"]["@low_rank"]
+    values = jax.tree.map(np.asarray, init(p, {"w": w})["w"]["@low_rank"])
     np.testing.assert_allclose(values["u"] @ values["v"], w, atol=1e-5)
     assert (values["u"].shape, values["v"].shape) == ((6, 5), (5, 4))
     assert not values["u"][:, 4].any()
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
-    stacked = rpx.LowRank(5, stacked=0).init({"w": np.stack([w, w])})["w"]["@low_rank"]
+    stacked = init(rpx.LowRank(5, stacked=0), {"w": np.stack([w, w])})["w"]["@low_rank"]
     assert (stacked["u"].shape, stacked["v"].shape) == ((2, 6, 5), (2, 5, 4))
 
 
@@ -169,17 +185,17 @@ def test_low_rank_refuses_a_vector():
 
 def test_blocks_are_the_parts_of_a_matrix():
     w = np.arange(24.0, dtype=np.float32).reshape(4, 6)
-    raw = rpx.Blocks((2, 3)).init({"w": jnp.asarray(w)})
-    x = raw["w"]["@blocks"]["x"]
+    raw = init(rpx.Blocks((2, 3)), {"w": w})
+    x = np.asarray(raw["w"]["@blocks"]["x"])
     assert x.shape == (2, 3, 2, 2)
-    np.testing.assert_array_equal(np.block([[np.asarray(x[i, j]) for j in range(3)] for i in range(2)]), w)
-    np.testing.assert_array_equal(rpx.Blocks((2, 3)).apply(raw)["w"], w)
+    np.testing.assert_array_equal(np.block([[x[i, j] for j in range(3)] for i in range(2)]), w)
+    np.testing.assert_array_equal(read(rpx.Blocks((2, 3)), raw), w)
 
 
 def test_earlier_stages_shape_each_block():
     p = rpx.LowRank(1, stacked=(0, 1)) >> rpx.Blocks((2, 2))
     w = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
-    got = np.asarray(p.apply(p.init({"w": jnp.asarray(w)}))["w"])
+    got = reproduced(p, w)
     for rows in (slice(0, 2), slice(2, 4)):
         for columns in (slice(0, 3), slice(3, 6)):
             left, singular, right = np.linalg.svd(w[rows, columns])
