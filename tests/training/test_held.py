@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from compiled import init, read
 from errors import raises
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -39,16 +40,21 @@ def by_name(state, name):
     return getattr(open_state(state)[0][0], name)
 
 
+@jax.jit
+def rounded(p, params):
+    return p.apply(p.init(params))
+
+
 def test_a_step_decodes_steps_and_encodes():
     w, grads = {"w": normal(512, 2)}, [{"w": normal(512, 2, seed=i)} for i in (1, 2, 3)]
     tx, plain = rpx.optimizer(optax.adam(0.1), state=DYNAMIC), optax.adam(0.1)
-    state, numbers = tx.init(w), plain.init(w)
+    state, numbers = jax.jit(tx.init)(w), jax.jit(plain.init)(w)
     for grad in grads:
         updates, state = jax.jit(tx.update)(grad, state, w)
-        want, numbers = plain.update(grad, numbers, w)
+        want, numbers = jax.jit(plain.update)(grad, numbers, w)
         np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-5, atol=1e-6)
         # What stands between two steps is the stage's own rounding of what the step made.
-        held = [DYNAMIC.apply(DYNAMIC.init({"w": m["w"]})) for m in (numbers[0].mu, numbers[0].nu)]
+        held = [rounded(DYNAMIC, m) for m in (numbers[0].mu, numbers[0].nu)]
         numbers = (numbers[0]._replace(mu=held[0], nu=held[1]), *numbers[1:])
         np.testing.assert_allclose(by_name(state, "mu")["w"], held[0]["w"], rtol=0.02, atol=1e-6)
 
@@ -118,7 +124,7 @@ def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
 def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
     w = {"w": normal(512, 2)}
     tx = rpx.optimizer(optax.adam(0.1), state=DYNAMIC)
-    state = tx.init(w)
+    state = jax.jit(tx.init)(w)
     step = jax.jit(lambda state: tx.update(w, state, w)[1], donate_argnums=0)
     new = step(jax.tree.map(jnp.copy, state))
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -131,7 +137,7 @@ def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
         restored = saver.restore(tmp_path / "orbax", jax.eval_shape(tx.init, w))
     assert eqx.tree_equal(restored, new)
     eqx.tree_serialise_leaves(tmp_path / "equinox", new)
-    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "equinox", tx.init(w)), new)
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "equinox", jax.jit(tx.init)(w)), new)
 
 
 @pytest.mark.thorough
@@ -155,87 +161,104 @@ def test_states_in_few_bits_lie_as_their_weights_do():
 
 def test_moments_in_few_bits_are_reset_and_transferred():
     p = rpx.RigL(0.5, drop=0.5, where="w")
-    before = p.init({"w": normal(16, 16)}, jax.random.key(0))
+    before = init(p, {"w": normal(16, 16)}, jax.random.key(0))
     tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9), state=rpx.Stored("dynamic8", block=16))
-    _, state = tx.update(jax.tree.map(jnp.ones_like, before), tx.init(before), before)
-    after = p.update(before, grads={"w": normal(16, 16, seed=1)})
+
+    @jax.jit
+    def stepped(raw):
+        return tx.update(jax.tree.map(jnp.ones_like, raw), tx.init(raw), raw)[1]
+
+    state = stepped(before)
+    after = jax.jit(lambda raw, grads: p.update(raw, grads=grads))(before, {"w": normal(16, 16, seed=1)})
     masks = [np.asarray(raw["w"]["@rigl"]["@fixed"]["mask"]) for raw in (before, after)]
-    got = rpx.reset_moments(state, before, after)
+    got = jax.jit(rpx.reset_moments)(state, before, after)
     assert jax.tree.structure(got) == jax.tree.structure(state)
     born = (masks[0] == 0) & (masks[1] != 0)
     assert born.any()
     np.testing.assert_allclose(by_name(got, "trace")["w"]["@rigl"]["w"], np.where(born, 0, 1), atol=1e-6)
     new = rpx.WeightNorm(where="v") >> p
     like = {"w": before["w"], "v": normal(16, 16)}
-    _, state = tx.update(jax.tree.map(jnp.ones_like, like), tx.init(like), like)
-    moved = rpx.transfer(p, new, state, like)
-    assert jax.tree.structure(moved) == jax.tree.structure(tx.init(new.init(p.fold(like), jax.random.key(0))))
+    moved = jax.jit(lambda state, like: rpx.transfer(p, new, state, like))(stepped(like), like)
+    fresh = jax.eval_shape(lambda like: tx.init(new.init(p.fold(like), jax.random.key(0))), like)
+    assert jax.tree.structure(moved) == jax.tree.structure(fresh)
     np.testing.assert_allclose(by_name(moved, "trace")["w"]["@rigl"]["w"], np.ones((16, 16)), rtol=1e-6)
-    assert not by_name(moved, "trace")["v"]["@weight_norm"]["v"].any()
+    assert not np.any(by_name(moved, "trace")["v"]["@weight_norm"]["v"])
 
 
 @pytest.mark.parametrize("held", [DYNAMIC, rpx.Chain()])
 def test_half_precision_is_stepped_in_float32(held):
     w = {"w": normal(512, 2, dtype=jnp.bfloat16)}
     tx = rpx.optimizer(optax.adam(1e-3), state=held)
-    updates, state = tx.update(w, tx.init(w), w)
-    assert updates["w"].dtype == np.float32
-    assert by_name(state, "mu")["w"].dtype == np.float32
+
+    def stepped(w):
+        updates, state = tx.update(w, tx.init(w), w)
+        return updates["w"], by_name(state, "mu")["w"]
+
+    assert [x.dtype for x in jax.eval_shape(stepped, w)] == [np.float32, np.float32]
+
+
+apply_updates = jax.jit(rpx.apply_updates)
 
 
 def test_a_mean_of_sums_rounded_by_chance_is_the_sum():
-    params, updates = {"w": jnp.full((20_000,), 1.0, jnp.bfloat16)}, {"w": jnp.full((20_000,), 3e-4)}
-    got = np.asarray(rpx.apply_updates(params, updates, jax.random.key(0))["w"].astype(jnp.float32))
+    params, updates = {"w": np.full(20_000, 1, jnp.bfloat16)}, {"w": np.full(20_000, 3e-4, np.float32)}
+    got = np.asarray(apply_updates(params, updates, jax.random.key(0))["w"]).astype(np.float32)
     assert set(np.unique(got)) == {1.0, 1.0078125}
     assert abs(got.mean() - 1.0003) < 5 * got.std() / np.sqrt(20_000)
-    assert jnp.all(rpx.apply_updates(params, updates)["w"] == 1)
-    ends = {"w": jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)}
-    kept = rpx.apply_updates(ends, {"w": jnp.zeros(3)}, jax.random.key(0))["w"]
-    np.testing.assert_array_equal(kept.astype(jnp.float32), [np.inf, -np.inf, np.nan])
+    assert np.all(np.asarray(apply_updates(params, updates)["w"]) == 1)
+    ends = {"w": np.asarray([np.inf, -np.inf, np.nan], jnp.bfloat16)}
+    kept = apply_updates(ends, {"w": np.zeros(3, np.float32)}, jax.random.key(0))["w"]
+    np.testing.assert_array_equal(np.asarray(kept).astype(np.float32), [np.inf, -np.inf, np.nan])
 
 
 def test_other_updates_are_those_of_optax():
     params = {
         "w": normal(4),
         "h": normal(4, dtype=np.float16),
-        "c": normal(2).astype(jnp.complex64),
-        "i": jnp.arange(3),
+        "c": normal(2, dtype=np.complex64),
+        "i": np.arange(3, dtype=np.int32),
     }
     updates = {
         "w": normal(4, seed=1),
         "h": normal(4, seed=1, dtype=np.float16),
-        "c": jnp.ones(2),
-        "i": jnp.ones(3, int),
+        "c": np.ones(2, np.float32),
+        "i": np.ones(3, np.int32),
     }
-    got, want = rpx.apply_updates(params, updates, jax.random.key(0)), optax.apply_updates(params, updates)
+    got, want = apply_updates(params, updates, jax.random.key(0)), jax.jit(optax.apply_updates)(params, updates)
     assert eqx.tree_equal(got, want)
 
 
 @pytest.mark.parametrize(("rest", "error"), [("int16", 0.0), ("int8", 2.0**-15)])
 def test_two_halves_are_the_whole(rest, error):
-    w = {"w": normal(1000) * 10.0 ** jnp.asarray(np.random.default_rng(1).integers(-20, 20, 1000), jnp.float32)}
+    sizes = np.float32(10) ** np.random.default_rng(1).integers(-20, 20, 1000).astype(np.float32)
+    w = {"w": np.asarray(normal(1000)) * sizes}
     p = rpx.Halved(rest=rest)
-    raw = p.init(w)
+    raw = init(p, w)
     held = raw["w"]["@halved"]
     assert (held["w"].dtype, held["@fixed"]["rest"].dtype) == (jnp.bfloat16, np.dtype(rest))
-    np.testing.assert_allclose(held["w"].astype(jnp.float32), w["w"], rtol=2**-8)
-    assert float(jnp.max(jnp.abs(p.apply(raw)["w"] / w["w"] - 1))) <= error
-    grad = jax.grad(lambda w: jnp.sum(2 * p.apply({"w": {"@halved": {**held, "w": w}}})["w"]))(held["w"])
-    np.testing.assert_array_equal(grad.astype(jnp.float32), 2)
+    np.testing.assert_allclose(np.asarray(held["w"]).astype(np.float32), w["w"], rtol=2**-8)
+    assert np.max(np.abs(np.asarray(read(p, raw)) / w["w"] - 1)) <= error
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(2 * p.apply({"w": {"@halved": {**held, "w": w}}})["w"])))(held["w"])
+    np.testing.assert_array_equal(np.asarray(grad).astype(np.float32), 2)
 
 
 def test_updates_of_two_halves_are_those_of_float32():
     p, w = rpx.Halved(), normal(512, 2)
     tx, plain = rpx.optimizer(optax.sgd(1e-5), state=DYNAMIC), optax.sgd(1e-5)
-    raw = p.init({"w": w})
-    for i in range(3):
-        grad = normal(512, 2, seed=i, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def both(raw, w, grad):
         grads = jax.tree.map(jnp.zeros_like, raw)
         grads["w"]["@halved"]["w"] = grad
         updates, _ = tx.update(grads, tx.init(raw), raw)
-        raw = rpx.apply_updates(raw, updates)
-        w = optax.apply_updates(w, plain.update(grad.astype(jnp.float32), plain.init(w))[0])
-        np.testing.assert_array_equal(p.apply(raw)["w"], w)
+        return updates, plain.update(grad.astype(jnp.float32), plain.init(w))[0]
+
+    raw = init(p, {"w": w})
+    for i in range(3):
+        # Each sum in a program of its own: in one with the product before it, it would be rounded once.
+        updates, alone = both(raw, w, normal(512, 2, seed=i, dtype=jnp.bfloat16))
+        raw, w = apply_updates(raw, updates), np.asarray(w) + np.asarray(alone)
+        np.testing.assert_array_equal(read(p, raw), w)
 
 
 def test_errors():

@@ -5,24 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import fold, init
 from errors import raises
+from grids import mostly_thorough
+from one_array import normal
 
 import reparax as rpx
 
 PARAMS = {
-    "a": {"kernel": jax.random.normal(jax.random.key(1), (5, 4)), "bias": jnp.ones(4)},
-    "b": {"kernel": jax.random.normal(jax.random.key(2), (5, 4))},
+    "a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)},
+    "b": {"kernel": normal(5, 4, seed=2)},
 }
 
 
 def moved(raw):
     """The raw tree after some training, where fixed values stay."""
     free, fixed = rpx.partition(raw)
-    return rpx.combine(jax.tree.map(lambda x: x + 0.1 * jnp.cos(waves(x)), free), fixed)
+    return rpx.combine(jax.tree.map(lambda x: np.asarray(x) + 0.1 * np.cos(waves(x)), free), fixed)
 
 
 def waves(x):
-    return jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    return np.arange(x.size, dtype=x.dtype).reshape(x.shape)
 
 
 def assert_equal(got, want):
@@ -31,7 +34,7 @@ def assert_equal(got, want):
 
 
 def assert_same_model(got, p, raw, q):
-    for x, y in zip(jax.tree.leaves(q.fold(got)), jax.tree.leaves(p.fold(raw)), strict=True):
+    for x, y in zip(jax.tree.leaves(fold(q, got)), jax.tree.leaves(fold(p, raw)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -63,12 +66,17 @@ def test_the_same_chain_keeps_every_value(p):
     ids=repr,
 )
 def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
-    raw = moved(old.init(PARAMS))
-    got = rpx.transfer(old, new, raw)
+    raw = moved(init(old, PARAMS))
+    got = transferred(old, new, raw)
     assert_equal(got["a"], raw["a"])
     new.check(got, like=PARAMS)
     if "Orthogonal" not in repr(new):  # of the nearest orthogonal matrix to a weight that is none
         assert_same_model(got, old, raw, new)
+
+
+@jax.jit
+def transferred(old, new, tree, like=None):
+    return rpx.transfer(old, new, tree, like)
 
 
 class Half(rpx.Perturbation):
@@ -81,24 +89,31 @@ class Half(rpx.Perturbation):
         return 0.5 * w
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (rpx.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.Cast("bfloat16")),
-        (rpx.Cast("bfloat16") >> rpx.Quantize("int8"), rpx.Cast("bfloat16") >> rpx.Quantize("int8")),
-        (rpx.Quantize("int8", where="a/kernel"), rpx.Quantize("int8") >> rpx.VarNoise(0.1)),
-        (Half(), Half() >> rpx.VarNoise(0.1)),
-        (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
-        (rpx.Gaussian(0.1), rpx.Gaussian(0.1, where=".*") >> rpx.VarNoise(0.1)),
-    ],
-    ids=repr,
-)
+IN_PLACE = [
+    (rpx.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.Cast("bfloat16")),
+    (rpx.Cast("bfloat16") >> rpx.Quantize("int8"), rpx.Cast("bfloat16") >> rpx.Quantize("int8")),
+    (rpx.Quantize("int8", where="a/kernel"), rpx.Quantize("int8") >> rpx.VarNoise(0.1)),
+    (Half(), Half() >> rpx.VarNoise(0.1)),
+    (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
+    (rpx.Gaussian(0.1), rpx.Gaussian(0.1, where=".*") >> rpx.VarNoise(0.1)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), IN_PLACE, ids=repr)
 def test_an_array_that_the_same_stages_change_in_place_keeps_its_raw_value(old, new):
-    raw = moved(old.init(PARAMS))
-    got = rpx.transfer(old, new, raw)
+    raw = moved(init(old, PARAMS))
+    got = transferred(old, new, raw)
     assert_equal(got["a"]["kernel"], raw["a"]["kernel"])
-    assert_equal(rpx.transfer(old, old, raw), raw)
-    assert_equal(jax.jit(lambda raw: rpx.transfer(old, old, raw))(raw), raw)
+    assert_equal(transferred(old, old, raw), raw)
+
+
+OLD_IN_PLACE = [old for old, _ in IN_PLACE]
+
+
+@pytest.mark.parametrize("p", mostly_thorough(OLD_IN_PLACE, OLD_IN_PLACE[1], OLD_IN_PLACE[4]), ids=repr)
+def test_a_transfer_that_is_not_compiled_keeps_what_stages_change_in_place(p):
+    raw = moved(init(p, PARAMS))
+    assert_equal(rpx.transfer(p, p, raw), raw)
 
 
 def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
@@ -109,10 +124,10 @@ def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
 
 def test_a_stage_in_front_keeps_what_it_does_not_take():
     old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
-    raw = moved(old.init(PARAMS))
-    got = rpx.transfer(old, new, raw)
+    raw = moved(init(old, PARAMS))
+    got = transferred(old, new, raw)
     np.testing.assert_array_equal(got["a"]["kernel"]["@weight_norm"]["v"], raw["a"]["kernel"]["@weight_norm"]["v"])
-    want = jnp.log(jnp.expm1(raw["a"]["kernel"]["@weight_norm"]["g"]))
+    want = np.log(np.expm1(raw["a"]["kernel"]["@weight_norm"]["g"]))
     np.testing.assert_allclose(got["a"]["kernel"]["@weight_norm"]["g"]["@positive"]["x"], want, rtol=1e-5)
     assert_same_model(got, old, raw, new)
 
@@ -130,15 +145,15 @@ def test_a_stage_in_front_keeps_what_it_does_not_take():
     ids=repr,
 )
 def test_the_model_stays_the_same(old, new):
-    raw = moved(old.init(PARAMS))
-    got = rpx.transfer(old, new, raw)
-    assert jax.tree.structure(got) == jax.tree.structure(new.init(PARAMS))
+    raw = moved(init(old, PARAMS))
+    got = transferred(old, new, raw)
+    assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(new.init, PARAMS))
     assert_same_model(got, old, raw, new)
 
 
 def test_freezing_keeps_what_is_frozen():
     old, new = rpx.WeightNorm(), rpx.WeightNorm() >> rpx.Freeze(where="b/kernel")
-    raw = moved(old.init(PARAMS))
+    raw = moved(init(old, PARAMS))
     got = rpx.transfer(old, new, raw)
     assert_equal(got["a"], raw["a"])
     assert_same_model(got, old, raw, new)
@@ -164,10 +179,10 @@ def promotion():
 
 def trained(tx, raw):
     """A state whose moments are no zeros."""
-    state = tx.init(raw)
+    grads = jax.tree.map(lambda x: np.sin(waves(x) + 1), raw)
+    state, update = jax.jit(tx.init)(raw), jax.jit(tx.update)
     for _ in range(2):
-        grads = jax.tree.map(lambda x: jnp.sin(waves(x) + 1), raw)
-        _, state = tx.update(grads, state, raw)
+        _, state = update(grads, state, raw)
     return state
 
 
@@ -176,10 +191,10 @@ NEW = rpx.WeightNorm()
 
 
 def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
-    raw = OLD.init(PARAMS)
+    raw = init(OLD, PARAMS)
     state = trained(optax.adam(1e-3), raw)
-    got = rpx.transfer(OLD, NEW, state)
-    assert jax.tree.structure(got) == jax.tree.structure(optax.adam(1e-3).init(NEW.init(PARAMS)))
+    got = transferred(OLD, NEW, state)
+    assert jax.tree.structure(got) == jax.tree.structure(optax.adam(1e-3).init(init(NEW, PARAMS)))
     assert got[0].count == state[0].count == 2
     for name in ("mu", "nu"):
         assert_equal(getattr(got[0], name)["a"], getattr(state[0], name)["a"])
@@ -188,11 +203,11 @@ def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
 
 
 def test_the_state_goes_on_in_training():
-    raw = OLD.init(PARAMS)
+    raw = init(OLD, PARAMS)
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    state = rpx.transfer(OLD, NEW, trained(tx, raw), like=raw)
-    new = rpx.transfer(OLD, NEW, raw)
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, new), state, new)
+    state = transferred(OLD, NEW, trained(tx, raw), raw)
+    new = transferred(OLD, NEW, raw)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(np.ones_like, new), state, new)
     assert jax.tree.structure(updates) == jax.tree.structure(new)
 
 
@@ -200,7 +215,7 @@ def test_the_state_goes_on_in_training():
 def test_the_state_of_our_optimizer(like):
     old = rpx.Freeze(where="b/kernel") >> OLD
     new = rpx.Freeze(where="b/kernel") >> NEW
-    tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(PARAMS)
+    tx, raw = rpx.optimizer(optax.adam(1e-3)), init(old, PARAMS)
     state = trained(tx, raw)
     if like == "none":
         text = (
@@ -212,7 +227,7 @@ def test_the_state_of_our_optimizer(like):
             rpx.transfer(old, new, state)
         return
     got = rpx.transfer(old, new, state, like=raw)
-    assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(PARAMS)))
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(init(new, PARAMS)))
     assert_equal(got[0].mu["a"], state[0].mu["a"])
 
 
@@ -243,20 +258,20 @@ PARTIAL = {
 @pytest.mark.parametrize("name", PARTIAL)
 def test_what_has_no_moment_stays_so(name):
     tx, old, new = PARTIAL[name], FROZEN >> OLD, FROZEN >> NEW
-    raw = old.init(PARAMS)
+    raw = init(old, PARAMS)
     got = rpx.transfer(old, new, trained(tx, raw), like=raw)
-    want = tx.init(new.init(PARAMS))
+    want = jax.eval_shape(lambda: tx.init(new.init(PARAMS)))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, want)
-    trained(tx, rpx.transfer(old, new, raw))
+    jax.eval_shape(tx.update, transferred(old, new, raw), got, transferred(old, new, raw))
 
 
 @pytest.mark.parametrize(("old", "new"), [(rpx.Chain(), NEW), (rpx.VarNoise(0.1), rpx.Scale(2.0))], ids=repr)
 def test_hyperparameters_in_a_state_are_no_moments(old, new):
-    tx, raw = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), old.init(PARAMS)
+    tx, raw = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), init(old, PARAMS)
     state = trained(tx, raw)
     got = rpx.transfer(old, new, state, like=raw)
-    assert jax.tree.structure(got) == jax.tree.structure(tx.init(new.init(PARAMS)))
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(init(new, PARAMS)))
     with pytest.raises(ValueError, match="found no raw tree of"):  # nothing but `like` tells moments from these
         rpx.transfer(old, new, state)
 
@@ -264,7 +279,7 @@ def test_hyperparameters_in_a_state_are_no_moments(old, new):
 def test_no_part_of_a_state_is_left_behind():
     old, tx = FROZEN >> OLD, PARTIAL["ours in multi steps"]  # gradients of the whole tree beside moments of a part
     with pytest.raises(ValueError, match="in some part of the state"):
-        rpx.transfer(old, FROZEN >> NEW, trained(tx, old.init(PARAMS)))
+        rpx.transfer(old, FROZEN >> NEW, trained(tx, init(old, PARAMS)))
 
 
 SOME = {
@@ -278,7 +293,7 @@ SOME = {
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
-    tx, raw = SOME[name], OLD.init(PARAMS)
+    tx, raw = SOME[name], init(OLD, PARAMS)
     state = trained(tx, raw)
     assert_equal(rpx.transfer(OLD, OLD, state, like=raw), state)
     text = (
@@ -292,7 +307,7 @@ def test_a_state_of_which_nobody_knows_what_it_would_hold_is_refused(name):
 
 def test_unfrozen_values_start_without_momentum():
     tx, old, new = rpx.optimizer(optax.adam(1e-3)), rpx.Freeze(where=".*"), rpx.Chain()
-    raw = old.init(PARAMS)
+    raw = init(old, PARAMS)
     got = rpx.transfer(old, new, tx.init(raw), like=raw)
     assert_equal(got, tx.init(PARAMS))
 
@@ -306,11 +321,11 @@ def test_states_of_trees_with_functions():
 
 
 def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
-    params = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+    params = {"x": np.ones((4, 3), np.float32), "y": np.ones((4, 3), np.float32)}
     new = rpx.LoRA(2)
-    got = rpx.transfer(rpx.Chain(), new, params)
-    assert_equal(got, new.init(params, jax.random.key(0)))
-    assert not jnp.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
+    got = transferred(rpx.Chain(), new, params)
+    assert_equal(got, init(new, params, jax.random.key(0)))
+    assert not np.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
 
 
 def test_a_new_stage_that_needs_data_is_refused_with_the_way_to_start_it():
@@ -320,13 +335,13 @@ def test_a_new_stage_that_needs_data_is_refused_with_the_way_to_start_it():
         "this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, moments='diagonal')(params, batch)` "
         "to init. In place of `transfer`, call `new.init(old.fold(raw), seen=seen)`.",
     ):
-        rpx.transfer(rpx.Chain(), rpx.MagnitudePrune(0.5, fit="wanda"), {"w": jnp.ones((4, 2))})
+        transferred(rpx.Chain(), rpx.MagnitudePrune(0.5, fit="wanda"), {"w": np.ones((4, 2), np.float32)})
 
 
 def test_boxes_with_axis_names_come_along():
     nn = pytest.importorskip("flax.linen")
-    raw = rpx.WeightNorm().init({"kernel": nn.Partitioned(jnp.ones((4, 3)), ("embed", "mlp"))})
-    same, plain = (rpx.transfer(rpx.WeightNorm(), new, raw) for new in (rpx.WeightNorm(), rpx.Chain()))
+    raw = init(rpx.WeightNorm(), {"kernel": nn.Partitioned(np.ones((4, 3), np.float32), ("embed", "mlp"))})
+    same, plain = (transferred(rpx.WeightNorm(), new, raw) for new in (rpx.WeightNorm(), rpx.Chain()))
     values = same["kernel"]["@weight_norm"]
     assert (values["g"].names, values["v"].names) == ((None, "mlp"), ("embed", "mlp"))
     assert plain["kernel"].names == ("embed", "mlp")
