@@ -38,7 +38,7 @@ def nearest(w, rank):
 @pytest.mark.parametrize(
     ("w", "p"),
     [
-        pytest.param(normal(6, 4), rpx.LowRank(1), id="rank 1"),
+        pytest.param(normal(6, 4), rpx.LowRank(1), id="rank 1", marks=pytest.mark.thorough),
         pytest.param(normal(6, 4), rpx.LowRank(3), id="rank 3", marks=pytest.mark.thorough),
         pytest.param(normal(4, 6), rpx.LowRank(3), id="wide"),
         pytest.param(normal(6, 4), rpx.LowRank(4), id="full rank", marks=pytest.mark.thorough),
@@ -54,7 +54,7 @@ def test_low_rank_starts_at_the_nearest_matrix_of_its_rank(w, p):
     np.testing.assert_allclose(got, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("rank", mostly_thorough([1, 2, 3], 1))
 def test_low_rank_has_an_effective_matrix_of_its_rank(rank):
     got = reproduced(rpx.LowRank(rank), normal(6, 4))
     assert np.linalg.matrix_rank(got.astype(np.float64), tol=1e-5) == rank
@@ -79,9 +79,11 @@ def test_low_rank_splits_singular_values_evenly_between_the_factors():
     np.testing.assert_allclose(np.linalg.norm(raw["v"], axis=1), root, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", mostly_thorough([jnp.bfloat16, jnp.float16], jnp.bfloat16), ids=["bfloat16", "float16"]
+)
 def test_low_rank_of_half_precision_is_as_near_as_rounded_factors_are(dtype):
-    p, w = rpx.LowRank(2), normal(6, 4, dtype=dtype)
+    p, w = rpx.LowRank(2), normal(6, 4, dtype=jnp.dtype(dtype))
     raw = init(p, {"w": w})["w"]["@low_rank"]
     got = reproduced(p, w)
     # Half a unit of rounding in each factor and in the product.

@@ -146,11 +146,13 @@ def test_the_nearest_rotation_is_that_of_kabsch():
     assert np.linalg.det(got) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", mostly_thorough([jnp.bfloat16, jnp.float16], jnp.bfloat16), ids=["bfloat16", "float16"]
+)
 def test_half_precision_is_orthogonal_as_far_as_its_entries_are_rounded(dtype):
     p = rpx.Orthogonal()
-    raw = init(p, {"w": normal(6, 3).astype(dtype)})
-    raw["w"]["@orthogonal"]["x"] = normal(6, 3, seed=1).astype(dtype)
+    raw = init(p, {"w": normal(6, 3).astype(jnp.dtype(dtype))})
+    raw["w"]["@orthogonal"]["x"] = normal(6, 3, seed=1).astype(jnp.dtype(dtype))
     q = read(p, raw)
     assert (q.dtype, raw["w"]["@orthogonal"]["@fixed"]["base"].dtype) == (dtype, jnp.float32)
     wide = np.asarray(q, np.float64)

@@ -318,13 +318,13 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "MagnitudePrune got order=0.0, but takes the order of a norm, greater than 0.",
         ),
         (
-            lambda: rpx.MagnitudePrune(count=7).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.MagnitudePrune(count=7).init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "MagnitudePrune(count=7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
             "count=7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
-            lambda: rpx.MagnitudePrune(axis=-1, count=3).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.MagnitudePrune(axis=-1, count=3).init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "MagnitudePrune(axis=-1, count=3).init at 'w': expected to prune at most 2, the number of weights "
             "or slices, got count=3. Give a share, which fits arrays of every size, or narrow the "
@@ -337,13 +337,13 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "(). Leave it out with `where`, or use a separate stage for it.",
         ),
         (
-            lambda: rpx.GlobalPrune(count=13).init({"a": jnp.ones((3, 2)), "c": jnp.ones((3, 2))}),
+            lambda: rpx.GlobalPrune(count=13).init({name: np.ones((3, 2), np.float32) for name in "ac"}),
             ValueError,
             "GlobalPrune(count=13).init: expected to prune at most 12, the number of weights or slices, got count=13. "
             "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
-            lambda: rpx.GlobalPrune(0.5).init({"a": jnp.ones((3, 2)), "c": jnp.array([[1.0, jnp.nan]])}),
+            lambda: rpx.GlobalPrune(0.5).init({"a": np.ones((3, 2), np.float32), "c": jnp.array([[1.0, jnp.nan]])}),
             ValueError,
             "GlobalPrune(sparsity=0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, "
             "or leave it out with `where`.",
@@ -354,13 +354,13 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "NofM got n=5 and m=4, but keeps n of every m weights, 0 <= n <= m.",
         ),
         (
-            lambda: rpx.NofM(2, 4).init({"w": jnp.ones((4, 6))}),
+            lambda: rpx.NofM(2, 4).init({"w": np.ones((4, 6), np.float32)}),
             ValueError,
             "NofM(2, 4).init at 'w': expected an axis -1 whose length is divisible by 4, got shape (4, 6). Leave it "
             "out with `where`, or choose another axis.",
         ),
         (
-            lambda: rpx.NofM(2, 4, outside="refuse").init({"w": jnp.ones((4, 4))}),
+            lambda: rpx.NofM(2, 4, outside="refuse").init({"w": np.ones((4, 4), np.float32)}),
             ValueError,
             "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
             "from `stage.project(w)`, or pass outside='project'.",

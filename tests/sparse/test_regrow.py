@@ -228,7 +228,7 @@ def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
 
 def test_errors():
     p = rpx.RigL(0.5, drop=0.5)
-    raw = init(p, {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, jax.random.key(0))
+    raw = init(p, {"w": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)}, jax.random.key(0))
     who = "RigL(sparsity=0.5, drop=0.5).update"
     with raises(
         ValueError,
@@ -238,16 +238,16 @@ def test_errors():
         p.update(raw, grads=raw)
     whole = "Pass the whole tree of `jax.grad(loss)(p.fold(raw))`."
     with raises(ValueError, f"{who} expected a gradient of shape (2,) at 'b', but got none. {whole}"):
-        p.update(raw, grads={"w": jnp.ones((2, 2))})
+        p.update(raw, grads={"w": np.ones((2, 2), np.float32)})
     with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got one of shape (2,). {whole}"):
-        p.update(raw, grads={"w": jnp.ones(2), "b": jnp.ones(2)})
+        p.update(raw, grads={"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)})
     with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got 1.0. {whole}"):
-        p.update(raw, grads={"w": 1.0, "b": jnp.ones(2)})
+        p.update(raw, grads={"w": 1.0, "b": np.ones(2, np.float32)})
     with raises(
         ValueError,
         f"{who} expected a real gradient at 'w', got one of dtype complex64. Take its real part.",
     ):
-        p.update(raw, grads={"w": jnp.ones((2, 2), jnp.complex64), "b": jnp.ones(2)})
+        p.update(raw, grads={"w": np.ones((2, 2), np.complex64), "b": np.ones(2, np.float32)})
     behind = rpx.WeightNorm() >> p
     with raises(
         ValueError,
@@ -262,12 +262,12 @@ def test_errors():
         "RigL(count=5).init at 'w': expected to prune at most 4, the number of weights or slices, got count=5. "
         "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
-        rpx.RigL(count=5).init({"w": jnp.ones((2, 2))}, jax.random.key(0))
+        rpx.RigL(count=5).init({"w": np.ones((2, 2), np.float32)}, jax.random.key(0))
 
 
 @pytest.mark.parametrize("p", [rpx.RigL(0.5), rpx.SET(0.5), rpx.RandomPrune(0.5)], ids=lambda p: p.kind)
 def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
-    masks = [mask_of(p.init({"w": jnp.zeros((8, 8))}, jax.random.key(i)), p.kind) for i in range(20)]
+    masks = [mask_of(init(p, {"w": np.zeros((8, 8), np.float32)}, jax.random.key(i)), p.kind) for i in range(20)]
     counts = np.sum(masks, axis=0)
     assert all(mask.sum() == 32 for mask in masks)
     assert counts.min() > 0  # 64 places, each missed by all or by none with 2^-19
@@ -296,4 +296,4 @@ def test_what_a_stage_says_of_its_update_is_checked():
         "Moves().update at 'w': update_leaf gives 'x', which is not one of the fixed values []. Leave it to the "
         "optimizer, or set `moves_weights = True`.",
     ):
-        Moves().update(Moves().init({"w": jnp.ones(2)}))
+        Moves().update(Moves().init({"w": np.ones(2, np.float32)}))

@@ -68,7 +68,7 @@ def test_a_way_is_the_formula_of_its_paper(case):
     how, given = case
     more = {"density": PART} if "density" in given else {}
     more |= {"majority_sign_method": "frequency"} if "frequency" in given else {}
-    got = jax.jit(lambda models, base: rpx.merge(models, how, weights=WEIGHTS, base=base, **more))(MODELS, BASE)
+    got = rpx.merge(MODELS, how, weights=WEIGHTS, base=BASE, **more)
 
     def want(base, *models):
         base, *models = (np.asarray(x, np.float64) for x in (base, *models))
@@ -99,7 +99,6 @@ def test_dare_keeps_a_part_by_chance_and_the_task_vector_in_the_mean():
     base = {name: np.zeros(20_000, np.float32) for name in "ab"}
     models = [jax.tree.map(lambda x: x + 1, base), jax.tree.map(lambda x: x + 2, base)]
 
-    @jax.jit
     def merged(models, base, key):
         return rpx.merge(models, "dare_linear", base=base, density=0.25, key=key)
 
@@ -118,7 +117,6 @@ def test_dare_keeps_a_part_by_chance_and_the_task_vector_in_the_mean():
 def test_dare_ties_merges_the_same_entries_by_their_signs():
     first, second, base = ({"w": np.full(1000, x, np.float32)} for x in (1, -2, 0))
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
     def merged(how, weights, key):
         return rpx.merge([first, second], how, base=base, density=0.5, key=key, weights=weights)["w"]
 

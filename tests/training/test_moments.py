@@ -124,14 +124,17 @@ def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
 
 
 def test_trees_of_other_chains_are_refused():
-    raw = init(rpx.RigL(0.5), {"w": np.ones((2, 2), np.float32)}, jax.random.key(0))
-    other = init(rpx.RigL(0.5), {"w": np.ones((2, 4), np.float32)}, jax.random.key(0))
+    def raw_of(shape):
+        w = np.ones(shape, np.float32)
+        return {"w": {"@rigl": {"w": w, "@fixed": {"mask": w}}}}
+
+    raw = raw_of((2, 2))
     with raises(
         ValueError,
         "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
         "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
     ):
-        rpx.reset_moments((), raw, other)
+        rpx.reset_moments((), raw, raw_of((2, 4)))
     with raises(
         ValueError,
         "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only "

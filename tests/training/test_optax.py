@@ -15,6 +15,7 @@ from compiled import effective, fold, init
 from errors import raises
 from flax import serialization
 from flax.training.train_state import TrainState
+from grids import mostly_thorough
 from jax import Array
 
 import reparax as rpx
@@ -124,7 +125,7 @@ PARTLY_FIXED = [
 ]
 
 
-@pytest.mark.parametrize("p", PARTLY_FIXED, ids=repr)
+@pytest.mark.parametrize("p", mostly_thorough(PARTLY_FIXED, PARTLY_FIXED[1], PARTLY_FIXED[4]), ids=repr)
 def test_optax_partition_by_labels_never_moves_a_fixed_value(p: rpx.Parametrization, key: Array) -> None:
     transforms = {"free": _relaxed(optax.adamw(0.1, weight_decay=0.5)), "fixed": optax.set_to_zero()}
     tx = optax.partition(transforms, rpx.labels)
@@ -134,7 +135,7 @@ def test_optax_partition_by_labels_never_moves_a_fixed_value(p: rpx.Parametrizat
     _assert_all_differ(rpx.partition(trained)[0], rpx.partition(raw)[0])
 
 
-@pytest.mark.parametrize("p", PARTLY_FIXED, ids=repr)
+@pytest.mark.parametrize("p", mostly_thorough(PARTLY_FIXED, PARTLY_FIXED[1], PARTLY_FIXED[4]), ids=repr)
 def test_partition_and_combine_train_the_free_part_alone(p: rpx.Parametrization) -> None:
     tx = _relaxed(optax.adamw(0.1, weight_decay=0.5))
     raw = init(p, _params())
@@ -196,11 +197,12 @@ def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights
 
 
 def test_the_ema_of_optax_averages_free_values_without_bias() -> None:
-    free, fixed = rpx.partition(rpx.SpectralNorm().init(_params()))
+    free, fixed = jax.tree.map(np.asarray, rpx.partition(init(rpx.SpectralNorm(), _params())))
     tx = optax.ema(0.9)
+    update = jax.jit(tx.update)
     with jax.numpy_dtype_promotion("standard"):
-        _, state = tx.update(free, tx.init(free))
-        average, _ = tx.update(jax.tree.map(lambda x: 3 * x, free), state)
+        _, state = update(free, tx.init(free))
+        average, _ = update(jax.tree.map(lambda x: 3 * x, free), state)
     # After two steps the weights of the two trees are 0.9 * 0.1 and 0.1, over their sum of 1 - 0.9 ** 2.
     want = jax.tree.map(lambda x: (0.09 + 3 * 0.1) / 0.19 * x, free)
     chex.assert_trees_all_close(average, want, rtol=1e-5)
@@ -503,18 +505,18 @@ def test_spectral_norm_advances_inside_the_jitted_step() -> None:
         updates, state = tx.update(jax.grad(functools.partial(_loss, p))(raw), state, raw)
         return optax.apply_updates(raw, updates), state
 
-    raw = p.init(_params())
+    raw = init(p, _params())
     start, state = raw, tx.init(raw)
     for _ in range(20):
         raw, state = step(raw, state)
     assert jax.tree.structure(raw) == jax.tree.structure(start)
-    node, before = raw["dense"]["kernel"]["@spectral_norm"], start["dense"]["kernel"]["@spectral_norm"]
+    node, before = (jax.tree.map(np.asarray, tree["dense"]["kernel"]["@spectral_norm"]) for tree in (raw, start))
     left, singular, right = np.linalg.svd(np.asarray(node["w"]))
     # The vectors have followed the matrix: they are its leading pair, up to one common sign.
     np.testing.assert_allclose(np.abs(node["@fixed"]["u"] @ right[0]), 1, rtol=1e-2)
     np.testing.assert_allclose(np.abs(node["@fixed"]["v"] @ left[:, 0]), 1, rtol=1e-2)
     assert not np.array_equal(node["@fixed"]["u"], before["@fixed"]["u"])
-    np.testing.assert_allclose(np.linalg.norm(p.apply(raw)["dense"]["kernel"], 2), 1, rtol=1e-2)
+    np.testing.assert_allclose(np.linalg.norm(effective(p, raw)["dense"]["kernel"], 2), 1, rtol=1e-2)
     assert singular[0] > 0
 
 
@@ -533,10 +535,10 @@ def test_update_changes_fixed_values_alone() -> None:
 def test_train_state_goes_through_bytes(key: Array) -> None:
     p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
     tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.labels)
-    state = TrainState.create(apply_fn=p.apply, params=p.init(_params()), tx=tx)
-    state = state.apply_gradients(grads=jax.grad(functools.partial(_loss, p))(state.params))
+    state = TrainState.create(apply_fn=p.apply, params=init(p, _params()), tx=tx)
+    state = state.apply_gradients(grads=jax.jit(jax.grad(functools.partial(_loss, p)))(state.params))
     fresh = TrainState.create(apply_fn=p.apply, params=_zeros(state.params), tx=tx)
     restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
     _assert_identical(restored.params, state.params)
     _assert_identical(jax.tree.leaves(restored.opt_state), jax.tree.leaves(state.opt_state))
-    _assert_identical(p.apply(restored.params), p.apply(state.params))
+    _assert_identical(effective(p, restored.params), effective(p, state.params))
