@@ -1,5 +1,7 @@
 """The example's network at a tiny size, with random weights: nothing is downloaded."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,10 +96,11 @@ SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA
 @pytest.mark.parametrize("p", mostly_thorough([tuning.FULL, SMALL_BLOCKS], tuning.FULL), ids=["full", "QLoRA"])
 def test_a_few_steps_lower_the_loss_and_only_what_trains_moves(p, params):
     raw = jax.jit(p.init)(params, jax.random.key(0))
-    *_, (_, _, trained) = tuning.fit(p, raw, ROWS, TINY, steps=12, rate=0.03, seed=0)
-    before, after = (tuning.held_out(p.fold(each), ROWS, TINY, count=8) for each in (raw, trained))
+    *_, (_, _, end) = tuning.fit(p, raw, ROWS, TINY, steps=12, rate=0.03, seed=0)
+    fold = jax.jit(p.fold)
+    before, after = (tuning.held_out(fold(each), ROWS, TINY, count=8) for each in (raw, end))
     assert after < before - 0.2
-    moved = jax.tree.map(lambda x, y: not np.array_equal(x, y), rpx.partition(raw), rpx.partition(trained))
+    moved = jax.tree.map(lambda x, y: not np.array_equal(x, y), rpx.partition(raw), rpx.partition(end))
     free, fixed = map(jax.tree.leaves, moved)
     assert all(free)
     assert not any(fixed)
@@ -121,11 +124,21 @@ def test_of_the_language_model_only_adapters_of_kernels_train(p, params):
     assert {path for path in fixed if "embed" in path} == {"embed_tokens/embedding/@freeze/@fixed/w"}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def slopes(p, free, fixed):
+    return jax.value_and_grad(tuning.loss_of(p, TINY))(free, fixed, jnp.asarray(ROWS))
+
+
+def trained(p, params):
+    """Raw values of which none that trains is zero, and those that stay."""
+    free, fixed = rpx.partition(jax.jit(p.init)(params, jax.random.key(0)))
+    return jax.tree.map(lambda x: np.asarray(x) + np.float32(0.1), free), fixed
+
+
 def test_lora_is_that_by_hand(params):
     p = tuning.lora(2)
-    free, fixed = rpx.partition(p.init(params, jax.random.key(0)))
-    free = jax.tree.map(lambda x: x + 0.1, free)
-    ours = jax.jit(jax.value_and_grad(tuning.loss_of(p, TINY)))(free, fixed, jnp.asarray(ROWS))
+    free, fixed = trained(p, params)
+    ours = slopes(p, free, fixed)
 
     def loss(factors):
         return model.loss(by_hand.adapted(params, factors), jnp.asarray(ROWS), TINY)
@@ -137,10 +150,10 @@ def test_lora_is_that_by_hand(params):
 
 @pytest.mark.parametrize("chain", mostly_thorough([tuning.lora, tuning.dora], tuning.lora))
 def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
-    free, fixed = rpx.partition(jax.jit(chain(2).init)(params, jax.random.key(0)))
-    free = jax.tree.map(lambda x: x + 0.1, free)
-    losses = tuning.loss_of(chain(2), TINY), tuning.loss_in_scan(chain(2, stacked=()), TINY)
-    (value, grads), (other, others) = (jax.jit(jax.value_and_grad(f))(free, fixed, jnp.asarray(ROWS)) for f in losses)
+    free, fixed = trained(chain(2), params)
+    value, grads = slopes(chain(2), free, fixed)
+    loss = tuning.loss_in_scan(chain(2, stacked=()), TINY)
+    other, others = jax.jit(jax.value_and_grad(loss))(free, fixed, jnp.asarray(ROWS))
     np.testing.assert_allclose(value, other, rtol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), grads, others)
 

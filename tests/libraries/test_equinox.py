@@ -17,9 +17,8 @@ P = rpx.WeightNorm(axis=0)  # a weight is (out, in) here
 
 
 def model() -> eqx.nn.MLP:
-    w1, b1, w2, b2 = mlp.arrays()
-    made = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
-    return eqx.tree_at(values, made, [w1.T, b1, w2.T, b2])
+    made = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    return eqx.tree_at(values, made, [jnp.asarray(w.T, jnp.float32) for w in (mlp.W1, mlp.B1, mlp.W2, mlp.B2)])
 
 
 def values(tree: Any) -> list[Any]:
@@ -28,7 +27,7 @@ def values(tree: Any) -> list[Any]:
 
 def transposed(tree: Any) -> list[Any]:
     """What stands in other libraries: kernels of shape (in, out)."""
-    return [jax.tree.map(jnp.transpose, value) for value in values(tree)]
+    return [jax.tree.map(np.transpose, value) for value in values(tree)]
 
 
 def loss_of(effective: Any) -> Array:
@@ -36,7 +35,7 @@ def loss_of(effective: Any) -> Array:
 
 
 def test_filtered_transformations_train_raw_values_among_functions() -> None:
-    raw, tx = P.init(model()), optax.sgd(mlp.RATE)
+    raw, tx = eqx.filter_jit(P.init)(model()), optax.sgd(mlp.RATE)
 
     @eqx.filter_jit
     def step(raw: Any, state: Any) -> Any:
@@ -50,7 +49,7 @@ def test_filtered_transformations_train_raw_values_among_functions() -> None:
         losses.append(loss)
         slopes.append(slope)
     P.check(raw, like=model())
-    effective = P.fold(raw)
+    effective = eqx.filter_jit(P.fold)(raw)
     assert effective.activation is jnp.tanh
     mlp.assert_gradients(*transposed(slopes[0]))
     mlp.assert_trained(losses, transposed(effective))
@@ -58,7 +57,7 @@ def test_filtered_transformations_train_raw_values_among_functions() -> None:
 
 def test_free_values_are_parted_from_fixed_ones_and_from_functions() -> None:
     p = rpx.Freeze(where="layers/1/.*") >> P
-    raw = p.init(model())
+    raw = eqx.filter_jit(p.init)(model())
     trains = jax.tree.map(
         lambda free, x: free and eqx.is_inexact_array(x), rpx.labels(raw, main=True, aux=True, fixed=False), raw
     )
@@ -73,6 +72,6 @@ def test_a_field_called_value_keeps_its_name() -> None:
         key: Array
         value: Array
 
-    w = jnp.ones((2, 2))
+    w = np.ones((2, 2), np.float32)
     raw = rpx.WeightNorm(where="0/value").init([Attention(w, w)])
     assert jax.tree.map(jnp.shape, raw[0].value, is_leaf=eqx.is_array) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}

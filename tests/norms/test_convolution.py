@@ -2,11 +2,10 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import pulled
+from compiled import fold, init, projected, pulled
 from errors import raises
 
 import reparax as rpx
@@ -77,9 +76,9 @@ def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
 
 
 def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_root_of_its_area():
-    kernel = jnp.ones((3, 3, 1, 1))
+    kernel = np.ones((3, 3, 1, 1), np.float32)
     flat, whole = (
-        p.project(kernel)[0, 0, 0, 0]
+        np.asarray(projected(p, kernel))[0, 0, 0, 0]
         for p in (
             rpx.SpectralNorm(),
             rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"),
@@ -92,22 +91,22 @@ def test_one_and_three_axes_and_the_layout_of_torch():
     line = normal(3, 2, 4)
     p = rpx.SpectralNorm(window=6, padding="VALID")
     matrix = dense(line[None], (1, 6), (1, 1), ((0, 0), (0, 0)), "constant")
-    np.testing.assert_allclose(p.project(line), line / np.linalg.norm(matrix, 2), rtol=1e-3)
+    np.testing.assert_allclose(projected(p, line), line / np.linalg.norm(matrix, 2), rtol=1e-3)
     cube = normal(2, 2, 2, 2, 3)
     q = rpx.SpectralNorm(window=(3, 3, 3), padding="VALID")
-    assert q.init({"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
+    assert init(q, {"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
     kernel = normal(3, 3, 2, 4)
-    ours = rpx.SpectralNorm(window=(5, 5)).project(kernel)
-    theirs = rpx.SpectralNorm(axis=0, window=(5, 5)).project(kernel.transpose(3, 2, 0, 1))
+    ours = projected(rpx.SpectralNorm(window=(5, 5)), kernel)
+    theirs = np.asarray(projected(rpx.SpectralNorm(axis=0, window=(5, 5)), kernel.transpose(3, 2, 0, 1)))
     np.testing.assert_array_equal(ours, theirs.transpose(2, 3, 1, 0))
 
 
 def test_the_gradient_is_that_of_the_weight_over_its_norm():
     kernel = normal(3, 3, 2, 4)
     p = rpx.SpectralNorm(200, window=(4, 4), padding="CIRCULAR")
-    raw = p.update(p.init({"w": jnp.asarray(kernel)}))
+    raw = p.update(init(p, {"w": kernel}))
     slope = normal(3, 3, 2, 4, seed=1)
-    got = pulled(p, raw, slope)["@spectral_norm"]["w"]
+    got = np.asarray(pulled(p, raw, slope)["@spectral_norm"]["w"])
 
     def objective(kernel):
         return np.sum(slope * kernel) / np.linalg.norm(dense(kernel, (4, 4), (1, 1), ((1, 1), (1, 1)), "wrap"), 2)
@@ -130,9 +129,10 @@ def test_it_takes_the_kernels_of_convolutions_alone_by_default_and_keeps_the_law
 
 def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
     p = rpx.SpectralNorm(window=(4, 4))
-    raw = p.update(p.init({"w": jnp.zeros((3, 3, 2, 2))}))
-    np.testing.assert_array_equal(p.fold(raw)["w"], 0)
-    assert np.isfinite(jax.grad(lambda raw: p.apply(raw)["w"].sum())(raw)["w"]["@spectral_norm"]["w"]).all()
+    kernel = np.zeros((3, 3, 2, 2), np.float32)
+    raw = p.update(init(p, {"w": kernel}))
+    np.testing.assert_array_equal(fold(p, raw)["w"], 0)
+    assert np.isfinite(pulled(p, raw, np.ones_like(kernel))["@spectral_norm"]["w"]).all()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_array import normal
 
 import reparax as rpx
 
@@ -30,8 +31,8 @@ def test_quantize_rounds_matrices_to_evenly_spaced_values():
     np.testing.assert_array_equal(rounded["bias"], params["bias"])
 
 
-def test_quantize_uses_every_value_of_its_bits(key):
-    rounded = demo.EvenlySpaced(3).apply({"kernel": jax.random.normal(key, (100, 100))})["kernel"]
+def test_quantize_uses_every_value_of_its_bits():
+    rounded = jax.jit(demo.EvenlySpaced(3).apply)({"kernel": normal(100, 100)})["kernel"]
     values = np.unique(np.round(rounded, 5))
     assert len(values) == 8
     np.testing.assert_allclose(np.diff(values), 2 * values.max() / 7, rtol=1e-4)
@@ -70,22 +71,24 @@ def test_all_configurations_start_from_the_same_model(key):
 
 def test_the_network_is_affine_maps_with_relu_between(key):
     images = np.random.default_rng(0).random((5, 64), np.float32)
-    params = demo.initial(key)
+    params = jax.jit(demo.initial)(key)
     assert [layer["kernel"].shape for layer in params] == [(64, 128), (128, 128), (128, 10)]
-    params = jax.tree.map(lambda w: w + 0.01, params)
-    *hidden, last = jax.tree.map(np.asarray, params)
+    *hidden, last = params = jax.tree.map(lambda w: np.asarray(w) + np.float32(0.01), params)
     x = images
     for layer in hidden:
         x = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
-    np.testing.assert_allclose(demo.logits(params, images), x @ last["kernel"] + last["bias"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(demo.logits)(params, images), x @ last["kernel"] + last["bias"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_all_seeds_and_steps_draw_their_own_minibatches_and_keys(key):
     drawn = demo.draw(key, 2, 3, 300)
-    assert drawn.rows.shape == (2, 3, demo.BATCH)
-    assert 0 <= drawn.rows.min() < 20 < 280 < drawn.rows.max() < 300
-    assert len(np.unique(jax.random.key_data(drawn.keys).reshape(6, -1), axis=0)) == 6
-    assert len(np.unique(drawn.rows.reshape(6, -1), axis=0)) == 6
+    keys, rows = map(np.asarray, (jax.random.key_data(drawn.keys), drawn.rows))
+    assert rows.shape == (2, 3, demo.BATCH)
+    assert 0 <= rows.min() < 20 < 280 < rows.max() < 300
+    assert len(np.unique(keys.reshape(6, -1), axis=0)) == 6
+    assert len(np.unique(rows.reshape(6, -1), axis=0)) == 6
 
 
 def test_a_cell_is_mean_and_sample_standard_deviation():
@@ -122,8 +125,17 @@ def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
     assert axes.get_legend() is not None
 
 
-def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "chains",
+    [
+        dict.fromkeys(demo.CONFIGURATIONS, rpx.Chain()),  # one program trains them all
+        pytest.param(demo.CONFIGURATIONS, marks=pytest.mark.thorough),
+    ],
+    ids=["plain", "own"],
+)
+def test_main_prints_the_table_and_writes_the_plot(chains, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "SIZES", (64, 10))
+    monkeypatch.setattr(demo, "CONFIGURATIONS", chains)
     path = tmp_path / "plot.png"
     demo.main(["--steps", "10", "--seeds", "2", "--plot", str(path)])
     printed = capsys.readouterr().out

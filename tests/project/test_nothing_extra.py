@@ -387,8 +387,6 @@ CHAINS = {
     "name",
     mostly_thorough(
         CHAINS,
-        "noise",
-        "dropout",
         "tie",
         "joint norm",
         "weight norm >> noise >> dropout >> cast",

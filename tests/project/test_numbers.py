@@ -73,8 +73,8 @@ def test_the_bits_and_bytes_of_the_page_on_quantized_weights():
         exec(block, names)
     (bits,) = cut(block, r"LoRA\(8\)  # a weight in ([\d.]+) bits")
     kernel = {"kernel": names["params"]["dense"]["kernel"]}
-    stored = names["p"][0].init(kernel)
-    assert 8 * sum(x.nbytes for x in jax.tree.leaves(stored)) == float(bits) * kernel["kernel"].size
+    stored = jax.eval_shape(names["p"][0].init, kernel)
+    assert 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored)) == float(bits) * kernel["kernel"].size
 
 
 # Evidence. ------------------------------------------------------------------------------------------------------------
