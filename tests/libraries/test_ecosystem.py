@@ -144,8 +144,8 @@ def test_a_raw_tree_comes_back_from_each_tool(tool):
 
 
 def test_unboxing_reaches_a_raw_value_inside_of_a_box():
-    kernel = meta.Partitioned(jnp.eye(3), names=("in", "out"))
-    raw = meta.unbox(rpx.WeightNorm().init({"kernel": kernel}))
+    kernel = meta.Partitioned(jax.ShapeDtypeStruct((3, 3), jnp.float32), names=("in", "out"))
+    raw = meta.unbox(jax.eval_shape(rpx.WeightNorm().init, {"kernel": kernel}))
     assert jax.tree.map(jnp.shape, raw) == {"kernel": {"@weight_norm": {"g": (1, 3), "v": (3, 3)}}}
 
 
@@ -162,7 +162,9 @@ def test_surgery_of_equinox_on_one_raw_value_is_seen_by_the_model():
         return raw["net"]["enc"]["@low_rank"]["v"]["@weight_norm"]["g"]
 
     doubled = eqx.tree_at(lengths, RAW, replace_fn=lambda g: 2 * g)
-    np.testing.assert_allclose(CHAIN.fold(doubled)["net"]["enc"], 2 * PARAMS["net"]["enc"], atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(CHAIN.fold)(doubled)["net"]["enc"], 2 * np.asarray(PARAMS["net"]["enc"]), atol=1e-4
+    )
 
 
 def test_an_nnx_param_holds_a_raw_tree_that_an_nnx_optimizer_moves():
@@ -176,12 +178,16 @@ def test_an_nnx_param_holds_a_raw_tree_that_an_nnx_optimizer_moves():
     def loss(model):
         return jnp.sum(CHAIN.fold(model.raw.get_value())["net"]["bias"])
 
-    optimizer.update(model, nnx.grad(loss)(model))
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    step(model, optimizer)
     raw = model.raw.get_value()
     CHAIN.check(raw, like=PARAMS)
     assert_identical(jax.tree.leaves(raw)[1:], jax.tree.leaves(RAW)[1:])
-    np.testing.assert_array_equal(raw["net"]["bias"], PARAMS["net"]["bias"] - 0.5)
-    assert loss(model) == 1.5
+    np.testing.assert_array_equal(raw["net"]["bias"], np.asarray(PARAMS["net"]["bias"]) - 0.5)
+    assert nnx.jit(loss)(model) == 1.5
 
 
 def test_an_nnx_param_refuses_the_parts_of_the_raw_tree_that_it_holds():

@@ -66,7 +66,7 @@ def test_state_stands_in_a_tree_of_its_own() -> None:
 
 
 def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
-    raw = (rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init(params())
+    raw = jax.jit((rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init)(params())
     first, second = hk.data_structures.partition(lambda module, *_: module == "l1", raw)
     assert (set(first), set(second)) == ({"l1"}, {"l2"})
     merged = hk.data_structures.merge(first, second)

@@ -72,7 +72,7 @@ def _dense(x: Array, kernel: Array, bias: Array) -> Array:
 def linen() -> Case:
     model = LinenMLP()
     paths = ["Dense_0/bias", "Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel"]
-    return Case(model.init(jax.random.key(0), X)["params"], lambda p, x: model.apply({"params": p}, x), paths)
+    return Case(jax.jit(model.init)(jax.random.key(0), X)["params"], lambda p, x: model.apply({"params": p}, x), paths)
 
 
 def linen_variables() -> Case:
@@ -87,7 +87,7 @@ def linen_frozen() -> Case:
 
 def linen_boxes() -> Case:
     model = LinenMLP(nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out")))
-    params = model.init(jax.random.key(0), X)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
     return linen()._replace(params=params, forward=lambda p, x: model.apply({"params": p}, x))
 
 
@@ -108,18 +108,17 @@ def nnx_module() -> Case:
 def haiku() -> Case:
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([4, 2], activation=jnp.tanh)(x)))
     paths = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
-    return Case(model.init(jax.random.key(0), X), model.apply, paths)
+    return Case(jax.jit(model.init)(jax.random.key(0), X), model.apply, paths)
 
 
 def equinox() -> Case:
-    model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+    model = eqx.filter_jit(eqx.nn.MLP)(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
     paths = ["layers/0/bias", "layers/0/weight", "layers/1/bias", "layers/1/weight"]
     return Case(model, lambda m, x: jax.vmap(m)(x), paths)
 
 
 def _weights() -> list[Array]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, [(3, 4), (4,), (4, 2), (2,)], strict=True)]
+    return [jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(3, 4), (4,), (4, 2), (2,)])]
 
 
 def plain_dict() -> Case:
@@ -163,11 +162,12 @@ MORE = [
     bare_array,
 ]
 
-every_library = pytest.mark.parametrize(
-    "build",
-    [*CASES, *(pytest.param(build, marks=pytest.mark.thorough) for build in MORE)],
-    ids=lambda build: build.__name__,
-)
+
+def of_libraries(*quick: Callable[[], Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("build", mostly_thorough([*CASES, *MORE], *quick), ids=lambda build: build.__name__)
+
+
+every_library = of_libraries(*CASES)
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -197,33 +197,39 @@ def _assert_close(got: Any, want: Any) -> None:
 # What every user of every library does. ---------------------------------------------------------------------------
 
 
+@eqx.filter_jit
+def _there_and_back(params: Any) -> Any:
+    return CHAIN.fold(CHAIN.init(params))
+
+
 @every_library
 def test_fold_of_init_gives_the_original_weights_back(build: Callable[[], Case]) -> None:
     params = build().params
-    _assert_close(CHAIN.fold(CHAIN.init(params)), params)
+    _assert_close(_there_and_back(params), params)
 
 
 @every_library
 def test_init_leaves_the_function_of_the_model_unchanged(build: Callable[[], Case]) -> None:
     case = build()
-    folded = CHAIN.fold(CHAIN.init(case.params))
+    folded = _there_and_back(case.params)
     np.testing.assert_allclose(case.forward(folded, X), case.forward(case.params, X), rtol=1e-5, atol=1e-6)
 
 
 @every_library
 def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: Array) -> None:
     params, again = build().params, build().params
-    raw = CHAIN.init(params)
-    CHAIN.apply(raw, key)
+    # Without arguments, as compiled functions get trees of their own.
+    raw = eqx.filter_jit(lambda: CHAIN.init(params))()
+    eqx.filter_eval_shape(lambda: CHAIN.apply(raw, key))
     _assert_identical(params, again)
-    _assert_identical(raw, CHAIN.init(again))
+    _assert_identical(raw, eqx.filter_jit(lambda: CHAIN.init(again))())
 
 
-@every_library
+@of_libraries(linen_boxes, nnx_module, equinox)
 def test_a_noisy_training_step_is_jitted_and_moves_every_raw_array(build: Callable[[], Case], key: Array) -> None:
     case = build()
     p = rpx.WeightNorm() >> rpx.VarNoise(0.075, where=lambda path, w: w.shape == (3, 4) or w.shape == (4, 3))
-    raw = p.init(case.params)
+    raw = eqx.filter_jit(p.init)(case.params)
 
     def loss(raw: Any) -> Array:
         return jnp.sum(case.forward(p.apply(raw, key), X) ** 2)
@@ -267,7 +273,8 @@ def test_a_predicate_sees_the_same_paths_on_the_raw_tree(build: Callable[[], Cas
 def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build: Callable[[], Case]) -> None:
     p = rpx.SpectralNorm() >> rpx.WeightNorm()
     tx = optax.partition({"free": optax.sgd(1.0), "fixed": optax.set_to_zero()}, rpx.labels)
-    raw = p.init(build().params)
+    shapes = jax.eval_shape(p.init, build().params)
+    raw = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 2, x.dtype)), shapes)
     updates, _ = tx.update(jax.tree.map(np.ones_like, raw), tx.init(raw), raw)
     free, fixed = rpx.partition(optax.apply_updates(raw, updates))
     _assert_identical(fixed, rpx.partition(raw)[1])
@@ -421,7 +428,7 @@ LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broad
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
 every_spec = pytest.mark.parametrize("spec", mostly_thorough(SPECS, SPECS[0]), ids=str)
-every_local_stage = pytest.mark.parametrize("p", LOCAL, ids=repr)
+every_local_stage = pytest.mark.parametrize("p", mostly_thorough(LOCAL, LOCAL[0], LOCAL[2]), ids=repr)
 
 
 def _mesh(kind: AxisType) -> jax.sharding.Mesh:
