@@ -38,7 +38,7 @@ def values(tree: Any) -> list[Any]:
 
 
 def test_train_state_trains_raw_values() -> None:
-    state = TrainState.create(apply_fn=MLP().apply, params=mlp.P.init(params()), tx=optax.sgd(mlp.RATE))
+    state = TrainState.create(apply_fn=MLP().apply, params=jax.jit(mlp.P.init)(params()), tx=optax.sgd(mlp.RATE))
 
     @jax.jit
     def step(state: TrainState) -> Any:
@@ -54,7 +54,7 @@ def test_train_state_trains_raw_values() -> None:
         losses.append(loss)
         slopes.append(slope)
     mlp.assert_gradients(*values(slopes[0]))
-    mlp.assert_trained(losses, values(mlp.P.fold(state.params)))
+    mlp.assert_trained(losses, values(jax.jit(mlp.P.fold)(state.params)))
 
 
 def test_partitioned_boxes_come_back_with_their_names(key: Array) -> None:
