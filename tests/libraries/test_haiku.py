@@ -87,7 +87,8 @@ def test_paths_in_immutable_dicts_are_those_of_plain_dicts() -> None:
     also = jax.jit(p.init)(hk.data_structures.to_mutable_dict(immutable()))
     effective, plain = (jax.jit(p.apply)(each, jax.random.key(0)) for each in (raw, also))
     assert jax.tree.structure(effective) == jax.tree.structure(immutable())
-    assert all(map(np.array_equal, jax.tree.leaves(effective), jax.tree.leaves(plain)))
+    for got, want in zip(jax.tree.leaves(effective), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_raw_trees_of_immutable_dicts_are_partitioned_updated_and_tied() -> None:
