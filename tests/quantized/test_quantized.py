@@ -1,10 +1,12 @@
 """Small numbers against numpy, their sizes, and the gradients that pass them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import effective, init
+from compiled import effective, fold, init, pulled
 from errors import raises
 from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
@@ -36,22 +38,29 @@ def grid(name, units):
 TOPS = {"int8": 127, "int4": 7, "nf4": 1, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+BLOCKS = {
+    "one": ({}, lambda w: (w.reshape(1, -1), lambda x: x.reshape(w.shape))),
+    "columns": ({"axis": -1}, lambda w: (w.T, lambda x: x.T)),
+    "of a column": ({"block": 4}, lambda w: (w.T.reshape(-1, 4), lambda x: x.reshape(w.T.shape).T)),
+    "of a row": ({"axis": 0, "block": 3}, lambda w: (w.reshape(-1, 3), lambda x: x.reshape(w.shape))),
+}
+
+
 @pytest.mark.parametrize(
-    ("axis", "block", "blocks"),
-    [
-        (None, None, lambda w: (w.reshape(1, -1), lambda x: x.reshape(w.shape))),
-        (-1, None, lambda w: (w.T, lambda x: x.T)),
-        (None, 4, lambda w: (w.T.reshape(-1, 4), lambda x: x.reshape(w.T.shape).T)),
-        (0, 3, lambda w: (w.reshape(-1, 3), lambda x: x.reshape(w.shape))),
-    ],
+    "case",
+    mostly_thorough(
+        itertools.product(FORMATS, BLOCKS),
+        *((name, "of a column") for name in FORMATS),
+        *(("int8", blocks) for blocks in BLOCKS if blocks != "of a column"),
+    ),
+    ids=" ".join,
 )
-def test_numbers_are_the_nearest_in_units_of_the_largest(name, axis, block, blocks):
-    w = normal(8, 6)
+def test_numbers_are_the_nearest_in_units_of_the_largest(case):
+    w, (name, (how, blocks)) = normal(8, 6), (case[0], BLOCKS[case[1]])
     rows, back = blocks(np.asarray(w, np.float32))
     scale = np.max(np.abs(rows), axis=1, keepdims=True) * np.float32(1 / TOPS[name])
     want = back(grid(name, rows / scale) * scale)
-    got = rpx.Quantize(name, axis=axis, block=block).apply({"w": w})["w"]
+    got = np.asarray(effective(rpx.Quantize(name, **how), {"w": w})["w"])
     # A number half way between two may go to either, by the last bit of a quotient.
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
@@ -81,37 +90,38 @@ def test_stored_numbers_are_the_rounded_ones_bit_for_bit(name, how, dtype):
 def test_scales_that_are_rounded_too(name, dtype):
     w = {"w": normal(64, 8, dtype=dtype)}
     stored = rpx.Stored(name, block=16, double_quant=True)
-    raw = stored.init(w)
+    raw = init(stored, w)
     fixed = raw["w"]["@stored"]["@fixed"]
     assert (fixed["scale"].dtype, fixed["scale"].shape) == (jnp.int8, (4, 8))
     assert (fixed["unit"].dtype, fixed["unit"].shape) == (dtype, (1, 8))
-    got = stored.apply(raw)["w"]
-    assert jnp.array_equal(got, rpx.Quantize(name, block=16, double_quant=True).apply(w)["w"])
-    single = rpx.Quantize(name, block=16).apply(w)["w"]
-    off, error = (float(jnp.mean(jnp.abs((x - w["w"]).astype(jnp.float32)))) for x in (got, single))
+    got = effective(stored, raw)["w"]
+    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, block=16, double_quant=True), w)["w"])
+    single = effective(rpx.Quantize(name, block=16), w)["w"]
+    off, error = (np.mean(np.abs(np.asarray(x, np.float32) - np.asarray(w["w"], np.float32))) for x in (got, single))
     assert off < 1.02 * error
 
 
 def test_an_offset_is_taken_off_with_one_rounding_in_eager_mode_as_under_jit():
     p, w = rpx.Quantize("gguf:q4_k"), {"w": normal(256, 8)}
-    got, stored = p.apply(w)["w"], rpx.Stored("gguf:q4_k")
-    np.testing.assert_array_equal(got, jax.jit(p.apply)(w)["w"])
-    np.testing.assert_array_equal(got, stored.apply(stored.init(w))["w"])
-    assert np.max(np.abs(got - w["w"])) < np.ptp(w["w"]) / 15  # a step of four bits
+    got, stored = np.asarray(p.apply(w)["w"]), rpx.Stored("gguf:q4_k")
+    np.testing.assert_array_equal(got, effective(p, w)["w"])
+    np.testing.assert_array_equal(got, effective(stored, init(stored, w))["w"])
+    assert np.max(np.abs(got - np.asarray(w["w"]))) < np.ptp(w["w"]) / 15  # a step of four bits
 
 
 @pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
 def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how):
     trained, stored = rpx.Quantize(name, **how), rpx.Stored(name, **how)
-    raw = trained.init({"w": normal(64, 96)})
-    np.testing.assert_array_equal(stored.apply(stored.init(raw))["w"], trained.fold(raw)["w"])
-    again = stored.apply(stored.init(trained.fold(raw)))["w"]
-    assert not np.array_equal(again, trained.fold(raw)["w"])  # rounding twice moves scales
+    raw = init(trained, {"w": normal(64, 96)})
+    folded = fold(trained, raw)
+    np.testing.assert_array_equal(effective(stored, init(stored, raw))["w"], folded["w"])
+    again = effective(stored, init(stored, folded))["w"]
+    assert not np.array_equal(again, folded["w"])  # rounding twice moves scales
 
 
 def test_two_numbers_of_four_bits_share_a_byte():
     w = jnp.array([[1.0, -7.0], [7.0, 2.0], [-3.0, 0.0], [5.0, -1.0]])
-    fixed = rpx.Stored("int4").init({"w": w})["w"]["@stored"]["@fixed"]
+    fixed = init(rpx.Stored("int4"), {"w": w})["w"]["@stored"]["@fixed"]
     assert (fixed["q"].dtype, fixed["q"].shape) == (jnp.int8, (2, 2))
     low, high = np.asarray(fixed["q"]) & 15, (np.asarray(fixed["q"]) >> 4) & 15
     signed = np.where(np.stack([low, high], 1) > 7, np.stack([low, high], 1).astype(int) - 16, np.stack([low, high], 1))
@@ -134,7 +144,7 @@ def test_two_numbers_of_four_bits_share_a_byte():
 def test_bytes_in_memory_and_in_a_file(p, dtype, most):
     from safetensors.numpy import save
 
-    raw = init(p, {"w": jnp.ones((1024, 256), dtype)})
+    raw = init(p, {"w": np.ones((1024, 256), dtype)})
     arrays = dict(raw["w"]["@stored"]["@fixed"])
     size = 1024 * 256
     assert sum(x.nbytes for x in arrays.values()) / size <= most
@@ -143,13 +153,13 @@ def test_bytes_in_memory_and_in_a_file(p, dtype, most):
 
 
 def test_zeros_and_tiny_weights_stay_what_they_are():
+    zeros = {np.dtype(dtype).name: np.zeros((8, 2), dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
+    w = np.asarray(normal(8, 2, dtype=np.float16)) * np.float16(1e-5)
     for name in FORMATS:
-        for dtype in (np.float32, jnp.bfloat16, np.float16):
-            zero = rpx.Quantize(name, block=4).apply({"w": jnp.zeros((8, 2), dtype)})["w"]
-            assert not zero.any()
-        w = {"w": normal(8, 2, dtype=np.float16) * np.float16(1e-5)}
-        got = rpx.Quantize(name, axis=-1).apply(w)["w"]
-        assert float(jnp.max(jnp.abs(got - w["w"]))) < 0.5 * float(jnp.max(jnp.abs(w["w"])))
+        for dtype, zero in effective(rpx.Quantize(name, block=4), zeros).items():
+            assert not np.asarray(zero).any(), (name, dtype)
+        got = np.asarray(effective(rpx.Quantize(name, axis=-1), {"w": w})["w"])
+        assert np.max(np.abs(got - w)) < 0.5 * np.max(np.abs(w)), name
 
 
 def test_ternary_is_the_sign_of_what_is_large_times_the_mean():
@@ -157,18 +167,16 @@ def test_ternary_is_the_sign_of_what_is_large_times_the_mean():
     scale = np.mean(np.abs(w))
     want = np.clip(np.round(np.asarray(w) / scale), -1, 1) * scale
     p = rpx.Quantize("ternary")
-    np.testing.assert_allclose(p.apply({"w": w})["w"], want, rtol=1e-6)
-    np.testing.assert_array_equal(p.apply({"w": jnp.asarray(want)})["w"], want.astype(np.float32))
-    each = rpx.Quantize("ternary", axis=-1).apply({"w": w})["w"]
+    np.testing.assert_allclose(effective(p, {"w": w})["w"], want, rtol=1e-6)
+    np.testing.assert_array_equal(effective(p, {"w": jnp.asarray(want)})["w"], want.astype(np.float32))
+    each = effective(rpx.Quantize("ternary", axis=-1), {"w": w})["w"]
     assert all(len(np.unique(np.abs(column))) <= 2 for column in np.asarray(each).T)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "ternary"])
 def test_the_gradient_is_that_of_the_identity(name):
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    p = rpx.Quantize(name)
-    got = jax.grad(lambda w: jnp.vdot(p.apply({"w": w})["w"], upstream))(w)
-    np.testing.assert_array_equal(got, upstream)
+    np.testing.assert_array_equal(pulled(rpx.Quantize(name), {"w": w}, upstream), upstream)
 
 
 def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
@@ -176,8 +184,8 @@ def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
     p = rpx.Quantize("int8")
     assert p.init(params) is not None
     assert jax.tree.structure(p.init(params)) == jax.tree.structure(params)
-    assert jnp.array_equal(p.apply(params)["bias"], params["bias"])
-    free, fixed = rpx.partition(rpx.Stored("int8").init(params))
+    np.testing.assert_array_equal(effective(p, params)["bias"], params["bias"])
+    free, fixed = rpx.partition(init(rpx.Stored("int8"), params))
     assert [x.shape for x in jax.tree.leaves(free)] == [(6,)]
     assert {x.dtype for x in jax.tree.leaves(fixed)} == {jnp.dtype(np.int8), jnp.dtype(np.float32)}
 
@@ -186,12 +194,12 @@ def test_a_learned_step_has_the_gradients_of_the_paper():
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
     p = rpx.Quantize("int4", axis=-1, step="learned")
     raw = init(p, {"w": w})
-    step = raw["w"]["@quantize"]["step"]
+    step = np.asarray(raw["w"]["@quantize"]["step"])
     np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
-    np.testing.assert_allclose(effective(p, raw)["w"], rpx.Quantize("int4", axis=-1).apply({"w": w})["w"], rtol=1e-6)
-    raw["w"]["@quantize"]["step"] = 0.4 * step  # so that some are cut off
-    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@quantize"]
-    units = np.asarray(w, np.float64) / np.asarray(0.4 * step, np.float64)
+    np.testing.assert_allclose(effective(p, raw)["w"], effective(rpx.Quantize("int4", axis=-1), {"w": w})["w"], rtol=1e-6)
+    raw["w"]["@quantize"]["step"] = np.float32(0.4) * step  # so that some are cut off
+    grads = pulled(p, raw, upstream)["@quantize"]
+    units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@quantize"]["step"], np.float64)
     inside = (np.round(units) >= -8) & (np.round(units) <= 7)
     slope = np.where(inside, np.round(units) - units, np.clip(np.round(units), -8, 7))
     assert 0 < np.mean(inside) < 1
@@ -204,20 +212,20 @@ def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     codes = np.random.default_rng(0).integers(-8, 6, (16, 4))
     w = {"w": jnp.asarray(0.37 * codes, jnp.float32)}
     p = rpx.Quantize("int4", axis=-1, step="learned")
-    np.testing.assert_allclose(p.apply(p.init(w))["w"], w["w"], rtol=1e-6)
+    np.testing.assert_allclose(effective(p, init(p, w))["w"], w["w"], rtol=1e-6)
 
 
 def test_a_learned_step_is_the_finest_that_fits():
-    raw = rpx.Quantize("int8", axis=-1, step="learned").init({"w": jnp.eye(4)})
+    raw = init(rpx.Quantize("int8", axis=-1, step="learned"), {"w": np.eye(4, dtype=np.float32)})
     np.testing.assert_allclose(raw["w"]["@quantize"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
 
 
 def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
     p = rpx.Quantize("nf4", block=2, double_quant=True)
-    once = p.apply({"w": w})["w"]
-    assert jnp.array_equal(p.apply({"w": once})["w"], once)
-    assert float(jnp.max(jnp.abs(once - w)[2:])) < 0.01
+    once = effective(p, {"w": w})["w"]
+    np.testing.assert_array_equal(effective(p, {"w": once})["w"], once)
+    assert np.max(np.abs(np.asarray(once) - np.asarray(w))[2:]) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -229,7 +237,7 @@ def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
     p = rpx.Stored(name, axis=-1)
     with jax.set_mesh(mesh):
         got = jax.jit(lambda w: p.apply(p.init({"w": w}))["w"])(w)
-    np.testing.assert_array_equal(got, rpx.Quantize(name, axis=-1).apply({"w": normal(16, 32)})["w"])
+    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, axis=-1), {"w": normal(16, 32)})["w"])
 
 
 @pytest.mark.parametrize(
@@ -263,14 +271,13 @@ def test_adapters_on_a_stored_base_lie_as_their_weights_do():
 def test_stored_experts_and_convolutions():
     conv, experts = normal(3, 3, 8, 4), normal(2, 8, 4)
     p = rpx.Stored("int4", axis=(0, 1, 3), block=4)
-    raw = p.init({"conv": conv})["conv"]["@stored"]["@fixed"]
+    raw = init(p, {"conv": conv})["conv"]["@stored"]["@fixed"]
     assert (raw["q"].shape, raw["scale"].shape) == ((3, 3, 4, 4), (3, 3, 2, 4))
-    stacked = rpx.Stored("int8", axis=-1, stacked=0)
-    raw = stacked.init({"experts": experts})
-    alone = rpx.Stored("int8", axis=-1)
+    stacked, alone = rpx.Stored("int8", axis=-1, stacked=0), rpx.Stored("int8", axis=-1)
+    got = np.asarray(effective(stacked, init(stacked, {"experts": experts}))["experts"])
     for i in range(2):
-        want = alone.apply(alone.init({"e": experts[i]}))["e"]
-        np.testing.assert_array_equal(stacked.apply(raw)["experts"][i], want)
+        want = effective(alone, init(alone, {"e": np.asarray(experts)[i]}))["e"]
+        np.testing.assert_array_equal(got[i], want)
 
 
 NAMES = ", ".join(
@@ -328,7 +335,7 @@ ERRORS = {
         "Stored got reach=0.0, but takes a finite number greater than 0.",
     ),
     "scales of another format": (
-        lambda: rpx.Stored("mxfp4").apply(rpx.Stored("nvfp4", block=32).init({"w": normal(32, 6)})),
+        lambda: rpx.Stored("mxfp4").apply(init(rpx.Stored("nvfp4", block=32), {"w": normal(32, 6)})),
         ValueError,
         "Stored('mxfp4').apply at 'w': expected scale of uint8 for mxfp4, got float8_e4m3fn: another chain made this "
         "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
@@ -397,21 +404,21 @@ ERRORS = {
         "Stored got block=0, but takes at least 1.",
     ),
     "another format": (
-        lambda: rpx.Stored("int8").apply(rpx.Stored("nf4").init({"w": normal(4, 6)})),
+        lambda: rpx.Stored("int8").apply(init(rpx.Stored("nf4"), {"w": normal(4, 6)})),
         ValueError,
         "Stored('int8').apply at 'w': expected q of int8 for int8, got uint8: another chain made this raw tree. Apply "
         "the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "scales that are rounded too": (
         lambda: rpx.Stored("nf4", block=2).apply(
-            rpx.Stored("nf4", block=2, double_quant=True).init({"w": normal(4, 6)})
+            init(rpx.Stored("nf4", block=2, double_quant=True), {"w": normal(4, 6)})
         ),
         ValueError,
         "Stored('nf4', block=2).apply at 'w': expected a floating scale, got int8: another chain made this raw tree. "
         "Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "a number": (
-        lambda: rpx.Stored("nf4", where="w").init({"w": jnp.ones(())}),
+        lambda: rpx.Stored("nf4", where="w").init({"w": np.ones((), np.float32)}),
         ValueError,
         "Stored('nf4', where='w').init at 'w': expected an array of one or more dimensions, got shape (). Leave it out "
         "with `where`.",

@@ -28,21 +28,33 @@ def outputs(params, x):
     return jax.lax.scan(layer, x, params)[1]
 
 
-def loss(params, x):
-    return sum(jnp.sum(part) for part in outputs(params, x)[:2])
+@jax.jit
+def computed(params):
+    return outputs(params, X)
+
+
+@jax.jit
+def seen(params):
+    def loss(params, x):
+        return sum(jnp.sum(part) for part in outputs(params, x)[:2])
+
+    return rpx.inputs(loss, moments="largest")(params, X)
+
+
+@jax.jit
+def effective(p, params, seen):
+    return p.apply(p.init(params, seen=seen))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
 def test_factors_are_those_of_the_paper_and_the_network_computes_the_same(alpha):
-    seen = jax.jit(rpx.inputs(loss, moments="largest"))(PARAMS, X)
-    p = rpx.Smooth(NAMES, alpha=alpha)
-    got = p.apply(p.init(jax.tree.map(jnp.asarray, PARAMS), seen=seen))
-    *want, y = outputs(PARAMS, X)
+    got = effective(rpx.Smooth(NAMES, alpha=alpha), PARAMS, seen(PARAMS))
+    *want, y = computed(PARAMS)
     kernels = np.concatenate([PARAMS["query"]["kernel"], PARAMS["key"]["kernel"]], axis=2)
     factors = np.max(np.abs(y), axis=1) ** alpha / np.max(np.abs(kernels), axis=2) ** (1 - alpha)
     np.testing.assert_allclose(got["norm"]["scale"], PARAMS["norm"]["scale"] / factors, rtol=1e-5)
     np.testing.assert_allclose(got["query"]["kernel"], PARAMS["query"]["kernel"] * factors[:, :, None], rtol=1e-5)
-    *found, smooth = outputs(got, X)
+    *found, smooth = computed(got)
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     if alpha == 0.5:  # inputs and weights have the same largest magnitudes
@@ -51,11 +63,10 @@ def test_factors_are_those_of_the_paper_and_the_network_computes_the_same(alpha)
 
 
 def test_the_new_weights_are_stored():
-    seen = jax.jit(rpx.inputs(loss, moments="largest"))(PARAMS, X)
-    params, p = jax.tree.map(jnp.asarray, PARAMS), rpx.Smooth(NAMES)
-    smooth = p.apply(p.init(params, seen=seen))["query"]["kernel"]
+    p, data = rpx.Smooth(NAMES), seen(PARAMS)
+    smooth = np.asarray(effective(p, PARAMS, data)["query"]["kernel"])
     both = rpx.Stored("int8", axis=-1, stacked=0, where="(query|key)/kernel") >> p
-    got = both.apply(both.init(params, seen=seen))["query"]["kernel"]
+    got = np.asarray(effective(both, PARAMS, data)["query"]["kernel"])
     assert np.max(np.abs(got - smooth)) < np.max(np.abs(smooth)) / 250
 
 
@@ -70,11 +81,10 @@ def test_wrong_uses():
         f"moments='largest')(params, batch)` to init.",
     ):
         rpx.Smooth(NAMES).init(params)
-    seen = jax.jit(rpx.inputs(loss, moments="largest"))(PARAMS, X)
     params["norm"]["scale"] = jnp.ones(K)
     with raises(
         ValueError,
         f"{at}expected a scale for each of 16 inputs of the weights, got shape (8,). Name the norm whose output these "
         f"weights read.",
     ):
-        rpx.Smooth(NAMES).init(params, seen=seen)
+        effective(rpx.Smooth(NAMES), params, seen(PARAMS))
