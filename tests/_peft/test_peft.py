@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import fold
+from compiled import fold, init
 from errors import raises
 from grids import mostly_thorough
 from hypothesis import given
@@ -27,6 +27,25 @@ def normal(*shape, seed=0):
 def model():
     dense = {"kernel": jnp.asarray(normal(8, 6)), "bias": jnp.asarray(normal(6, seed=1))}
     return {"dense": dense, "out": {"kernel": jnp.asarray(normal(6, 4, seed=2))}}
+
+
+def read(tensors, config, like, **how):
+    """What ``from_peft`` returns, with all that it computes in one program."""
+    chains = []
+
+    def raw_of(like):
+        p, raw = rpx.from_peft(tensors, config, like, **how)
+        chains.append(p)
+        return raw
+
+    raw = jax.jit(raw_of)(like)
+    return chains[0], raw
+
+
+def blank(p, params):
+    """A raw tree of zeros, which no program makes."""
+    shapes = jax.eval_shape(p.init, params, jax.random.key(0))
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def lora(**layers):
@@ -63,7 +82,7 @@ def test_a_layer_with_outputs_first_is_the_transposed_one():
 def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
     tensors = lora(dense=(1, 8, 6), out=(2, 6, 4))
     config = CONFIG | {"rank_pattern": {"dense": 1}, "alpha_pattern": {"out": 3}}
-    p, raw = rpx.from_peft(tensors, config, model())
+    p, raw = read(tensors, config, model())
     assert p == rpx.Freeze() >> rpx.LoRA(1, 4.0, where="dense/kernel") >> rpx.LoRA(2, 3.0, where="out/kernel")
     again, written = rpx.to_peft(p, raw)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
@@ -75,14 +94,14 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
 def test_a_name_that_ends_others_is_written_from_its_start():
     params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
     p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
-    _, config = rpx.to_peft(p, p.init(params, jax.random.key(0)))
+    _, config = rpx.to_peft(p, blank(p, params))
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
 def test_a_stored_base_and_noise_are_left_out():
     params = model()
     p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
-    raw = p.init(params, jax.random.key(0))
+    raw = init(p, params, jax.random.key(0))
     tensors, config = rpx.to_peft(p, raw)
     assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
         f"{PREFIX}dense.weight",
@@ -94,13 +113,13 @@ def test_a_stored_base_and_noise_are_left_out():
 def test_an_alpha_is_written_as_it_is_with_either_divisor():
     for divisor, root in (("rank", False), ("sqrt", True)):
         p = rpx.Freeze() >> rpx.LoRA(4, 8.0, divisor=divisor)
-        _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
+        _, config = rpx.to_peft(p, blank(p, model()))
         assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, root)
 
 
 def test_an_alpha_of_none_is_a_factor_of_one():
     p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
-    _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
+    _, config = rpx.to_peft(p, blank(p, model()))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
@@ -124,7 +143,7 @@ def test_what_peft_has_put_aside_is_not_read():
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
-    _, config = rpx.to_peft(p, p.init(model(), jax.random.key(0)))
+    _, config = rpx.to_peft(p, blank(p, model()))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
@@ -146,21 +165,21 @@ def test_only_a_whole_part_of_a_name_is_peft_s():
     name, scale = f"{PREFIX}block.base_layernorm", normal(2, seed=3)
     for module in (name, f"{name}.modules_to_save", f"{name}.modules_to_save.default"):
         tensors = lora(**{"block.q": (1, 3, 2)}) | {f"{module}.weight": scale}
-        p, raw = rpx.from_peft(tensors, CONFIG | {"r": 1}, params)
+        p, raw = read(tensors, CONFIG | {"r": 1}, params)
         np.testing.assert_array_equal(p.fold(raw)["block"]["base_layernorm"]["scale"], scale)
 
 
 def test_factors_that_all_modules_share_are_read_and_written_once():
-    like = {"dense": {"kernel": jnp.zeros((8, 6))}, "out": {"kernel": jnp.zeros((6, 4))}}
+    like = {"dense": {"kernel": np.zeros((8, 6), np.float32)}, "out": {"kernel": np.zeros((6, 4), np.float32)}}
     a, b = normal(2, 8, seed=1), normal(6, 2, seed=2)
     tensors = {"base_model.vera_A": a, "base_model.vera_B": b}
     for module, columns in (("dense", 6), ("out", 4)):
         tensors[f"{PREFIX}{module}.vera_lambda_d"] = normal(2, seed=columns)
         tensors[f"{PREFIX}{module}.vera_lambda_b"] = normal(columns, seed=9)
-    p, raw = rpx.from_peft(tensors, {"peft_type": "VERA"}, like)
+    p, raw = read(tensors, {"peft_type": "VERA"}, like)
     d, c = (tensors[f"{PREFIX}out.vera_lambda_{end}"] for end in "db")
     want = (c[:, None] * (b[:4] * d) @ a[:, :6]).T
-    np.testing.assert_allclose(p.fold(raw)["out"]["kernel"], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fold(p, raw)["out"]["kernel"], want, rtol=1e-5, atol=1e-6)
     again, _ = rpx.to_peft(p, raw)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
@@ -188,7 +207,7 @@ def test_rotations_in_a_ball_are_read_where_peft_moves_them():
     free = normal(2, 6, seed=3)
     tensors = {f"{PREFIX}dense.oft_R.weight": free}
     config = {"peft_type": "OFT", "coft": True, "eps": 0.5}
-    p, raw = rpx.from_peft(tensors, config, model())
+    p, raw = read(tensors, config, model())
     (got,) = rpx.to_peft(p, raw)[0].values()
     lengths = np.sqrt(2 * (free**2).sum(1, keepdims=True))
     np.testing.assert_allclose(got, free / lengths * 0.5 / np.sqrt(2), rtol=1e-5)
@@ -226,23 +245,23 @@ def test_tokens_that_train_beside_lora(given):
 
 
 def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
-    params = {"head": {"kernel": jnp.asarray(normal(20, 2))}}
+    params = {"head": {"kernel": normal(20, 2)}}
     tensors = lora(head=(8, 20, 2))
-    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA"}, params)  # whose r and alpha are 8
+    p, raw = read(tensors, {"peft_type": "LORA"}, params)  # whose r and alpha are 8
     a, b = (tensors[f"{PREFIX}head.lora_{end}.weight"] for end in "AB")
-    np.testing.assert_allclose(p.fold(raw)["head"]["kernel"], params["head"]["kernel"] + (b @ a).T, rtol=1e-4)
+    np.testing.assert_allclose(fold(p, raw)["head"]["kernel"], params["head"]["kernel"] + (b @ a).T, rtol=1e-4)
     names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     factors = {end: normal(2, 8, seed=i) if end[-1] == "a" else normal(8, 20, seed=i) for i, end in enumerate(names)}
-    p, raw = rpx.from_peft({f"{PREFIX}head.{end}": x for end, x in factors.items()}, {"peft_type": "LOHA"}, params)
+    p, raw = read({f"{PREFIX}head.{end}": x for end, x in factors.items()}, {"peft_type": "LOHA"}, params)
     one, two = (factors[f"hada_w{i}_a"] @ factors[f"hada_w{i}_b"] for i in (1, 2))
-    np.testing.assert_allclose(p.fold(raw)["head"]["kernel"], params["head"]["kernel"] + (one * two).T, rtol=1e-4)
+    np.testing.assert_allclose(fold(p, raw)["head"]["kernel"], params["head"]["kernel"] + (one * two).T, rtol=1e-4)
 
 
 # ---- stacks: an adapter for each layer
 
 COUNT, KERNEL = 30, "layers/mlp/kernel"
 LAYERS = {r"layers/(\w+)/kernel": r"model.layers.{i}.\1.weight", r"layers/(\w+)/bias": r"model.layers.{i}.\1.bias"}
-ONE = {r"(\w+)/kernel": r"\1.weight", r"(\w+)/bias": r"\1.bias"}
+SINGLE = {r"(\w+)/(\w+)/kernel": r"\1.\2.weight", r"(\w+)/(\w+)/bias": r"\1.\2.bias"}
 FACTORS = {"r": 2, "alpha": 3}
 OF_LAYERS = {
     "lora": (CONFIG, {"lora_A.weight": (2, 8), "lora_B.weight": (6, 2)}),
@@ -295,17 +314,24 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
         for i in range(COUNT)
         for j, (end, shape) in enumerate(shapes.items())
     }
-    p, raw = rpx.from_peft(tensors, config, stack(), names=LAYERS)
-    folded = fold(p, raw)["layers"]["mlp"]
-    for i in (0, 11, COUNT - 1):
-        start = f"{PREFIX}model.layers.{i}."
-        alone = {PREFIX + key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
-        like = {"mlp": jax.tree.map(lambda x, i=i: np.asarray(x)[i], stack()["layers"]["mlp"])}
-        q, one = rpx.from_peft(alone, config, like, names=ONE)
+    p, raw = read(tensors, config, stack(), names=LAYERS)
+    folded = jax.tree.map(np.asarray, fold(p, raw)["layers"]["mlp"])
+    chosen = {f"layer{i}": i for i in (0, 11, COUNT - 1)}
+    alone = {
+        f"{PREFIX}{name}.mlp.{end}": tensors[f"{PREFIX}model.layers.{i}.mlp.{end}"]
+        for name, i in chosen.items()
+        for end in shapes
+    }
+    like = {
+        name: {"mlp": jax.tree.map(lambda x, i=i: np.asarray(x)[i], stack()["layers"]["mlp"])}
+        for name, i in chosen.items()
+    }
+    q, ones = read(alone, config, like, names=SINGLE)
+    for name, one in fold(q, ones).items():
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_allclose(np.asarray(a)[i], b, rtol=1e-4, atol=1e-5),
+            lambda a, b, i=chosen[name]: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5),
             folded,
-            fold(q, one)["mlp"],
+            one["mlp"],
         )
     again, written = rpx.to_peft(p, raw, names=LAYERS)
     assert written["target_modules"] == sorted(f"model.layers.{i}.mlp" for i in range(COUNT))
@@ -315,11 +341,11 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
 
 def test_what_trains_beside_the_adapters_of_a_stack_is_saved_layer_by_layer():
     p = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
-    raw = p.init(stack(2), jax.random.key(0))
+    raw = init(p, stack(2), jax.random.key(0))
     tensors, config = rpx.to_peft(p, raw, names=LAYERS)
-    biases = {f"{PREFIX}model.layers.{i}.mlp.base_layer.bias": stack(2)["layers"]["mlp"]["bias"][i] for i in range(2)}
+    biases = {f"{PREFIX}model.layers.{i}.mlp.base_layer.bias": normal(2, 6)[i] for i in range(2)}
     assert all(np.array_equal(tensors[name], x) for name, x in biases.items())
-    q, back = rpx.from_peft(tensors, config, stack(2), names=LAYERS)
+    q, back = read(tensors, config, stack(2), names=LAYERS)
     assert q == rpx.Freeze(where=rpx.all_but("layers/mlp/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
     jax.tree.map(np.testing.assert_array_equal, back, raw)
 
@@ -339,24 +365,25 @@ def test_factors_with_all_axes_of_a_kernel_are_those_of_a_convolution(shape):
     ones = [1] * len(spatial)
     a, b = normal(2, inputs, *spatial), normal(outputs, 2, *ones, seed=1)
     tensors = {f"{PREFIX}conv.lora_A.weight": a, f"{PREFIX}conv.lora_B.weight": b}
-    params = {"conv": {"kernel": jnp.asarray(normal(*shape, seed=2))}}
-    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    params = {"conv": {"kernel": normal(*shape, seed=2)}}
+    p, raw = read(tensors, CONFIG, params)
     product = np.einsum("ri...,or->...io", a, b.reshape(outputs, 2))
-    np.testing.assert_allclose(p.fold(raw)["conv"]["kernel"], params["conv"]["kernel"] + 2.0 * product, rtol=1e-4)
+    np.testing.assert_allclose(fold(p, raw)["conv"]["kernel"], params["conv"]["kernel"] + 2.0 * product, rtol=1e-4)
 
 
 def test_factors_of_a_convolution_are_told_for_each_layer_of_a_stack():
-    params = {"layers": {"conv": {"kernel": jnp.zeros((2, 3, 5, 4))}}}
+    params = {"layers": {"conv": {"kernel": np.zeros((2, 3, 5, 4), np.float32)}}}
     tensors = {
         f"{PREFIX}model.layers.{i}.conv.lora_{end}.weight": normal(*shape, seed=i)
         for i in range(2)
         for end, shape in (("A", (2, 5, 3)), ("B", (4, 2, 1)))
     }
-    p, raw = rpx.from_peft(tensors, CONFIG, params, names={"layers/conv/kernel": "model.layers.{i}.conv.weight"})
+    p, raw = read(tensors, CONFIG, params, names={"layers/conv/kernel": "model.layers.{i}.conv.weight"})
+    got = np.asarray(fold(p, raw)["layers"]["conv"]["kernel"])
     for i in range(2):
         a, b = (tensors[f"{PREFIX}model.layers.{i}.conv.lora_{end}.weight"] for end in "AB")
         want = 2.0 * np.einsum("rik,or->kio", a, b[..., 0])
-        np.testing.assert_allclose(p.fold(raw)["layers"]["conv"]["kernel"][i], want, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(got[i], want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_whole_kernel_with_all_axes_is_that_of_a_convolution():
@@ -790,7 +817,7 @@ def test_what_is_not_read(case):
 
 
 def written(p, raw=None):
-    return rpx.to_peft(p, p.init(model(), jax.random.key(0)) if raw is None else raw)
+    return rpx.to_peft(p, blank(p, model()) if raw is None else raw)
 
 
 def refused(lines):
@@ -853,14 +880,14 @@ WRITING = {
         ),
     ),
     "a stack under one name": (
-        lambda: rpx.to_peft(STACKED_LORA, STACKED_LORA.init(stack(2), jax.random.key(0)), layouts={KERNEL: "kernel"}),
+        lambda: rpx.to_peft(STACKED_LORA, blank(STACKED_LORA, stack(2)), layouts={KERNEL: "kernel"}),
         refused(
             "layers/mlp/kernel: PEFT has one adapter for each layer, but LoRA(2, where='layers/mlp/kernel', stacked=0) "
             "acts on a stack. Give the layers names with {i} by `names`, such as 'layers.{i}.weight'"
         ),
     ),
     "a whole stack under several names": (
-        lambda: rpx.to_peft(WHOLE_LORA, WHOLE_LORA.init(stack(2), jax.random.key(0)), names=LAYERS),
+        lambda: rpx.to_peft(WHOLE_LORA, blank(WHOLE_LORA, stack(2)), names=LAYERS),
         refused(
             "layers/mlp/kernel: `names` gives each layer a name, but LoRA(2, rows=(0, 1), where='layers/mlp/kernel') "
             "does not act on each layer by itself. Give it `stacked=0`."
@@ -869,9 +896,7 @@ WRITING = {
     "an attention kernel": (
         lambda: rpx.to_peft(
             rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)),
-            (rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init(
-                {"q": {"kernel": jnp.ones((8, 2, 4))}}, jax.random.key(0)
-            ),
+            blank(rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)), {"q": {"kernel": normal(8, 2, 4)}}),
             layouts={"q/kernel": "kernel"},
         ),
         refused(
@@ -987,10 +1012,10 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
 
 
 def test_rotations_are_written_after_a_rebase_too():
-    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)
-    raw = p.init(model())
-    raw["out"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 3, 3, seed=5))
-    before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, p.rebase(raw))[0]
+    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.Rotated(2, where=DENSE)
+    raw = init(p, model())
+    raw["dense"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 4, 4, seed=5))
+    before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, jax.jit(p.rebase)(raw))[0]
     (name,) = before
     np.testing.assert_allclose(after[name], before[name], atol=1e-5)
 

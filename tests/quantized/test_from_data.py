@@ -151,7 +151,9 @@ def test_awq_of_a_kernel_with_several_axes_of_inputs():
     data = seen(X, shape=(4, 8, N), axes=(0, 1))
     held, got = start(rpx.Stored("int4", axis=-1, fit="awq"), W.reshape(4, 8, N), data)
     assert held["channel"].shape == (4, 8, 1)
-    np.testing.assert_allclose(np.asarray(got).reshape(K, N), start(rpx.Stored("int4", axis=-1, fit="awq"), W, DATA)[1], atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(got).reshape(K, N), start(rpx.Stored("int4", axis=-1, fit="awq"), W, DATA)[1], atol=1e-5
+    )
 
 
 def test_gptq_along_the_last_axis():

@@ -196,7 +196,9 @@ def test_a_learned_step_has_the_gradients_of_the_paper():
     raw = init(p, {"w": w})
     step = np.asarray(raw["w"]["@quantize"]["step"])
     np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
-    np.testing.assert_allclose(effective(p, raw)["w"], effective(rpx.Quantize("int4", axis=-1), {"w": w})["w"], rtol=1e-6)
+    np.testing.assert_allclose(
+        effective(p, raw)["w"], effective(rpx.Quantize("int4", axis=-1), {"w": w})["w"], rtol=1e-6
+    )
     raw["w"]["@quantize"]["step"] = np.float32(0.4) * step  # so that some are cut off
     grads = pulled(p, raw, upstream)["@quantize"]
     units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@quantize"]["step"], np.float64)
