@@ -695,7 +695,13 @@ def blank(p, params):
 
 
 LOW = rpx.LowRank(1)
-REFLECTIONS = rpx.Orthogonal("householder")
+
+
+def lost_signs():
+    state = {f"{PATH}original": 0.5 * SIGNS, f"{PATH}0.base": rotation(4, 4)}
+    with jax.enable_x64():
+        rpx.from_torch(rpx.Orthogonal("householder"), state, {"kernel": ORIGINAL.T})
+
 
 REFUSED = {
     "a model": (
@@ -773,9 +779,7 @@ REFUSED = {
         f"to_torch: 'dense/kernel': torch has no equivalent of Orthogonal() on a value of another stage. {PLAIN}",
     ),
     "lost signs": (
-        lambda: rpx.from_torch(
-            REFLECTIONS, {f"{PATH}original": 0.5 * W, f"{PATH}0.base": np.eye(3, dtype=np.float32)}, {"kernel": W.T}
-        ),
+        lost_signs,
         ValueError,
         "from_torch: 'kernel': expected signs of reflections on the diagonal, got numbers that torch reads as "
         "zeros, as after weight decay. Set them to -1 or 1.",
