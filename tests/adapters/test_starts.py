@@ -1,5 +1,7 @@
 """Starts of LoRA from data, against numpy and what their papers promise."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,10 +114,18 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("start", FROM_DATA)
-@pytest.mark.parametrize("name", mostly_thorough(ROWS, "two axes that are swapped"))
-def test_rows_of_several_axes_are_those_of_the_matrix(start, name):
-    rows, columns, shape, turn = ROWS[name]
+@pytest.mark.parametrize(
+    "case",
+    mostly_thorough(
+        itertools.product(FROM_DATA, ROWS),
+        *((start, "two axes that are swapped") for start in FROM_DATA),
+        ("corda", "columns"),
+        ("lora_ga", "columns"),
+    ),
+    ids=" ".join,
+)
+def test_rows_of_several_axes_are_those_of_the_matrix(case):
+    start, (rows, columns, shape, turn) = case[0], ROWS[case[1]]
     w, g = (m.reshape([shape[i] for i in turn]).transpose(np.argsort(turn)) for m in (W, G))
     axes = (rows,) if isinstance(rows, int) else tuple(sorted(rows))
     order = np.arange(8) if rows != (2, 0) else np.arange(8).reshape(4, 2).T.ravel()
