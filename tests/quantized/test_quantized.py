@@ -78,6 +78,23 @@ def test_stored_numbers_are_the_rounded_ones_bit_for_bit(name, how, dtype):
     assert jnp.array_equal(jax.jit(stored.apply)(jax.jit(stored.init)(w))["w"], want)
 
 
+def test_a_compiled_loss_reads_the_weights_that_apply_gives():
+    x = normal(64, 128, seed=3)
+    layers = {"0": normal(128, 128) / 12, "1": normal(128, 128, seed=1) / 12}
+    raws = {name: init(rpx.Stored(name, axis=-1), layers) for name in ("int2", "int3", "int4", "int5", "int6", "int8")}
+
+    def loss(layers, tanh):
+        return (tanh(tanh(x @ layers["0"]) @ layers["1"]) ** 2).mean()
+
+    @jax.jit
+    def compiled(raws):
+        return {name: loss(rpx.Stored(name, axis=-1).apply(raw), jnp.tanh) for name, raw in raws.items()}
+
+    for name, got in compiled(raws).items():
+        want = loss(jax.tree.map(np.asarray, effective(rpx.Stored(name, axis=-1), raws[name])), np.tanh)
+        np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

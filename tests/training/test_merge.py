@@ -133,13 +133,17 @@ def test_half_precision_is_merged_in_float32():
     np.testing.assert_array_equal(np.asarray(got, np.float32), [258, 3])  # a sum in bfloat16 would be 776 / 3
 
 
-def test_nan_of_one_model_stays_nan():
+def test_nan_of_one_model_stays_nan_under_jit_too():
     broken = jax.tree.map(np.copy, MODELS[0])
     broken["dense"]["bias"][0] = broken["dense"]["kernel"][0] = np.nan
-    for how, more in (("ties", {}), ("magnitude_prune", {}), ("dare_ties", {"key": jax.random.key(0)})):
-        bias = np.asarray(rpx.merge([broken, *MODELS[1:]], how, base=BASE, density=PART, **more)["dense"]["bias"])
-        assert np.isnan(bias[0]), how
-        assert not np.isnan(bias[1:]).any(), how
+
+    def merged(models):
+        ways = (("ties", {}), ("magnitude_prune", {}), ("dare_ties", {"key": jax.random.key(0)}))
+        return {how: rpx.merge(models, how, base=BASE, density=PART, **more)["dense"]["bias"] for how, more in ways}
+
+    models = [broken, *MODELS[1:]]
+    for bias in (found for run in (merged, jax.jit(merged)) for found in run(models).values()):
+        np.testing.assert_array_equal(np.isnan(bias), np.arange(len(bias)) == 0)
 
 
 def test_weights_may_be_learned():
