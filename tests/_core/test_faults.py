@@ -209,7 +209,9 @@ def _reproduced(p: rpx.Parametrization, params: Any, key: Array | None = None) -
 
 @pytest.mark.parametrize("p", [rpx.VarNoise(0.0), rpx.Freeze(), rpx.Cast("float32"), rpx.Positive()], ids=repr)
 def test_stages_of_single_numbers_take_scalars(p: rpx.Parametrization, key: Array) -> None:
-    np.testing.assert_allclose(_reproduced(p, {"x": np.float32(1.5)}, key)["x"], np.float32(1.5), rtol=1e-6)
+    params = {"x": np.float32(1.5)}
+    p.init(params)  # takes a number that it knows
+    np.testing.assert_allclose(_reproduced(p, params, key)["x"], np.float32(1.5), rtol=1e-6)
 
 
 EMPTY_CHAINS = [
@@ -239,7 +241,9 @@ def test_empty_arrays_go_through_with_their_gradients(
         raw = p.init(params)
         return *jax.grad(total, has_aux=True)(raw), p.update(raw)
 
-    gradient, w, updated = steps({"w": np.zeros(shape, np.float32)})
+    params = {"w": np.zeros(shape, np.float32)}
+    p.init(params)  # takes an array that it knows
+    gradient, w, updated = steps(params)
     assert w.shape == shape
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
     assert updated.keys() == {"w"}

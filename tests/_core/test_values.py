@@ -474,21 +474,23 @@ ODD = [
 
 
 @pytest.mark.parametrize(
-    "which", [slice(1), pytest.param(slice(1, None), marks=pytest.mark.thorough)], ids=["the first", "the others"]
+    ("name", "p"),
+    [
+        pytest.param(name, p, id=repr(p), marks=[pytest.mark.thorough] if i else [])
+        for name, each in STAGES.items()
+        for i, p in enumerate(each)
+    ],
 )
-@pytest.mark.parametrize("name", STAGES)
-def test_odd_values_are_taken_or_refused_by_a_value_error(name, which):
-    cls = getattr(rpx, name)
-    for p in STAGES[name][which]:
-        entry = json.loads(p.to_json())["stages"][0] if name != "Chain" else {"class": "reparax.Chain"}
-        for field in [field.name for field in dataclasses.fields(cls)]:
-            for value in ODD:
-                try:
-                    found = rpx.from_json(text_of({**entry, field: value}))
-                except ValueError:
-                    continue
-                assert isinstance(found, rpx.Parametrization)
-                assert repr(found)
+def test_odd_values_are_taken_or_refused_by_a_value_error(name, p):
+    entry = json.loads(p.to_json())["stages"][0] if name != "Chain" else {"class": "reparax.Chain"}
+    for field in [field.name for field in dataclasses.fields(getattr(rpx, name))]:
+        for value in ODD:
+            try:
+                found = rpx.from_json(text_of({**entry, field: value}))
+            except ValueError:
+                continue
+            assert isinstance(found, rpx.Parametrization)
+            assert repr(found)
 
 
 # ---- Kinds. ---------------------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ STACKED = {
 
 
 @pytest.mark.parametrize("style", mostly_thorough(["parametrizations", "hooks"], "parametrizations"))
-@pytest.mark.parametrize("name", mostly_thorough(STACKED, "weight norm", "frozen", "pruned together"))
+@pytest.mark.parametrize("name", mostly_thorough(STACKED, "weight norm", "orthogonal", "pruned together"))
 def test_a_stage_on_a_stack_is_one_on_each_layer(name, style):
     p, w = STACKED[name], np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
     raw = init(p, {"kernel": w})

@@ -389,11 +389,9 @@ def test_dora_keeps_the_model_and_trains_lengths_apart():
 # What an attack found. ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_key_each_array_has_a_draw_of_its_own():
-    params = {"x": normal(6, 4), "y": normal(6, 4, seed=1)}
-    raw, keyed = (init(rpx.LoRA(2), params, jax.random.key(0)) for _ in range(2))
+def test_each_array_has_a_draw_of_its_own():
+    raw = init(rpx.LoRA(2), {"x": normal(6, 4), "y": normal(6, 4, seed=1)}, jax.random.key(0))
     assert not np.array_equal(raw["x"]["@lora"]["a"], raw["y"]["@lora"]["a"])
-    assert jax.tree.all(jax.tree.map(np.array_equal, raw, keyed))
 
 
 def test_axes_of_a_base_have_their_names():
@@ -453,7 +451,7 @@ def test_each_factor_of_vera_has_a_key_of_its_own():
 
 
 def test_factors_of_vera_depend_on_no_setting():
-    w, factors = np.asarray(normal(8, 6)), jax.jit(rpx.VeRA(4).factors)
+    w, factors = np.asarray(normal(8, 6)), rpx.VeRA(4).factors
     want = factors(w)
     with jax.threefry_partitionable(new_val=False):
         np.testing.assert_array_equal(factors(w)[0], want[0])

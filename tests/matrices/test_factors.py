@@ -17,13 +17,13 @@ def rotated(*shape):
 
 
 @jax.jit
-def start(p, w):
+def started(p, w):
     return p.apply(p.init({"w": w}))["w"]
 
 
 def reproduced(p, w):
     """What the model reads straight after ``init``, of one program."""
-    return np.asarray(start(p, w))
+    return np.asarray(started(p, w))
 
 
 def nearest(w, rank):

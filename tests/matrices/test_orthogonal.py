@@ -219,9 +219,8 @@ def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
     p = rpx.VarNoise(0.5) >> rpx.Orthogonal(where="w") >> rpx.WeightNorm(where="w") >> rpx.WeightNorm(where="v")
     raw = init(p, {"w": normal(3, 2, dtype=np.float32), "v": np.ones((2, 2), np.float32)})
     raw["w"]["@weight_norm"]["v"]["@orthogonal"]["x"] += 0.3
-    moved = jax.jit(p.rebase)(raw)
+    moved = p.rebase(raw)
     node = moved["w"]["@weight_norm"]
-    assert moved["v"]["@weight_norm"] is not raw["v"]
     np.testing.assert_array_equal(moved["v"]["@weight_norm"]["v"], raw["v"]["@weight_norm"]["v"])
     np.testing.assert_array_equal(node["v"]["@orthogonal"]["x"], np.zeros((3, 2)))
     np.testing.assert_array_equal(node["g"], raw["w"]["@weight_norm"]["g"])

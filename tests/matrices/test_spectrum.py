@@ -84,7 +84,7 @@ def started(stage, w):
         pytest.param(rpx.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
         pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
         pytest.param(
-            rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.9, 0.8, shape=(3, 3)), id="almost orthogonal"
+            rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.9, 0.8, shape=(4, 3)), id="almost orthogonal"
         ),
         pytest.param(rpx.AlmostOrthogonal(0.2), np.eye(3), id="identity"),
     ],

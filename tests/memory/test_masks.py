@@ -50,12 +50,14 @@ def in_its_body(p):
 LOSSES = {each.__name__: each for each in (unrolled, before_the_scan, in_its_body)}
 
 
-WAYS = [(name, batched) for name in LOSSES for batched in (False, True)]
+WAYS = [(name, batched) for name in LOSSES for batched in ("alone", "under vmap")]
 
 
-@pytest.mark.parametrize("way", mostly_thorough(WAYS, ("before_the_scan", True), ("in_its_body", False)), ids=str)
+@pytest.mark.parametrize(
+    "way", mostly_thorough(WAYS, ("before_the_scan", "under vmap"), ("in_its_body", "alone")), ids=" ".join
+)
 def test_values_and_gradients_are_those_without_it(way):
-    name, batched = way
+    name, batched = way[0], way[1] == "under vmap"
     loss, raw = LOSSES[name](DROPOUT)
     f = jax.vmap(loss, (None, 0, None)) if batched else loss
     given = raw, jax.random.split(KEY, 2) if batched else KEY, X

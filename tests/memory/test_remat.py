@@ -200,7 +200,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
     network, weights = LOSSES[name]
-    p, x = rpx.WeightNorm(), normal(6, 8)
+    p, x = rpx.WeightNorm() >> rpx.VarNoise(0.1), normal(6, 8)
     raw = jax.jit(p.init)(weights)
 
     def loss(raw, key, x):

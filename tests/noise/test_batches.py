@@ -102,7 +102,7 @@ def test_arrays_under_vmap_have_the_gradients_of_each_alone():
 
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-SPECS = [jax.P("a", None), jax.P(None, "a"), jax.P("a", None)]
+SPECS = [jax.P("a", None), jax.P(None, "a"), jax.P("a", None), jax.P()]
 
 
 def sharded(mesh):

@@ -203,10 +203,10 @@ def test_the_estimate_goes_on_to_raw_values_by_the_chain_rule():
 
 def test_mirrored_pairs_are_those_of_evolution_strategies():
     raw, keys = {"w": normal(6)}, jax.random.split(KEY, 64)
-    each = [np.asarray(members(rpx.VarNoise(s), raw, keys)["w"]) for s in (0.1, -0.1)]
-    up, down = (np.sum(np.sin(w), axis=1) + 100.0 for w in each)
+    drawn = [np.asarray(members(rpx.VarNoise(s), raw, keys)["w"]) for s in (0.1, -0.1)]
+    up, down = (np.sum(np.sin(w), axis=1) + 100.0 for w in drawn)
     got = np.asarray(estimate(rpx.VarNoise(0.1), raw, keys, (up - down) / 2)["w"])
-    noise = (each[0] - np.asarray(raw["w"])) / 0.1
+    noise = (drawn[0] - np.asarray(raw["w"])) / 0.1
     want = np.tensordot(up - down, noise, 1) / (2 * 64 * 0.1)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
     each = (up - down)[:, None] / 0.2 * noise

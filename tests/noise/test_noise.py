@@ -362,6 +362,7 @@ def test_a_subclass_keeps_its_override(key, w):
 def test_a_traced_value_gives_the_draws_of_the_known_one(key, w, compose):
     behind = rpx.Scale(1.0, where="w") >> rpx.VarNoise(0.3)
     raw = behind.init({"w": w})
+    # `vmap` traces the value too, and uses programs of other tests where `jit` would compile each chain.
     (traced,) = jax.vmap(lambda value: (compose(value) >> behind).apply(raw, key)["w"])(np.array([0.25], np.float32))
     np.testing.assert_allclose(traced, (compose(0.25) >> behind).apply(raw, key)["w"], rtol=1e-6, atol=1e-6)
 

@@ -54,6 +54,7 @@ def tolerance(w, dtype):
 )
 def test_positive_reproduces_positive_numbers(dtype, numbers):
     w = np.array(numbers).astype(dtype)
+    rpx.Positive().init({"w": w})  # takes them where it knows them
     got, wide = reproduced(rpx.Positive(), w), w.astype(np.float64)
     assert got.dtype == dtype
     np.testing.assert_array_less(np.abs(got.astype(np.float64) / wide - 1), tolerance(wide, dtype))
@@ -62,6 +63,7 @@ def test_positive_reproduces_positive_numbers(dtype, numbers):
 def test_positive_reproduces_float64_to_float64_precision():
     w = np.array([1e-300, 1e-30, 0.5, 50, 1e4])
     with jax.enable_x64():
+        rpx.Positive().init({"w": w})
         got = reproduced(rpx.Positive(), w)
     np.testing.assert_array_less(np.abs(got / w - 1), tolerance(w, np.float64))
 

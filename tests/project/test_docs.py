@@ -28,6 +28,7 @@ COMING_FROM = ROOT / "docs" / "coming_from.md"
 VERSIONS = ROOT / "docs" / "versions.md"
 CITATION = ROOT / "CITATION.cff"
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
+PROSE = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")), *NOTEBOOKS]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,11 @@ def test_the_lines_for_schedule_free_optimizers_run():
     p.check(names["average"], like={"w": jnp.ones((2, 2)), "b": jnp.ones(2)})
     assert not np.array_equal(p.fold(names["average"])["w"], p.fold(raw)["w"])
     np.testing.assert_array_equal(p.fold(names["average"])["b"], np.ones(2))
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
+def test_what_a_page_calls_by_our_name_exists(page):
+    assert [name for name in re.findall(r"\brpx\.(\w+)", page.read_text()) if not hasattr(rpx, name)] == []
 
 
 PAGES = ["concepts", "stages", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]

@@ -42,8 +42,8 @@ def seen(params):
 
 
 @jax.jit
-def effective(p, params, seen):
-    return p.apply(p.init(params, seen=seen))
+def effective(p, params, data):
+    return p.apply(p.init(params, seen=data))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])

@@ -188,7 +188,7 @@ def test_init_overwrites_where_it_is_told_to():
 
 
 def test_known_arrays_are_compared_inside_of_jit_too():
-    params = {"a": normal(3), "b": np.abs(normal(3))}
+    params = {"a": jnp.asarray(normal(3)), "b": jnp.abs(normal(3))}
     jax.jit(lambda: rpx.Tie({"b": ("a", jnp.abs)}).init(params))()
     with pytest.raises(ValueError, match="'b' does not equal what its source 'a' gives"):
         jax.jit(lambda: rpx.Tie({"b": "a"}).init(params))()

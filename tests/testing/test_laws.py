@@ -17,6 +17,7 @@ THOROUGH = {
     "gptq and awq",
     "masks from data",
 }
+assert {**CASES, **LEARNING}.keys() >= THOROUGH
 
 
 def marks(name, law):

@@ -33,7 +33,7 @@ STAGES = {
 }
 
 
-class Compiled:
+class InPrograms:
     """A stage whose start is one program, and its fold another."""
 
     def __init__(self, p):
@@ -42,12 +42,15 @@ class Compiled:
     def init(self, params, key, *, seen):
         return jax.jit(partial(self.p.init, seen=seen))(params, key)
 
+    def __repr__(self):
+        return repr(self.p)
+
 
 @pytest.mark.parametrize("name", mostly_thorough(STAGES, "gptq", "wanda, a diagonal", "no data"))
 @pytest.mark.parametrize("seed", mostly_thorough([0, 1], 0))
 def test_the_law_holds(name, seed, key):
     p, full = STAGES[name]
-    learned(Compiled(p), PARAMS, key, data(full=full, seed=seed))
+    learned(InPrograms(p), PARAMS, key, data(full=full, seed=seed))
 
 
 class Misled(rpx.Stored):

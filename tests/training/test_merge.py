@@ -142,8 +142,9 @@ def test_nan_of_one_model_stays_nan_under_jit_too():
         return {how: rpx.merge(models, how, base=BASE, density=PART, **more)["dense"]["bias"] for how, more in ways}
 
     models = [broken, *MODELS[1:]]
-    for bias in (found for run in (merged, jax.jit(merged)) for found in run(models).values()):
-        np.testing.assert_array_equal(np.isnan(bias), np.arange(len(bias)) == 0)
+    for run in (merged, jax.jit(merged)):
+        for how, bias in run(models).items():
+            np.testing.assert_array_equal(np.isnan(bias), np.arange(len(bias)) == 0, err_msg=f"{how} {run}")
 
 
 def test_weights_may_be_learned():

@@ -59,9 +59,10 @@ def _assert_identical(got: Any, want: Any) -> None:
 
 
 def _assert_all_differ(got: Any, want: Any) -> None:
-    """No number of one tree is that of the other."""
+    """No number of one tree is that of the other, and all are finite."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.all(np.asarray(x) != np.asarray(y))
+        assert np.all(np.isfinite(x))
 
 
 def _trained(

@@ -34,11 +34,11 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it; and so are the codes of :class:`Stored`, if a new adapter leaves their array as its base.
-    All other values are computed by ``init`` from the current weights; random starts draw
-    by ``jax.random.key(0)``, so for another key call ``new.init(old.fold(raw), key)``, and for a stage that starts from
-    data ``new.init(old.fold(raw), seen=seen)``. In an optimizer's state, the moments of kept values are kept, other
-    moments start at zero, and counters are kept.
+    the same stages change it; and so are the codes of :class:`Stored`, if a new adapter leaves their array as its base,
+    but not under ``jit``, where it is not known whether it does: there they are rounded anew. All other values are
+    computed by ``init`` from the current weights; random starts draw by ``jax.random.key(0)``, so for another key call
+    ``new.init(old.fold(raw), key)``, and for a stage that starts from data ``new.init(old.fold(raw), seen=seen)``. In
+    an optimizer's state, the moments of kept values are kept, other moments start at zero, and counters are kept.
 
     A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
     values are kept, but new values are an error, because the state does not show which of them need moments.
