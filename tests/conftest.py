@@ -30,7 +30,7 @@ gc.disable()  # what the imports make stays, so garbage is looked for when they 
 
 PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "jax_cache"))
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
-SIZE_OF_A_PROGRAM = 200_000
+SIZE_OF_A_PROGRAM = 350_000
 MEMORY_OF_PROGRAMS = 500_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 YOUNG_OBJECTS = 100_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
@@ -77,7 +77,7 @@ def empty_when_full(programs: Path) -> None:
 
 
 def most_programs_in_memory(memory: int, workers: int) -> int:
-    """As many as half of the memory takes, and no more than 2500. What is needed again is read from the folder."""
+    """As many as half of the memory takes, and no more than 1400. What is needed again is read from the folder."""
     return min(MEMORY_OF_PROGRAMS, memory // 2 // workers) // SIZE_OF_A_PROGRAM
 
 

@@ -58,7 +58,7 @@ def test_programs_are_counted_and_cleared_in_doctests_too(pytestconfig):
     assert pytestconfig.pluginmanager.is_registered(conftest.COMPILED)
 
 
-@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 2500), (1, 2, 1250), (60, 100, 1500)])
+@pytest.mark.parametrize(("gigabytes", "workers", "most"), [(24, 2, 1428), (1, 2, 714), (60, 100, 857)])
 def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(gigabytes, workers, most):
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
