@@ -67,6 +67,12 @@ def test_a_volume_is_that_of_the_jacobian(name):
     np.testing.assert_allclose(volume, np.linalg.slogdet(np.asarray(jacobian, np.float64))[1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_factor_scales_both_parts_of_complex_numbers():
+    w = normal(4) + 1j * normal(4, seed=1)
+    p = rpx.Scale(-0.5)
+    assert p.log_det(p.init({"w": w.astype(np.complex64)})) == pytest.approx(8 * np.log(0.5), rel=1e-6)
+
+
 def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_density():
     p = rpx.Simplex()
     x = np.asarray(init(p, {"w": special.softmax(normal(5))})["w"]["@simplex"]["x"]) + np.float32(0.7)
