@@ -2,9 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import reparax as rpx
+
+
+def zeros(f, *args):
+    """Zeros of the types that ``f`` gives, which need no program."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))
 
 
 @jax.jit
@@ -29,6 +35,12 @@ def fold(p, raw):
 def read(p, raw):
     """What the model reads."""
     return p.apply(raw)["w"]
+
+
+@jax.jit
+def update(p, raw, key=None, grads=None):
+    """The raw tree after ``p.update``."""
+    return p.update(raw, key, grads)
 
 
 @jax.jit

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.flax
+from compiled import effective, init, zeros
 from flax import serialization
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -56,16 +57,6 @@ def _params() -> dict[str, Any]:
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _init(p: rpx.Parametrization, params: Any) -> Any:
-    return p.init(params)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _apply(p: rpx.Parametrization, raw: Any, key: Array) -> Any:
-    return p.apply(raw, key)
-
-
 def _assert_identical(got: Any, want: Any) -> None:
     """Same structure, and bit for bit the same arrays."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -76,10 +67,10 @@ def _assert_identical(got: Any, want: Any) -> None:
 
 def _assert_restored(p: rpx.Parametrization, got: Any, params: Any) -> None:
     """``got`` is the raw tree of ``p``, passes its check, and has its effective tree, all bit for bit."""
-    raw, key = _init(p, params), jax.random.key(1)
+    raw, key = init(p, params), jax.random.key(1)
     p.check(got, like=params)
     _assert_identical(got, raw)
-    _assert_identical(_apply(p, got, key), _apply(p, raw, key))
+    _assert_identical(effective(p, got, key), effective(p, raw, key))
 
 
 def _message(error: type[Exception], call: Callable[[], object]) -> str:
@@ -98,20 +89,20 @@ def _flat(tree: Any) -> dict[str, Array]:
 
 @every_chain
 def test_pickle_restores_a_raw_tree_bit_for_bit(p: rpx.Parametrization) -> None:
-    _assert_restored(p, pickle.loads(pickle.dumps(_init(p, _params()))), _params())
+    _assert_restored(p, pickle.loads(pickle.dumps(init(p, _params()))), _params())
 
 
 @pytest.mark.thorough
 @every_chain
 def test_flax_bytes_restore_a_raw_tree_into_a_target(p: rpx.Parametrization) -> None:
-    raw = _init(p, _params())
+    raw = init(p, _params())
     target = jax.tree.map(jnp.zeros_like, raw)
     _assert_restored(p, serialization.from_bytes(target, serialization.to_bytes(raw)), _params())
 
 
 @every_chain
 def test_msgpack_restores_a_raw_tree_without_a_target(p: rpx.Parametrization) -> None:
-    _assert_restored(p, serialization.msgpack_restore(serialization.msgpack_serialize(_init(p, _params()))), _params())
+    _assert_restored(p, serialization.msgpack_restore(serialization.msgpack_serialize(init(p, _params()))), _params())
 
 
 @pytest.fixture
@@ -124,7 +115,7 @@ def orbax() -> Iterator[ocp.StandardCheckpointer]:
 def test_orbax_restores_a_raw_tree_into_a_template(
     p: rpx.Parametrization, orbax: ocp.StandardCheckpointer, tmp_path: Path
 ) -> None:
-    raw = _init(p, _params())
+    raw = init(p, _params())
     orbax.save(tmp_path / "raw", raw)
     orbax.wait_until_finished()
     _assert_restored(p, orbax.restore(tmp_path / "raw", jax.eval_shape(p.init, _params())), _params())
@@ -134,7 +125,7 @@ def test_orbax_restores_a_raw_tree_into_a_template(
 def test_orbax_restores_a_raw_tree_without_a_template(
     p: rpx.Parametrization, orbax: ocp.StandardCheckpointer, tmp_path: Path
 ) -> None:
-    orbax.save(tmp_path / "raw", _init(p, _params()))
+    orbax.save(tmp_path / "raw", init(p, _params()))
     orbax.wait_until_finished()
     _assert_restored(p, orbax.restore(tmp_path / "raw"), _params())
 
@@ -149,14 +140,14 @@ def _safe() -> dict[str, Any]:
 )
 def test_safetensors_restore_a_raw_tree_from_its_paths(name: str) -> None:
     p = CHAINS[name]
-    loaded = safetensors.flax.load(safetensors.flax.save(_flat(_init(p, _safe()))))
+    loaded = safetensors.flax.load(safetensors.flax.save(_flat(init(p, _safe()))))
     _assert_restored(p, unflatten_dict(loaded, sep="/"), _safe())
 
 
 @pytest.mark.parametrize("name", mostly_thorough(["tie", "everything"], "tie"))
 def test_safetensors_restore_a_tied_raw_tree_into_the_structure_that_init_gives(name: str) -> None:
     p = CHAINS[name]
-    loaded = safetensors.flax.load(safetensors.flax.save(_flat(_init(p, _safe()))))
+    loaded = safetensors.flax.load(safetensors.flax.save(_flat(init(p, _safe()))))
     template = jax.eval_shape(p.init, _safe())
     _assert_restored(p, jax.tree.structure(template).unflatten([loaded[path] for path in _flat(template)]), _safe())
 
@@ -167,7 +158,7 @@ def _without_empty_nodes(raw: Any) -> Any:
 
 def test_a_flat_format_loses_the_empty_node_of_a_tie_and_check_names_it() -> None:
     p = CHAINS["tie"]
-    lost = _without_empty_nodes(_init(p, _params()))
+    lost = _without_empty_nodes(init(p, _params()))
     assert _message(ValueError, lambda: p.check(lost, like=_params())) == (
         "Tie({'out/kernel': ('emb/table', jnp.transpose)}).check found a raw tree that differs from "
         "`init(like)`:\n  "
@@ -178,7 +169,7 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_check_names_it() -> Non
 
 def test_a_flat_format_loses_the_empty_node_of_a_tie_and_apply_names_it() -> None:
     p = CHAINS["tie"]
-    lost = _without_empty_nodes(_init(p, _params()))
+    lost = _without_empty_nodes(init(p, _params()))
     assert _message(ValueError, lambda: p.apply(lost)) == (
         "Tie({'out/kernel': ('emb/table', jnp.transpose)}).apply found nothing at 'out/kernel', where `init` "
         "leaves an empty node. Flattened formats lose empty nodes: restore into the structure of "
@@ -188,32 +179,32 @@ def test_a_flat_format_loses_the_empty_node_of_a_tie_and_apply_names_it() -> Non
 
 @every_chain
 def test_flatten_dict_restores_a_raw_tree_with_its_empty_nodes(p: rpx.Parametrization) -> None:
-    flat = flatten_dict(_init(p, _params()), keep_empty_nodes=True, sep="/")
+    flat = flatten_dict(init(p, _params()), keep_empty_nodes=True, sep="/")
     _assert_restored(p, unflatten_dict(flat, sep="/"), _params())
 
 
 @every_chain
 def test_frozen_dicts_hold_a_raw_tree(p: rpx.Parametrization, key: Array) -> None:
-    raw = _init(p, _params())
+    raw = init(p, _params())
     frozen = freeze(raw)
     p.check(frozen, like=_params())
     _assert_restored(p, unfreeze(frozen), _params())
-    effective = _apply(p, frozen, key)
-    assert isinstance(effective, FrozenDict)
-    _assert_identical(jax.tree.leaves(effective), jax.tree.leaves(_apply(p, raw, key)))
+    got = effective(p, frozen, key)
+    assert isinstance(got, FrozenDict)
+    _assert_identical(jax.tree.leaves(got), jax.tree.leaves(effective(p, raw, key)))
 
 
 @pytest.mark.parametrize("name", ["spectral_norm", "everything"])
 def test_frozen_dicts_can_be_updated(name: str) -> None:
     p = CHAINS[name]
-    raw = _init(p, _params())
+    raw = init(p, _params())
     update = jax.jit(p.update)
     _assert_identical(jax.tree.leaves(update(freeze(raw))), jax.tree.leaves(update(raw)))
 
 
 @every_chain
 def test_equinox_restores_a_raw_tree_into_a_template(p: rpx.Parametrization, tmp_path: Path) -> None:
-    raw = _init(p, _params())
+    raw = init(p, _params())
     eqx.tree_serialise_leaves(tmp_path / "raw.eqx", raw)
     _assert_restored(p, eqx.tree_deserialise_leaves(tmp_path / "raw.eqx", jax.eval_shape(p.init, _params())), _params())
 
@@ -222,7 +213,7 @@ def test_orbax_refuses_a_checkpoint_of_another_chain_and_names_the_path(
     orbax: ocp.StandardCheckpointer, tmp_path: Path
 ) -> None:
     params = {"w": np.eye(2, dtype=np.float32)}
-    orbax.save(tmp_path / "raw", _init(rpx.SpectralNorm(), params))
+    orbax.save(tmp_path / "raw", init(rpx.SpectralNorm(), params))
     orbax.wait_until_finished()
     template = jax.eval_shape(rpx.WeightNorm().init, params)
     with pytest.raises(ValueError, match="@weight_norm"):
@@ -233,16 +224,16 @@ def test_a_plain_checkpoint_loads_into_a_chain_of_perturbations(key: Array) -> N
     p = rpx.WeightDropout(0.1) >> rpx.VarNoise(0.1)
     plain = serialization.msgpack_restore(serialization.msgpack_serialize(_params()))
     p.check(plain, like=_params())
-    _assert_identical(_init(p, _params()), _params())
-    _assert_identical(_apply(p, plain, key), _apply(p, _params(), key))
+    _assert_identical(init(p, _params()), _params())
+    _assert_identical(effective(p, plain, key), effective(p, _params(), key))
     _assert_identical(p.fold(plain), _params())
 
 
 def test_a_checkpoint_made_before_noise_was_added_loads_after(key: Array) -> None:
-    raw = pickle.loads(pickle.dumps(_init(rpx.WeightNorm(), _params())))
+    raw = pickle.loads(pickle.dumps(init(rpx.WeightNorm(), _params())))
     noisy = rpx.WeightNorm() >> rpx.VarNoise(0.1)
     noisy.check(raw, like=_params())
-    _assert_identical(_apply(noisy, raw, key), _apply(noisy, _init(noisy, _params()), key))
+    _assert_identical(effective(noisy, raw, key), effective(noisy, init(noisy, _params()), key))
 
 
 @every_chain
@@ -322,7 +313,7 @@ def test_a_configuration_lies_beside_a_checkpoint(p: rpx.Parametrization, tmp_pa
 def test_the_configuration_tells_maps_apart_whose_raw_trees_are_alike() -> None:
     saved, other = rpx.Orthogonal("cayley"), rpx.Orthogonal("expm")
     params = {"w": np.eye(3, dtype=np.float32)}
-    raw = jax.tree.map(lambda x: np.asarray(x) + KERNEL[:3], _init(saved, params))
+    raw = jax.tree.map(lambda x: np.asarray(x) + KERNEL[:3], init(saved, params))
     other.check(raw, like=params)
     assert np.abs(np.asarray(other.fold(raw)["w"]) - np.asarray(saved.fold(raw)["w"])).max() > 0.1
     _assert_identical(rpx.from_json(saved.to_json()).fold(raw), saved.fold(raw))
@@ -521,7 +512,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize(("change", "lines"), CHANGES.values(), ids=CHANGES)
 def test_check_names_what_is_wrong(change: Callable[[Any], object], lines: str) -> None:
-    raw = _init(CHECKED, LIKE)
+    raw = init(CHECKED, LIKE)
     change(raw)
     before = jax.tree.map(lambda x: x, raw)
     assert _message(ValueError, lambda: CHECKED.check(raw, like=LIKE)) == (
@@ -535,28 +526,23 @@ def test_check_names_what_is_wrong(change: Callable[[Any], object], lines: str) 
 W = {"w": jnp.asarray(KERNEL)}
 
 
-def _zeros(p: rpx.Parametrization) -> Any:
-    """A raw tree as ``p`` makes it from ``W``, of zeros: ``check`` looks at types alone."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(p.init, W))
-
-
 OTHERS: dict[str, tuple[rpx.Parametrization, Callable[[], Any], str, str]] = {
     "plain_tree": (rpx.WeightNorm(), lambda: W, "WeightNorm()", "  w: expected @weight_norm, got a plain array\n"),
     "other_chain": (
         rpx.WeightNorm(),
-        lambda: _zeros(rpx.SpectralNorm()),
+        lambda: zeros(rpx.SpectralNorm().init, W),
         "WeightNorm()",
         "  w: expected @weight_norm, got @spectral_norm\n",
     ),
     "longer_chain": (
         rpx.WeightNorm(),
-        lambda: _zeros(rpx.WeightNorm() >> rpx.LowRank(1)),
+        lambda: zeros((rpx.WeightNorm() >> rpx.LowRank(1)).init, W),
         "WeightNorm()",
         "  w: expected @weight_norm, got @low_rank\n",
     ),
     "shorter_chain": (
         rpx.WeightNorm() >> rpx.LowRank(1),
-        lambda: _zeros(rpx.LowRank(1)),
+        lambda: zeros(rpx.LowRank(1).init, W),
         "(WeightNorm() >> LowRank(1))",
         "  w/@low_rank/u: unexpected, holds float32[4, 1]\n"
         "  w/@low_rank/u/@weight_norm/g: missing, expected float32[1, 1]\n"
@@ -567,26 +553,26 @@ OTHERS: dict[str, tuple[rpx.Parametrization, Callable[[], Any], str, str]] = {
     ),
     "other_order": (
         rpx.WeightNorm() >> rpx.LowRank(1),
-        lambda: _zeros(rpx.LowRank(1) >> rpx.WeightNorm()),
+        lambda: zeros((rpx.LowRank(1) >> rpx.WeightNorm()).init, W),
         "(WeightNorm() >> LowRank(1))",
         "  w: expected @low_rank, got @weight_norm\n",
     ),
     "other_axis": (
         rpx.WeightNorm(),
-        lambda: _zeros(rpx.WeightNorm(axis=0)),
+        lambda: zeros(rpx.WeightNorm(axis=0).init, W),
         "WeightNorm()",
         "  w/@weight_norm/g: expected float32[1, 3], got float32[4, 1]\n",
     ),
     "other_rank": (
         rpx.LowRank(1),
-        lambda: _zeros(rpx.LowRank(2)),
+        lambda: zeros(rpx.LowRank(2).init, W),
         "LowRank(1)",
         "  w/@low_rank/u: expected float32[4, 1], got float32[4, 2]\n"
         "  w/@low_rank/v: expected float32[1, 3], got float32[2, 3]\n",
     ),
     "raw_for_perturbations": (
         rpx.VarNoise(0.1),
-        lambda: _zeros(rpx.WeightNorm()),
+        lambda: zeros(rpx.WeightNorm().init, W),
         "VarNoise(0.1)",
         "  w: expected a plain array, got @weight_norm\n",
     ),
@@ -622,7 +608,7 @@ def test_check_tells_the_raw_tree_of_another_chain(
 )
 def test_check_takes_parameters_or_their_shapes(like: Callable[[Any], Any]) -> None:
     p = CHAINS["nested"]
-    p.check(_init(p, _params()), like=like(_params()))
+    p.check(init(p, _params()), like=like(_params()))
 
 
 def test_check_takes_leaves_that_are_no_arrays() -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import zeros
 from grids import mostly_thorough
 from jax import Array
 
@@ -318,11 +319,6 @@ def _raw() -> dict[str, Any]:
     return jax.jit(rpx.WeightNorm().init)(_params())
 
 
-def _zeros(p: rpx.Parametrization, params: Any) -> Any:
-    """A raw tree as ``p`` makes it, of zeros."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(p.init, params))
-
-
 def _node(**values: Any) -> tuple[Any]:
     """A raw tree of weight norm with one parameter ``k``."""
     return ({"k": {"@weight_norm": {"g": jnp.ones((1, 2)), "v": jnp.asarray(KERNEL), **values}}},)
@@ -403,7 +399,7 @@ WRONG_TREES = {
     ),
     "raw_tree_of_a_longer_chain": Fault(
         rpx.WeightNorm().apply,
-        lambda: (_zeros(rpx.WeightNorm() >> rpx.LowRank(1), _params()),),
+        lambda: (zeros((rpx.WeightNorm() >> rpx.LowRank(1)).init, _params()),),
         ValueError,
         "WeightNorm().apply does not know '@low_rank' at 'dense/kernel': another chain made this raw tree. "
         f"{OTHER_CHAIN}",
@@ -416,7 +412,7 @@ WRONG_TREES = {
     ),
     "raw_tree_of_another_order": Fault(
         (rpx.WeightNorm() >> rpx.LowRank(1)).apply,
-        lambda: (_zeros(rpx.LowRank(1) >> rpx.WeightNorm(), _params()),),
+        lambda: (zeros((rpx.LowRank(1) >> rpx.WeightNorm()).init, _params()),),
         ValueError,
         "WeightNorm().apply does not know the values under '@weight_norm' at 'dense/kernel': another chain made this "
         "raw tree. "
@@ -431,7 +427,7 @@ WRONG_TREES = {
     ),
     "g_of_another_axis": Fault(
         rpx.WeightNorm().apply,
-        lambda: (_zeros(rpx.WeightNorm(axis=0), {"k": np.ones((2, 2), np.float32)}),),
+        lambda: (zeros(rpx.WeightNorm(axis=0).init, {"k": np.ones((2, 2), np.float32)}),),
         ValueError,
         "WeightNorm().apply at 'k': expected g of shape (1, 2), got (2, 1): another chain made this raw tree. "
         f"{OTHER_CHAIN}",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import fold, init
+from compiled import fold, init, zeros
 from errors import raises
 from grids import mostly_thorough
 from hypothesis import given
@@ -42,10 +42,7 @@ def read(tensors, config, like, **how):
     return chains[0], raw
 
 
-def blank(p, params):
-    """A raw tree of zeros, which no program makes."""
-    shapes = jax.eval_shape(p.init, params, jax.random.key(0))
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+KEY = jax.random.key(0)
 
 
 def lora(**layers):
@@ -94,7 +91,7 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
 def test_a_name_that_ends_others_is_written_from_its_start():
     params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
     p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
-    _, config = rpx.to_peft(p, blank(p, params))
+    _, config = rpx.to_peft(p, zeros(p.init, params, KEY))
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
@@ -113,13 +110,13 @@ def test_a_stored_base_and_noise_are_left_out():
 def test_an_alpha_is_written_as_it_is_with_either_divisor():
     for divisor, root in (("rank", False), ("sqrt", True)):
         p = rpx.Freeze() >> rpx.LoRA(4, 8.0, divisor=divisor)
-        _, config = rpx.to_peft(p, blank(p, model()))
+        _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
         assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, root)
 
 
 def test_an_alpha_of_none_is_a_factor_of_one():
     p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
-    _, config = rpx.to_peft(p, blank(p, model()))
+    _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
@@ -143,7 +140,7 @@ def test_what_peft_has_put_aside_is_not_read():
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
-    _, config = rpx.to_peft(p, blank(p, model()))
+    _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
@@ -817,7 +814,7 @@ def test_what_is_not_read(case):
 
 
 def written(p, raw=None):
-    return rpx.to_peft(p, blank(p, model()) if raw is None else raw)
+    return rpx.to_peft(p, zeros(p.init, model(), KEY) if raw is None else raw)
 
 
 def refused(lines):
@@ -880,14 +877,14 @@ WRITING = {
         ),
     ),
     "a stack under one name": (
-        lambda: rpx.to_peft(STACKED_LORA, blank(STACKED_LORA, stack(2)), layouts={KERNEL: "kernel"}),
+        lambda: rpx.to_peft(STACKED_LORA, zeros(STACKED_LORA.init, stack(2), KEY), layouts={KERNEL: "kernel"}),
         refused(
             "layers/mlp/kernel: PEFT has one adapter for each layer, but LoRA(2, where='layers/mlp/kernel', stacked=0) "
             "acts on a stack. Give the layers names with {i} by `names`, such as 'layers.{i}.weight'"
         ),
     ),
     "a whole stack under several names": (
-        lambda: rpx.to_peft(WHOLE_LORA, blank(WHOLE_LORA, stack(2)), names=LAYERS),
+        lambda: rpx.to_peft(WHOLE_LORA, zeros(WHOLE_LORA.init, stack(2), KEY), names=LAYERS),
         refused(
             "layers/mlp/kernel: `names` gives each layer a name, but LoRA(2, rows=(0, 1), where='layers/mlp/kernel') "
             "does not act on each layer by itself. Give it `stacked=0`."
@@ -896,7 +893,7 @@ WRITING = {
     "an attention kernel": (
         lambda: rpx.to_peft(
             rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)),
-            blank(rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)), {"q": {"kernel": normal(8, 2, 4)}}),
+            zeros((rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init, {"q": {"kernel": normal(8, 2, 4)}}, KEY),
             layouts={"q/kernel": "kernel"},
         ),
         refused(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import scipy.linalg
-from compiled import fold, init
+from compiled import fold, init, zeros
 from errors import raises
 from flax import nnx
 from grids import mostly_thorough
@@ -689,11 +689,6 @@ def test_a_state_dict_of_another_model_is_refused_with_every_difference(state, p
         rpx.from_torch(p, state, MODEL_LIKE)
 
 
-def blank(p, params):
-    """A raw tree of zeros, which no program makes."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(p.init, params))
-
-
 LOW = rpx.LowRank(1)
 
 
@@ -721,12 +716,12 @@ REFUSED = {
         f"from_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "no twin to write": (
-        lambda: rpx.to_torch(LOW, blank(LOW, MODEL_LIKE)),
+        lambda: rpx.to_torch(LOW, zeros(LOW.init, MODEL_LIKE)),
         ValueError,
         f"to_torch: 'dense/kernel': torch has no equivalent of LowRank(1). {PLAIN}",
     ),
     "lengths along two axes": (
-        lambda: rpx.to_torch(rpx.WeightNorm(axis=(0, 1)), blank(rpx.WeightNorm(axis=(0, 1)), MODEL_LIKE)),
+        lambda: rpx.to_torch(rpx.WeightNorm(axis=(0, 1)), zeros(rpx.WeightNorm(axis=(0, 1)).init, MODEL_LIKE)),
         ValueError,
         "to_torch: 'dense/kernel': torch has norms along one axis, but no equivalent of WeightNorm(axis=(0, 1)). "
         f"{PLAIN}",
@@ -734,7 +729,7 @@ REFUSED = {
     "orthogonal kernels of convolutions": (
         lambda: rpx.to_torch(
             rpx.Orthogonal(stacked=(0, 1)),
-            blank(rpx.Orthogonal(stacked=(0, 1)), CONV),
+            zeros(rpx.Orthogonal(stacked=(0, 1)).init, CONV),
             layouts={"conv/kernel": "kernel"},
         ),
         ValueError,
@@ -742,19 +737,19 @@ REFUSED = {
         f"axes, but these axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices that are stacked along another axis": (
-        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1), blank(rpx.Orthogonal(stacked=1), CUBE)),
+        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1), zeros(rpx.Orthogonal(stacked=1).init, CUBE)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(stacked=1) and of torch are in the last two axes, but these "
         f"axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
-        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), blank(rpx.Orthogonal(rows=0), CUBE)),
+        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), zeros(rpx.Orthogonal(rows=0).init, CUBE)),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
         f"differ between the two. {PLAIN}",
     ),
     "lengths of stacked arrays": (
-        lambda: rpx.to_torch(rpx.WeightNorm(stacked=0), blank(rpx.WeightNorm(stacked=0), CUBE)),
+        lambda: rpx.to_torch(rpx.WeightNorm(stacked=0), zeros(rpx.WeightNorm(stacked=0).init, CUBE)),
         ValueError,
         f"to_torch: 'w': torch has no equivalent of stacked in WeightNorm(stacked=0). {BY_LAYER}{PLAIN}",
     ),
@@ -764,7 +759,7 @@ REFUSED = {
         f"from_torch: 'w': torch has no equivalent of stacked in SpectralNorm(stacked=0). {BY_LAYER}{PLAIN}",
     ),
     "norms of convolutions": (
-        lambda: rpx.to_torch(CONVOLVED, blank(CONVOLVED, {"w": np.ones((3, 3, 1, 2), np.float32)})),
+        lambda: rpx.to_torch(CONVOLVED, zeros(CONVOLVED.init, {"w": np.ones((3, 3, 1, 2), np.float32)})),
         ValueError,
         f"to_torch: 'w': torch has no equivalent of window in SpectralNorm(window=(4, 4)). {PLAIN}",
     ),
@@ -774,7 +769,7 @@ REFUSED = {
         "from_torch: 'dense/kernel': torch has no equivalent of detach in WeightNorm(detach=True). " + PLAIN,
     ),
     "a stage on coordinates": (
-        lambda: rpx.to_torch(rpx.Freeze() >> rpx.Orthogonal(), blank(rpx.Freeze() >> rpx.Orthogonal(), DENSE)),
+        lambda: rpx.to_torch(rpx.Freeze() >> rpx.Orthogonal(), zeros((rpx.Freeze() >> rpx.Orthogonal()).init, DENSE)),
         ValueError,
         f"to_torch: 'dense/kernel': torch has no equivalent of Orthogonal() on a value of another stage. {PLAIN}",
     ),
@@ -923,7 +918,7 @@ REFUSED = {
         "equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and vectors.",
     ),
     "a stage on a whole stack": (
-        lambda: rpx.to_torch(NORM, blank(NORM, CUBE), names={"w": "{i}.w"}),
+        lambda: rpx.to_torch(NORM, zeros(NORM.init, CUBE), names={"w": "{i}.w"}),
         ValueError,
         "to_torch: 'w': `names` gives each layer a name, but WeightNorm() does not act on each layer by itself. Give "
         "it `stacked=0`.",
@@ -931,7 +926,7 @@ REFUSED = {
     "a stage on one of two stacks": (
         lambda: rpx.to_torch(
             rpx.WeightNorm(stacked=0),
-            blank(rpx.WeightNorm(stacked=0), {"w": np.ones((2, 2, 2, 2), np.float32)}),
+            zeros(rpx.WeightNorm(stacked=0).init, {"w": np.ones((2, 2, 2, 2), np.float32)}),
             names={"w": "{i}.{j}.w"},
         ),
         ValueError,

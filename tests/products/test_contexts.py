@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import zeros
 from flax import nnx
 from grids import mostly_thorough
 from jax.sharding import AxisType
@@ -261,10 +262,6 @@ def moved(raw):
 
 def computed(f, *args):
     return jax.jit(f)(*args)
-
-
-def zeros(f, *args):
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))
 
 
 def prepared(context, made=computed):

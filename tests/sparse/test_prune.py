@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import fold, init, pulled, read
+from compiled import fold, init, pulled, read, update
 from errors import raises
 
 import reparax as rpx
@@ -27,11 +27,6 @@ def rotated(*shape):
 @jax.jit
 def projected(p, arrays):
     return [p.project(w) for w in arrays]
-
-
-@jax.jit
-def updated(p, raw):
-    return p.update(raw)
 
 
 def without_smallest(w, count):
@@ -135,7 +130,7 @@ def test_an_update_prunes_what_earlier_stages_give_now():
     scaled = w * np.array([9, 1, 1, 9], np.float32)
     kept = without_smallest(w, 12) != 0
     np.testing.assert_allclose(read(p, raw), scaled * kept, rtol=1e-5)
-    after = updated(p, raw)
+    after = update(p, raw)
     np.testing.assert_allclose(read(p, after), without_smallest(scaled, 12), rtol=1e-5)
     held, new = (tree["w"]["@magnitude_prune"]["w"]["@weight_norm"]["v"] for tree in (raw, after))
     np.testing.assert_array_equal(held, new)
@@ -216,7 +211,7 @@ def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
     p = rpx.Scale(2.0, where="a") >> rpx.GlobalPrune(0.5)
     raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
     raw["a"]["@global_prune"]["w"]["@scale"]["x"] *= 10
-    got = fold(p, updated(p, raw))
+    got = fold(p, update(p, raw))
     np.testing.assert_array_equal(got["a"], [[10, 20]])
     np.testing.assert_array_equal(got["c"], [[0, 0]])
 
@@ -248,7 +243,7 @@ def test_an_update_of_n_of_m_makes_the_mask_anew():
     p = rpx.NofM(1, 2)
     raw = init(p, {"w": np.float32([[1, 2]])})
     raw["w"]["@nof_m"]["w"] = np.float32([[3, 2]])
-    np.testing.assert_array_equal(read(p, updated(p, raw)), [[3, 0]])
+    np.testing.assert_array_equal(read(p, update(p, raw)), [[3, 0]])
 
 
 def test_random_pruning_takes_a_given_number_at_random(key):

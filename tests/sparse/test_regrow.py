@@ -5,16 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import effective, fold, init
+from compiled import effective, fold, init, update
 from errors import raises
 
 import reparax as rpx
 from reparax.testing import check_laws
-
-
-@jax.jit
-def update(p, raw, key=None, grads=None):
-    return p.update(raw, key, grads)
 
 
 def normal(*shape, seed=0):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import init
+from compiled import init, update
 from errors import raises
 
 import reparax as rpx
@@ -29,11 +29,6 @@ def trained(p, tx, params, grads):
     return jax.tree.map(np.asarray, (raw, state))
 
 
-@jax.jit
-def updated(p, raw, grads):
-    return p.update(raw, grads=grads)
-
-
 @pytest.mark.parametrize(("inner", "moments"), [("adam", 2), ("lion", 1)])
 def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, moments):
     tx = rpx.optimizer(getattr(optax, inner)(0.1))
@@ -41,7 +36,7 @@ def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, m
     params = {"w": COUNTED, "b": np.ones(4, np.float32)}
     before, state = trained(p, tx, params, 1.0)
     hidden = before["w"]["@rigl"]["@fixed"]["mask"] == 0
-    after = updated(p, before, {"w": np.float32(hidden), "b": np.ones(4, np.float32)})
+    after = update(p, before, grads={"w": np.float32(hidden), "b": np.ones(4, np.float32)})
     masks = [np.asarray(raw["w"]["@rigl"]["@fixed"]["mask"]) != 0 for raw in (before, after)]
     born = ~masks[0] & masks[1]
     assert born.sum() == 4
@@ -95,7 +90,7 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
     p = rpx.RigL(0.5, drop=0.5)
     tx = rpx.optimizer(optax.adafactor(0.1, min_dim_size_to_factor=2))
     before, state = trained(p, tx, {"w": COUNTED}, 1.0)
-    after = updated(p, before, {"w": COUNTED[::-1]})
+    after = update(p, before, grads={"w": COUNTED[::-1]})
     got = jax.jit(rpx.reset_moments)(state, before, after)
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
@@ -104,7 +99,7 @@ def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = np.float32([[5, 4, 0, 0]])
     p = rpx.RigL(count=2, drop=1.0)
     before = init(p, {"w": w, "mu": {"w": w}}, jax.random.key(0))
-    after = updated(p, before, {"w": np.float32([[9, 9, 0, 0]]), "mu": {"w": np.float32([[0, 0, 9, 9]])}})
+    after = update(p, before, grads={"w": np.float32([[9, 9, 0, 0]]), "mu": {"w": np.float32([[0, 0, 9, 9]])}})
     state = jax.tree.map(np.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))
     got = jax.jit(rpx.reset_moments)(state, before, after)[0]
     for moment in (got.mu, got.nu):

@@ -49,7 +49,7 @@ def whole(bits: int, *, signed: bool) -> Numbers:
         return near.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        # Shifts copy the sign. XLA of jax 0.10 to 0.12 computes sums of int8 wrongly in front of products on CPUs.
+        # Shifts copy the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 wrongly before products on CPUs.
         return codes << (8 - bits) >> (8 - bits) if signed and bits < 8 else codes
 
     return Numbers(bits, float(high), encode, decode, dtype, float(low))

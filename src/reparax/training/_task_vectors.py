@@ -40,6 +40,7 @@ def agreeing_mean(tasks: Array, weights: Array, method: str) -> Array:
 
 
 def _where(kept: Array, task: Array) -> Array:
+    """The entries that are kept, and zero, or NaN, where they are not."""
     # XLA takes `task * kept` for a choice between `task` and 0, and so loses NaN.
     return jnp.where(kept, task, 0 * task)
 
