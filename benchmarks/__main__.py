@@ -19,6 +19,7 @@ from timing import machine
 FOLDER = Path(__file__).parent
 REPEATS = {
     "overhead": 20,
+    "eager": 50,
     "peers": 25,
     "memory": 10,
     "draws": 15,

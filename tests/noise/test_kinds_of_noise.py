@@ -180,7 +180,8 @@ def test_noise_of_low_rank_is_never_a_matrix():
         return jax.jit(lambda raw, keys, fitness: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk)).trace(*given)
 
     def steps(program):
-        return [eqn.params["length"] for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+        (call,) = [eqn for eqn in program.jaxpr.eqns if eqn.params.get("name") == "_summed"]
+        return [eqn.params["length"] for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
 
     def temporary(program):
         return program.lower().compile().memory_analysis().temp_size_in_bytes

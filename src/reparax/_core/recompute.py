@@ -12,6 +12,9 @@ from reparax._tree.paths import PyTree, is_traceable
 class Mark:
     """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours.
 
+    As policies all marks are equal. JAX remembers how it splits a program by the policy too, so with policies that
+    differ an eager gradient would compile anew in every call.
+
     Attributes:
       treedef: The structure of the effective tree.
       made: The leaves of the effective tree that are outputs, in their order.
@@ -27,6 +30,12 @@ class Mark:
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mark)
+
+    def __hash__(self) -> int:
+        return hash(Mark)
 
     def __repr__(self) -> str:
         return "mark"  # so that equal programs have equal texts

@@ -1,5 +1,6 @@
 """Gradient estimates from noise, for functions that are only evaluated."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,12 +82,8 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
         return run(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
     seen = before(moving)
-    layer = planner(replace(noise, std=1.0)).plan("apply", seen.types)
-    total: dict[Names, Array] = {}
-    for kind in (_Full, _LowRank):
-        own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
-        sites = [replace(site, stage=kind(site.stage)) for site in own]
-        total |= _summed(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
+    arrays = {place: x if is_traceable(x) else None for place, x in seen.arrays.items()}
+    total = _summed(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
     _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in total}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
@@ -106,10 +103,22 @@ def _check_counts(keys: Array, fitness: Array) -> None:
     )
 
 
-def _summed(
+@functools.partial(jax.jit, static_argnames="chunk")
+def _summed(noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None) -> dict[Names, Array]:
+    """For each array with noise the sum over all members of it times their fitness; the loop is compiled once."""
+    seen = flatten(tree)
+    layer, total = planner(noise).plan("apply", seen.types), dict[Names, Array]()
+    for kind in (_Full, _LowRank):
+        own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
+        sites = [replace(site, stage=kind(site.stage)) for site in own]
+        total |= _summed_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
+    return total
+
+
+def _summed_alike(
     layer: Layer, arrays: Mapping[Names, Any], keys: Array, fitness: Array, chunk: int | None
 ) -> dict[Names, Array]:
-    """For each array the sum over all members of its noise times their fitness."""
+    """The sums over members for arrays with noise of full rank, or for arrays with noise of low rank."""
     likes = [widened(jnp.asarray(arrays[site.spots["w"].place])) for site in layer.sites]
     pairs = list(zip([site.stage for site in layer.sites], likes, strict=True))
     drawn_by_one = sum(stage.size(like) for stage, like in pairs)
@@ -170,9 +179,8 @@ class _LowRank(_Full):
         return jax.eval_shape(self.stage._factors, like, jax.random.key(0))
 
     def draw(self, like: Array, key: Array) -> Array:
-        if key.ndim:
-            return jax.lax.map(lambda one: self.draw(like, one), key)
-        return jnp.concatenate([x.ravel() for x in self.stage._factors(widened(like), key)])
+        factors = self.stage._factors(widened(like), key)
+        return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
     def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
         a, b = self._factors(like)

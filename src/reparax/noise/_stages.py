@@ -12,7 +12,7 @@ from jax import Array
 from reparax._axes.numbers import Axes, check_axes, check_features, other_axes, unstacked
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
-from reparax._core.keys import split_key
+from reparax._core.keys import split_in_two
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
@@ -102,11 +102,13 @@ class VarNoise(Drawn):
         return self.rank, self.stacked if self.rank else ()
 
     def draw(self, like: Array, key: Array) -> Array:
+        like = widened(like)
         if not self._is_low(like):
-            return random.normal(key, widened(like))
-        if key.ndim:
-            return jax.lax.map(lambda one: self.draw(like, one), key)
-        return self._unfolded(product(*self._factors(widened(like), key)), like)
+            return random.normal(key, like)
+        a, b = self._factors(like, key)
+        if key.ndim == 0:
+            return self._unfolded(product(a, b), like)
+        return jnp.stack([self._unfolded(product(*pair), like) for pair in zip(a, b, strict=True)])
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
@@ -136,11 +138,11 @@ class VarNoise(Drawn):
         return self.rank is not None and like.ndim - len(self._places(None)) >= 2
 
     def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
-        """The factors A and B of low-rank noise, in the dtype of ``like``, for each of the stacked matrices."""
+        """The factors A and B of low-rank noise, in the dtype of ``like``, for each key and each stacked matrix."""
         places, rank = self._places(None), self.rank or 1
         own = [n for axis, n in enumerate(like.shape) if axis not in places]
         stack, rows, columns = [like.shape[axis] for axis in places], math.prod(own[:-1]), own[-1]
-        first, second = split_key(key, (2,))
+        first, second = split_in_two(key)
         a = random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
         return a, random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
 

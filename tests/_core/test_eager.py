@@ -1,0 +1,89 @@
+"""Without ``jax.jit``: what JAX has compiled for one call serves all later ones, also of a chain made anew."""
+
+import copy
+import resource
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import pytest
+from cases import CASES
+from grids import mostly_thorough
+
+import reparax as rpx
+
+KEY = jax.random.key(1)
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: COMPILED.append(event) if event.endswith("/backend_compile_duration") else None
+)
+
+
+def squares(tree):
+    return sum(jnp.sum(jnp.abs(x).astype(jnp.float32) ** 2) for x in jax.tree.leaves(tree) if not is_integer(x))
+
+
+def is_integer(x):
+    return jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def programs_of_a_third_call(f):
+    """How many programs JAX compiles for a call that it has run twice."""
+    for _ in range(2):
+        jax.block_until_ready(jax.tree.leaves(f()))
+    before = len(COMPILED)
+    f()
+    return len(COMPILED) - before
+
+
+def ways_of(p, raw):
+    """Gradients of a loss in which the chain is made anew."""
+    free, fixed = rpx.partition(raw)
+
+    def loss(free):
+        return squares(copy.deepcopy(p).apply(rpx.combine(free, fixed), KEY))
+
+    return {
+        "grad": lambda: jax.grad(loss)(free),
+        "vjp": lambda: jax.vjp(loss, free)[1](jnp.float32(1)),
+        "linearize": lambda: jax.linearize(loss, free)[1](free),
+        "product with the hessian": lambda: jax.jvp(jax.grad(loss), (free,), (free,)),
+        "local": lambda: jax.grad(rpx.local(loss))(free),
+        "remat": lambda: jax.grad(rpx.remat(loss))(free),
+        "update": lambda: p.update(raw, KEY),
+        "penalty": lambda: p.penalty(raw),
+    }
+
+
+@pytest.mark.parametrize("case", mostly_thorough(CASES, "weight norm >> noise"))
+def test_eager_gradients_compile_nothing_again(case):
+    p, params = CASES[case]
+    ways = ways_of(p, p.init(params(), KEY))
+    assert {way: programs_of_a_third_call(f) for way, f in ways.items()} == dict.fromkeys(ways, 0)
+
+
+@pytest.mark.parametrize("rank", mostly_thorough([None, 2], None))
+def test_eager_estimates_from_noise_compile_nothing_again(rank):
+    p, keys = rpx.WeightNorm() >> rpx.VarNoise(0.1, rank=rank), jax.random.split(KEY, 3)
+    raw = p.init({"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))})
+    assert programs_of_a_third_call(lambda: rpx.noise_gradient(p, raw, keys, jnp.ones(3))) == 0
+
+
+def test_a_hessian_compiles_nothing_again():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = p.init({"w": jnp.ones((3, 2))})
+    assert programs_of_a_third_call(lambda: jax.hessian(lambda raw: squares(p.apply(raw, KEY)))(raw)) == 0
+
+
+@pytest.mark.thorough
+def test_eager_gradients_take_no_memory_with_them():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = p.init({"w": jnp.ones((8, 4))})
+
+    def most_memory_after(calls):
+        for _ in range(calls):
+            jax.grad(lambda raw: squares(p.apply(raw, KEY)))(raw)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = most_memory_after(20)
+    assert most_memory_after(200) - before < 20_000  # KiB; a program that stays takes about 7000 in each call
