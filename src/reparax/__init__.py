@@ -19,6 +19,7 @@ from reparax._stage.joint import Joint as Joint
 from reparax._stage.leaf import Perturbation as Perturbation
 from reparax._stage.leaf import Reparametrization as Reparametrization
 from reparax._stage.mean import Mean as Mean
+from reparax._stage.together import Together as Together
 from reparax._stage.varied import per_array as per_array
 from reparax._stage.where import all_but as all_but
 from reparax._stage.where import selected as selected

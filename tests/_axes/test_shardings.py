@@ -117,18 +117,6 @@ def test_lengths_that_a_stage_is_told_are_known_by_their_numbers():
     assert specs(raw)["wi"] == {"@split": {"block": P(None, "model")}}
 
 
-def test_a_stage_of_no_library_class_is_followed_too():
-    class Gram(rpx.Parametrization):
-        def init(self, params, key=None):
-            return {"gram": params["w"].T @ params["w"], "w": params["w"][:, :, None]}
-
-        def apply(self, raw, key=None):
-            return {"w": raw["w"][:, :, 0]}
-
-    raw = Gram().shardings({"w": BOTH}, MESH, like=shapes(w=(8, 16)))
-    assert specs(raw) == {"gram": P(None, None), "w": P("data", "model", None)}
-
-
 def test_a_stage_may_refuse_other_lengths_in_its_own_way():
     class Four(rpx.Reparametrization):
         def init_leaf(self, w):

@@ -329,9 +329,6 @@ def test_stacked_axes_count_once_from_the_front(axes):
 
 
 def test_global_pruning_takes_no_stacked_axes():
-    text = (
-        "GlobalPrune got stacked=0, but ranks the weights of all arrays together. Leave `stacked` out, or "
-        "prune each array alone with MagnitudePrune."
-    )
+    text = "GlobalPrune got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
     with raises(ValueError, text):
         rpx.GlobalPrune(0.5, stacked=0)

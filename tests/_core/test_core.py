@@ -44,16 +44,6 @@ class Affine(rpx.Reparametrization):
         return values["x"] * self.scale
 
 
-class Swap(rpx.Parametrization):
-    """A stage on whole trees: ``a`` and ``b`` change places."""
-
-    def init(self, params, key=None):
-        return {**params, "a": params["b"], "b": params["a"]}
-
-    def apply(self, raw, key=None):
-        return {**raw, "a": raw["b"], "b": raw["a"]}
-
-
 class Counter(rpx.Reparametrization):
     """Fixed values that change only in ``update``: how often it ran, and the value it saw then."""
 
@@ -158,25 +148,6 @@ def test_deterministic_drops_what_is_random():
     assert p.deterministic == rpx.WeightNorm() >> rpx.Cast("bfloat16")
     assert not p.deterministic.stochastic
     assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
-
-
-def test_a_stage_on_whole_trees_stands_anywhere_in_a_chain(key):
-    params = {"a": jnp.ones((2, 2)), "b": 3 * jnp.ones((2, 2))}
-    p = rpx.VarNoise(0.1, where="a") >> Swap() >> rpx.WeightNorm()
-    np.testing.assert_allclose(p.fold(p.init(params))["b"], params["b"], rtol=1e-6)
-    effective = p.apply(p.init(params), key)
-    np.testing.assert_allclose(effective["a"], params["a"], rtol=1e-6)
-    assert float(jnp.abs(effective["b"] - params["b"]).max()) > 1e-3
-
-
-def test_a_random_stage_on_whole_trees_must_say_what_its_mean_is():
-    class Noisy(Swap):
-        stochastic = True
-
-    text = "Noisy() draws random numbers, but does not define its mean. Define `deterministic`."
-    with pytest.raises(TypeError) as error:
-        (Noisy() >> rpx.WeightNorm()).fold({})
-    assert str(error.value) == text
 
 
 class RandomBase(rpx.Reparametrization):
@@ -323,130 +294,6 @@ def test_a_stage_cannot_be_changed():
     assert p == rpx.VarNoise(0.1)
 
 
-class Marked(rpx.Parametrization):
-    """A stage on whole trees by its hooks, which a chain of one gives all checks."""
-
-    stochastic = True
-
-    def init_tree(self, tree, keys):
-        return {**tree, "w": {"@marked": {"x": tree["w"]}}}
-
-    def apply_tree(self, tree, keys):
-        return {**tree, "w": tree["w"]["@marked"]["x"] + jax.random.normal(keys.of_stage(self.kind))}
-
-
-def test_a_stage_on_a_whole_tree_has_the_checks_of_a_chain():
-    raw = Marked().init(ONES)
-    assert set(raw["w"]) == {"@marked"}
-    with pytest.raises(ValueError, match=r"^Marked\(\)\.init takes the model's own parameters, but got a raw tree: "):
-        Marked().init(raw)
-    with pytest.raises(
-        ValueError, match=r"^Marked\(\)\.apply draws random numbers, so it needs a key, but got key=None"
-    ):
-        Marked().apply(raw)
-    with pytest.raises(TypeError, match=r"^Marked\(\)\.apply needs a PRNG key, but got 3 of type int"):
-        Marked().apply(raw, 3)
-    with pytest.raises(ValueError, match=r"^Marked\(\)\.apply does not know '@weight_norm' at 'v'"):
-        Marked().apply(raw | rpx.WeightNorm().init({"v": jnp.ones((2, 2))}), jax.random.key(0))
-    alone, chained = (p.apply(raw, jax.random.key(0)) for p in (Marked(), rpx.Chain() >> Marked() >> rpx.VarNoise(0.0)))
-    assert jnp.array_equal(alone["w"], chained["w"])
-
-
-def test_noise_is_drawn_before_a_stage_on_the_whole_tree_sees_it():
-    p, key = rpx.VarNoise(0.1) >> Swap(), jax.random.key(0)
-    tree = {"a": jnp.zeros(3), "b": jnp.ones(3)}
-    noisy = rpx.VarNoise(0.1).apply(tree, key)
-    assert jnp.array_equal(p.apply(tree, key)["a"], noisy["b"])
-
-
-@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.Joint])
-@pytest.mark.parametrize("verb", ["init", "apply", "mean", "update", "rebase", "penalty", "log_det"])
-def test_a_stage_on_single_arrays_has_no_method_on_the_whole_tree(base, verb):
-    text = (
-        f"Odd defines {verb}_tree, but acts on arrays at places of their own. Write its formulas, or another stage, on "
-        f"the whole tree, beside it in the chain: a `rpx.Parametrization`."
-    )
-    with raises(TypeError, text):
-        type("Odd", (base,), {f"{verb}_tree": lambda self, tree, keys: tree})
-    mixin = type("Mixin", (), {f"{verb}_tree": lambda self, tree, keys: tree})
-    with raises(TypeError, text):
-        type("Odd", (mixin, base), {})
-
-
-class EveryVerb(rpx.Parametrization):
-    """A stage on the whole tree that writes all methods."""
-
-    stochastic = True
-
-    @property
-    def deterministic(self):
-        return rpx.Mean(self)
-
-    def init_tree(self, tree, keys):
-        return jax.tree.map(lambda x: {"@every_verb": {"x": 10 * x}}, tree)
-
-    def apply_tree(self, tree, keys):
-        return {name: x["@every_verb"]["x"] * 3 for name, x in tree.items()}
-
-    def mean_tree(self, tree, keys):
-        return {name: x["@every_verb"]["x"] / 10 for name, x in tree.items()}
-
-    def update_tree(self, tree, keys, grads=None):
-        return tree if grads is None else jax.tree.map(lambda x: x, tree)
-
-    def penalty_tree(self, tree):
-        return jnp.float32(5)
-
-    def log_det_tree(self, tree, is_free):
-        return jnp.float32(sum(is_free(name) for name in tree))
-
-
-@pytest.mark.parametrize("given", [None, 3.0])
-def test_a_stage_on_the_whole_tree_gets_the_gradient_under_its_name(given):
-    class Seen(rpx.Parametrization):
-        def init_tree(self, tree, keys):
-            return {"w": {"@seen": {"x": tree["w"], "@fixed": {"seen": 0 * tree["w"]}}}}
-
-        def apply_tree(self, tree, keys):
-            return {"w": tree["w"]["@seen"]["x"]}
-
-        def update_tree(self, tree, keys, *, grads):
-            held = tree["w"]["@seen"]
-            seen = held["@fixed"]["seen"] - 1 if grads is None else grads["w"]
-            return {"w": {"@seen": {**held, "@fixed": {"seen": seen}}}}
-
-    Seen.raw_values = {"seen": rpx.fixed()}
-    p, params = Seen() >> Added(unseen=2.0), {"w": jnp.ones(2)}
-    after = p.update(p.init(params), grads=None if given is None else {"w": jnp.full(2, given)})
-    assert after["w"]["@seen"]["@fixed"]["seen"].tolist() == ([-1.0] * 2 if given is None else [6.0] * 2)
-
-
-def test_a_public_log_det_is_no_part_of_a_chain():
-    class Whole(rpx.Parametrization):
-        def init(self, params, key=None):
-            return params
-
-        def apply(self, raw, key=None):
-            return raw
-
-        def log_det(self, raw):
-            return jnp.float32(7)
-
-    with pytest.raises(ValueError, match=r"Whole\(\)\.log_det: the stage is not a bijection"):
-        (rpx.Scale(2.0) >> Whole()).log_det(rpx.Scale(2.0).init({"w": jnp.ones(2)}))
-
-
-def test_a_stage_on_the_whole_tree_writes_each_verb():
-    p, tree = EveryVerb(), {"w": jnp.ones(2), "v": jnp.ones(3)}
-    raw = p.init(tree)
-    assert np.array_equal(raw["w"]["@every_verb"]["x"], [10.0, 10.0])
-    assert np.array_equal(p.apply(raw, jax.random.key(0))["w"], [30.0, 30.0])
-    assert np.array_equal(p.fold(raw)["w"], [1.0, 1.0])
-    assert float(p.penalty(raw)) == 5.0
-    assert float(p.log_det(raw)) == 2.0
-    assert p.advances
-
-
 class Added(rpx.Perturbation):
     """``True`` equals the default of ``by``, and equality and ``repr`` leave ``unseen`` out."""
 
@@ -550,47 +397,45 @@ def test_a_value_that_is_no_array_in_a_block_is_named():
         p.apply(raw)
 
 
-def test_a_stage_without_formulas_says_so():
-    class Empty(rpx.Parametrization):
-        pass
+def test_a_stage_that_says_nothing_of_arrays_is_refused():
+    with raises(
+        TypeError,
+        "Empty derives from Parametrization alone, so nothing says on which arrays it acts. Derive from "
+        "Reparametrization or Perturbation for a formula on one array, from Joint or Together for one on several.",
+    ):
+        type("Empty", (rpx.Parametrization,), {})
 
-    for method in ("init", "apply"):
-        with pytest.raises(TypeError) as error:
-            getattr(Empty(), method)(ONES)
-        assert str(error.value) == f"Empty defines neither {method}_tree nor {method}. Define one."
-    with pytest.raises(TypeError) as error:
-        rpx.Mean(Marked())
-    assert str(error.value).startswith(
-        "Mean takes a stage that draws random numbers and defines their mean, but got Marked()"
+
+@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.Joint, rpx.Together])
+@pytest.mark.parametrize("verb", ["init", "apply", "update", "rebase", "penalty", "log_det"])
+def test_a_stage_writes_formulas_and_no_method_of_a_chain(base, verb):
+    text = (
+        f"Odd defines {verb}, which a chain never calls for one of its stages. Write its formula: {verb}_leaf on one "
+        f"array, or a Joint or Together on several."
     )
+    with raises(TypeError, text):
+        type("Odd", (base,), {verb: lambda self, tree, key=None: tree})
+    with raises(TypeError, text):
+        type("Odd", (type("Mixin", (), {verb: lambda self, tree, key=None: tree}), base), {})
 
 
-class Packed(rpx.Parametrization):
-    def init(self, params, key=None):
-        return {"packed": params}
-
-    def apply(self, raw, key=None):
-        return raw["packed"]
-
-
-def test_update_finds_fixed_values_behind_a_stage_that_moves_them():
-    p = Packed() >> Counter()
-    raw = p.update(p.init({"w": jnp.ones(3)}))
-    assert raw["packed"]["w"]["@counter"]["@fixed"]["n"] == 1
+def test_a_mean_takes_what_is_random():
+    with raises(
+        TypeError,
+        "Mean takes a stage that draws random numbers and defines their mean, but got WeightNorm(). Leave it out.",
+    ):
+        rpx.Mean(rpx.WeightNorm())
 
 
-def test_update_says_so_where_a_fixed_value_has_no_place():
-    class Rebuilt(Packed):
-        def apply(self, raw, key=None):
-            return jax.tree.map(lambda x: x + 0, raw["packed"])
-
-    p = Rebuilt() >> Counter()
-    with pytest.raises(ValueError, match=r"^update changed 'w/@counter/@fixed/") as error:
-        p.update(p.init({"w": jnp.ones(3)}))
-    assert str(error.value).endswith(
-        "but cannot write it to the raw tree: an earlier stage computes that value. "
-        "Put that stage later in the chain, or let it return the value unchanged."
-    )
+def test_update_says_so_where_an_earlier_stage_computes_what_it_moves():
+    p = rpx.Scale(2.0) >> rpx.RigL(0.5)
+    raw = p.init({"w": jnp.arange(1.0, 7.0).reshape(2, 3)}, jax.random.key(0))
+    with raises(
+        ValueError,
+        "update changed 'w/@rigl/w', but cannot write it to the raw tree: an earlier stage computes that value. Put "
+        "that stage later in the chain.",
+    ):
+        p.update(raw, jax.random.key(0), {"w": jnp.ones((2, 3))})
 
 
 def test_functions_of_jax_are_named_as_users_import_them():

@@ -70,6 +70,7 @@ KINDS = {
     "Symmetric": "symmetric",
     "Tie": "tie",
     "Toeplitz": "toeplitz",
+    "Together": "together",
     "Triangular": "triangular",
     "VarNoise": "var_noise",
     "VariationalDropout": "variational_dropout",

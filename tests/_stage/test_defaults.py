@@ -99,7 +99,7 @@ OF_MATRICES = [
 OF_TALL_MATRICES = [rpx.Grassmann()]
 
 OF_OTHERS = {rpx.CudnnLSTM, rpx.Fibration}  # flat vectors of one size; whatever its functions take
-NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization}
+NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.Together}
 
 
 def test_each_public_stage_with_a_default_is_tested_here() -> None:

@@ -117,28 +117,27 @@ class RunningScale(rpx.Reparametrization):
         return {"scale": 0.9 * values["scale"] + 0.1 * jnp.mean(jnp.abs(values["x"]))}
 
 
-class Doubled(rpx.Parametrization):
-    """A stage on the whole tree."""
-
-    def init(self, params, key=None):
-        return jax.tree.map(lambda w: w / 2, params)
-
-    def apply(self, raw, key=None):
-        return jax.tree.map(lambda w: w * 2, raw)
+def mains(values):
+    return {place: held["x"] for place, held in values.items()}
 
 
-class Doubling(rpx.Parametrization):
-    """A stage on the whole tree by its hooks, with the checks of a chain."""
+class UnitTogether(rpx.Together):
+    """All arrays together have norm one, and count how often they were updated."""
 
-    def init_tree(self, tree, keys):
-        return jax.tree.map(lambda w: {"@doubling": {"half": w / 2}}, tree)
+    raw_values = {"x": rpx.main(), "n": rpx.fixed()}
+    min_ndim = 1
 
-    def apply_tree(self, tree, keys):
-        return jax.tree.map(lambda x: 2 * x["@doubling"]["half"], tree, is_leaf=lambda x: "@doubling" in dict_of(x))
+    def init_arrays(self, arrays):
+        return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}
 
+    def apply_arrays(self, values):
+        wide = {place: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for place, x in mains(values).items()}
+        squares = sum(jnp.sum(jnp.square(x)) for x in wide.values())
+        length = jnp.sqrt(jnp.where(squares == 0, 1, squares))
+        return {place: (x / length).astype(values[place]["x"].dtype) for place, x in wide.items()}
 
-def dict_of(x):
-    return x if isinstance(x, dict) else {}
+    def update_arrays(self, values):
+        return {place: {"n": held["n"] + 1} for place, held in values.items()}
 
 
 RIGHT = [
@@ -159,8 +158,8 @@ RIGHT = [
     Delta(),
     RunningScale(),
     rpx.WeightNorm() >> RunningScale(),
-    Doubled(),
-    Doubling(),
+    UnitTogether(),
+    UnitTogether() >> rpx.VarNoise(0.1),
 ]
 
 

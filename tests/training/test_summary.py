@@ -58,22 +58,6 @@ def test_what_is_no_array_has_no_row():
     assert [(row.path, row.stages) for row in report.rows] == [("b", ()), ("w", ("VarNoise",))]
 
 
-def test_a_stage_of_no_library_class_is_seen_too():
-    class Doubled(rpx.Parametrization):
-        def init(self, params, key=None):
-            return {**params, "w": params["w"] / 2}
-
-        def apply(self, raw, key=None):
-            return {**raw, "w": raw["w"] * 2}
-
-    report = rpx.summary(Doubled() >> rpx.WeightNorm(where="v"), {"v": jnp.ones((2, 2)), "w": jnp.ones(2)})
-    assert [(row.path, row.value, row.stages) for row in report.rows] == [
-        ("v", "@weight_norm/g", ("WeightNorm",)),
-        ("v", "@weight_norm/v", ("WeightNorm",)),
-        ("w", "", ("Doubled",)),
-    ]
-
-
 def test_a_summary_shows_itself_at_a_prompt_and_equals_an_equal_one():
     report, again, other = (rpx.summary(P, PARAMS), rpx.summary(P, PARAMS), rpx.summary(rpx.VarNoise(0.1), PARAMS))
     assert repr(report) == str(report)

@@ -12,7 +12,6 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.calls import call, checked_key, needed_key, parts_of, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
-from reparax._core.on_tree import OnTree
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
@@ -24,6 +23,9 @@ from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, resolve_owners
 
+VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
+"""The methods of a chain, to which each stage adds its formulas."""
+
 
 class Parametrization(Static, ABC):
     """A pure map from a raw tree to an effective tree, with a right inverse.
@@ -34,20 +36,12 @@ class Parametrization(Static, ABC):
     ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
     Subclasses become frozen dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a
-    ``repr`` that builds them. Most stages derive from :class:`Reparametrization` or :class:`Perturbation`. If your
-    stage must see the whole tree, derive from this class and write ``init_tree`` and ``apply_tree``. You may write
-    ``init`` and ``apply`` themselves instead; then none of their checks run.
+    ``repr`` that builds them. You derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or
+    :class:`Constraint`, whose formulas are on one array, or from :class:`Joint` or :class:`Together`, whose formulas
+    are on several.
 
-    Example:
-      >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class UnitTree(rpx.Parametrization):  # all arrays together have norm one
-      ...     def init_tree(self, tree, keys):
-      ...         return tree
-      ...     def apply_tree(self, tree, keys):
-      ...         length = jnp.sqrt(sum(jnp.sum(w * w) for w in jax.tree.leaves(tree)))
-      ...         return jax.tree.map(lambda w: w / length, tree)
-      >>> UnitTree().apply({"a": jnp.ones(1), "b": jnp.ones(3)})
-      {'a': Array([0.5], dtype=float32), 'b': Array([0.5, 0.5, 0.5], dtype=float32)}
+    Raises:
+      TypeError: If a class derives from this one alone, as nothing says on which arrays it acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -59,6 +53,20 @@ class Parametrization(Static, ABC):
 
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if not hasattr(cls, "_planner") and "_parts" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} derives from Parametrization alone, so nothing says on which arrays it acts. Derive "
+                f"from Reparametrization or Perturbation for a formula on one array, from Joint or Together for one on "
+                f"several."
+            )
+        if whole := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
+            raise TypeError(
+                f"{cls.__name__} defines {whole[0]}, which a chain never calls for one of its stages. Write its "
+                f"formula: {whole[0]}_leaf on one array, or a Joint or Together on several."
+            )
+        super().__init_subclass__(**kwargs)
 
     _for_users: ClassVar[tuple[str, ...]] = (
         *("init", "apply", "update", "rebase", "fold"),
@@ -190,8 +198,8 @@ class Parametrization(Static, ABC):
 
     _sees: ClassVar[bool] = False
     """Whether ``init`` of the stage takes what arrays are multiplied with."""
-    _planner: ClassVar[type[Planner]] = OnTree
-    """What decides where the stage acts. A stage on the whole tree needs none of its own."""
+    _planner: ClassVar[type[Planner]]
+    """What decides where the stage acts."""
 
     @property
     def _parts(self) -> "tuple[Parametrization, ...]":

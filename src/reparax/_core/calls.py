@@ -1,13 +1,12 @@
 """A call of a method of a chain: its name in errors, and its key."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from reparax._axes.seen import ANY, Seen
+from reparax._axes.seen import ANY
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
 from reparax._tree.paths import PyTree
@@ -15,12 +14,7 @@ from reparax._tree.paths import PyTree
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     """``init`` where only the structure of its result, or its nearest point, matters."""
-    return functools.partial(init, key=jax.random.key(0), **any_data(init))
-
-
-def any_data(init: Callable[..., PyTree]) -> dict[str, Seen]:
-    """The argument of ``init`` that stands for any data; a class may write its own init without it."""
-    return {"seen": ANY} if "seen" in inspect.signature(init).parameters else {}
+    return functools.partial(init, key=jax.random.key(0), seen=ANY)
 
 
 def call(p: Any, method: str) -> str:

@@ -23,18 +23,12 @@ class Keys:
 
     def __init__(self, key: jax.Array | None) -> None:
         self._key = key
-        self._stages: Counter[str] = Counter()
         self._arrays: Counter[tuple[str, str]] = Counter()
 
     @property
     def given(self) -> bool:
         """Whether there is a key to draw with."""
         return self._key is not None
-
-    def of_stage(self, kind: str) -> jax.Array | None:
-        """The key of a stage that takes a whole tree, from its kind and its number among stages of that kind."""
-        self._stages[kind] += 1
-        return None if self._key is None else _fold(self._key, [f"{kind}@{self._stages[kind]}"])[0]
 
     def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
         """For each array at ``paths``, the number of the stage of ``kind`` that acts on it now."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 from jax import ShapeDtypeStruct, export
@@ -28,10 +27,8 @@ def decide(method: str, stages: Sequence[Any], tree: Flat) -> list[Layer]:
 
 def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     """The tree after ``apply`` of each stage."""
-    for whole, group in groupby(stages, lambda stage: planner(stage).on_trees):
-        own = tuple(group)
-        for layer in [planner(stage).plan("apply", tree) for stage in own] if whole else _remembered(own, tree.types):
-            tree = layer.close(tree, keys)
+    for layer in _remembered(tuple(stages), tree.types):
+        tree = layer.close(tree, keys)
     return tree
 
 

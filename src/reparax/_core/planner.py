@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from reparax._axes.origin import Origins, probe
 from reparax._core.calls import call
@@ -18,9 +18,6 @@ class Planner(ABC):
     """What decides where ``stage`` acts. It reads types and computes nothing."""
 
     stage: Any
-
-    on_trees: ClassVar[Any] = False
-    """Whether the stage takes whole trees, not arrays at sites of their own."""
 
     def who(self, method: str) -> str:
         """The name of a call in errors."""

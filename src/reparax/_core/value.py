@@ -17,8 +17,6 @@ from reparax._core.renamed import renamed, take_old_declaration
 from reparax._tree.raw import register_kind
 from reparax._tree.values import Values, check_values
 
-ON_TREES = tuple(f"{verb}_tree" for verb in ("init", "apply", "mean", "update", "rebase", "penalty", "log_det"))
-"""The methods that a stage on the whole tree may write."""
 Check = Callable[[Any, str, str], Any]
 """``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
 
@@ -91,7 +89,6 @@ class Static:
             return
         if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
             _refuse_init(cls)
-            _refuse_on_tree(cls)
             take_old_declaration(cls)
             check_values(cls.__name__, cls.raw_values)
             cls.kind = kind_of_class(cls)
@@ -232,13 +229,3 @@ def _refuse_init(cls: type) -> None:
 def _declaration(parameter: inspect.Parameter) -> str:
     known = parameter.annotation is not inspect.Parameter.empty
     return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if known else 'int'}"
-
-
-def _refuse_on_tree(cls: Any) -> None:
-    """Refuses methods on the whole tree in a class of stages that have sites of their own."""
-    written = [name for name in ON_TREES if hasattr(cls, name)]
-    if written and not cls._planner.on_trees:
-        raise TypeError(
-            f"{cls.__name__} defines {written[0]}, but acts on arrays at places of their own. Write its formulas, "
-            f"or another stage, on the whole tree, beside it in the chain: a `rpx.Parametrization`."
-        )

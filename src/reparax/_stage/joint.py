@@ -4,7 +4,7 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -15,30 +15,16 @@ from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
 from reparax._axes.seen import Seen
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Held, Layer, opened_spot
 from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._stage.nodes import own_nodes
+from reparax._stage.several import Leaves, Several, require_start
 from reparax._stage.where import check_where, nothing
 from reparax._tree.flat import Flat
-from reparax._tree.markers import abstract, locate_errors, require_named_arrays, require_type
+from reparax._tree.markers import abstract, locate_errors
 from reparax._tree.paths import Names, is_array
 from reparax._tree.raw import Slot
-
-Leaves = dict[str, dict[str, Array]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Group(Site):
-    """The stage on one group of arrays."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key
-        return self.stage._opened(arrays, seen)
-
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        del random
-        return self.stage._closed(values)
 
 
 class _OnGroups(Planner):
@@ -47,18 +33,18 @@ class _OnGroups(Planner):
     def plan_init(self, tree: Flat) -> Layer:
         slots, kind = tree.slots(), self.stage.kind
         seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
-        sites: list[_Group] = []
+        sites: list[Several] = []
         named = self._axis_names(tree)
         for group in self._groups("init", {place: slots[place].path for place in seen}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
             with locate_errors(f"{self.who('init')} at {_at(slots, group)}"):
                 stage = self._numbered(group, named)
                 _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stage._places)
-            sites.append(_Group(stage, _at(slots, group), spots))
+            sites.append(Several(stage, _at(slots, group), spots))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        who, sites = self.who(method), list[_Group]()
+        who, sites = self.who(method), list[Several]()
         nodes, closed = own_nodes(who, self.stage.kind, tree)
         slots, named = closed.slots(), self._axis_names(closed)
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
@@ -70,7 +56,7 @@ class _OnGroups(Planner):
                 stage = self._numbered(group, named)
                 types = jax.eval_shape(stage._closed, held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}
-            sites.append(_Group(stage, _at(slots, group), spots))
+            sites.append(Several(stage, _at(slots, group), spots))
         return self.layer(method, sites)
 
     def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
@@ -194,18 +180,11 @@ class Joint(Parametrization):
         start: Any = self.init_leaves
         try:
             values = self._over(lambda w, seen: start(w, seen=seen) if self._sees else start(w))(arrays, dict(seen))
-            _require_names("init_leaves", "the values of", values, arrays)
-            flat = {value: w for named in values.values() for value, w in named.items()}
-            require_named_arrays("init_leaves", flat, self.raw_values)
-            effective = jax.eval_shape(self._closed, values)
+            require_start(self, ("init_leaves", "apply_leaves"), values, arrays, shared=True)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
             ) from error
-        _require_names("apply_leaves", "an array for", effective, arrays)
-        for name, w in arrays.items():
-            if not self.changes_type:
-                require_type("apply_leaves", effective[name], w)
         return values
 
 
@@ -222,13 +201,6 @@ def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None
             f"expected as many layers along stacked={stacked} in each array, got shapes {shapes}. Give the axes along "
             f"which all of them are stacked."
         )
-
-
-def _require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:
-    if not isinstance(got, Mapping) or set(got) != set(names):
-        given = list(got) if isinstance(got, Mapping) else type(got).__name__
-        shared = " Put a value that several arrays share with one of them." if method == "init_leaves" else ""
-        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.{shared}")
 
 
 def _entries(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:

@@ -11,8 +11,8 @@ from reparax._core.layers import Held, Site
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
 from reparax._stage.remembered import together, together_inline
+from reparax._stage.several import require_fixed
 from reparax._tree.markers import require_type
-from reparax._tree.values import value_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +80,7 @@ class Values(OneArray):
             return stage.update_leaf(held, **dict(zip(names, given, strict=True)))
 
         new = stage._over(updated)(values["w"], *(read[what] for what in names.values()))
-        if moved := [name for name in new if not value_of(stage.raw_values, name).fixed and not stage.moves_weights]:
-            fixed = [name for name, said in stage.raw_values.items() if said.fixed]
-            raise ValueError(
-                f"update_leaf gives {moved[0]!r}, which is not one of the fixed values {fixed}. Leave it to the "
-                f"optimizer, or set `moves_weights = True`."
-            )
+        require_fixed("update_leaf", stage, {"w": new})
         return {"w": new}
 
     def rebase(self, values: Held) -> Held:

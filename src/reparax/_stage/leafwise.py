@@ -21,8 +21,10 @@ from reparax._axes.numbers import (
 from reparax._axes.stacked import map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.keys import split_key
+from reparax._core.planner import Planner
 from reparax._core.renamed import old_axis_fields
 from reparax._core.value import argument
+from reparax._stage.selection import Selection
 from reparax._stage.varied import TYPICAL, ByArray, ByPath
 from reparax._stage.where import (
     Where,
@@ -45,6 +47,8 @@ class Leafwise(Parametrization):
     """The dtypes that the stage takes."""
     _takes_base: ClassVar[bool] = False
     """Whether the stage acts on the base of an adapter instead of on the adapter."""
+
+    _planner: ClassVar[type[Planner]] = Selection
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that hold axes. Users may give these by name; in a formula they are numbers."""

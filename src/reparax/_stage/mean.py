@@ -18,7 +18,6 @@ class _OfMean(Planner):
     def _inner(self) -> Planner:
         return planner(self.stage.stage)
 
-    on_trees: ClassVar[Any] = property(lambda self: self._inner.on_trees)
     reads_grads: ClassVar[Any] = property(lambda self: self._inner.reads_grads)
     asks_functions: ClassVar[Any] = property(lambda self: self._inner.asks_functions)
 
@@ -74,11 +73,7 @@ class Mean(Parametrization):
 
     def __post_init__(self) -> None:
         got: Any = self.stage
-        known = (
-            isinstance(got, Parametrization)
-            and got.stochastic
-            and (not planner(got).on_trees or hasattr(got, "mean_tree"))
-        )
+        known = isinstance(got, Parametrization) and got.stochastic
         if not known:
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."

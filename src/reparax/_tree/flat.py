@@ -88,20 +88,17 @@ def nest(tree: Flat) -> PyTree:
 def graft(method: str, raw: Flat, before: Flat, after: Flat, *, free: bool) -> Flat:
     """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``before`` and ``after``.
 
-    A value is found in ``raw`` by its place; if an earlier stage has moved it, by object identity. A JAX function that
-    leaves an array alone returns the same object, traced or not, so no numbers are compared.
+    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
     """
     old, new = before.arrays, after.arrays
     changed = {at: x for at, x in new.items() if at not in old or (x is not old[at] and not is_empty(x))}
     fresh = {at: x for at, x in changed.items() if free or FIXED in at}
-    moved = {id(old.get(at)): at for at in fresh.keys() - raw.arrays.keys()}
-    places = {at: at if at in fresh else moved.get(id(x), at) for at, x in raw.arrays.items()}
-    if lost := sorted(fresh.keys() - set(places.values())):
+    if lost := sorted(fresh.keys() - raw.arrays.keys()):
         raise ValueError(
             f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
-            f"computes that value. Put that stage later in the chain, or let it return the value unchanged."
+            f"computes that value. Put that stage later in the chain."
         )
-    return replace(raw, arrays={at: fresh.get(places[at], x) for at, x in raw.arrays.items()})
+    return replace(raw, arrays={at: fresh.get(at, x) for at, x in raw.arrays.items()})
 
 
 def nested(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:

@@ -1,75 +1,23 @@
 """Pruning of many arrays with one ranking."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.seen import Seen
-from reparax._core.layers import Held, Layer, Site
-from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
-from reparax._stage.leaf import Reparametrization
-from reparax._stage.on_arrays import OnArrays
-from reparax._tree.flat import Flat
-from reparax._tree.paths import path_text
+from reparax._stage.together import Together
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
 
 
-@dataclass(frozen=True, eq=False)
-class _Ranking(Site):
-    """All arrays that share one ranking."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        values = {name: self.stage.init_leaf(w) for name, w in arrays.items()}
-        return {name: values[name] | mask for name, mask in self.update(values, {}, None).items()}
-
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
-        return {name: self.stage.apply_leaf(held) for name, held in values.items()}
-
-    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
-        del grads, key
-        masks = self.stage._masks([held["w"] for held in values.values()])
-        return {name: {"mask": mask} for name, mask in zip(values, masks, strict=True)}
-
-
-def _ranked_together(layer: Layer) -> Layer:
-    """The layer with one site instead of one for each array."""
-    spots = {path_text(site.spots["w"].place): site.spots["w"] for site in layer.sites}  # paths may be equal
-    return replace(layer, sites=[_Ranking(layer.stage, "", spots)])
-
-
-class _Ranked(OnArrays):
-    """The planner of stages that rank all arrays together."""
-
-    def does(self, verb: str) -> bool:
-        return verb == "update" or super().does(verb)
-
-    def plan_init(self, tree: Flat) -> Layer:
-        return _ranked_together(super().plan_init(tree))
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        layer = super().plan(method, tree)
-        for site in layer.sites:
-            if lacking := {"w", "mask"} - set(site.spots["w"].values):
-                raise ValueError(
-                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
-                )
-        return _ranked_together(layer)
-
-
-class GlobalPrune(Reparametrization):
+class GlobalPrune(Together):
     r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
     Like :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main) and
@@ -99,25 +47,24 @@ class GlobalPrune(Reparametrization):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
-    _planner: ClassVar[type[Planner]] = _Ranked
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _amount.require_one(self)
-        if self.stacked != ():
-            raise ValueError(
-                f"GlobalPrune got stacked={self.stacked!r}, but ranks the weights of all arrays together. Leave "
-                f"`stacked` out, or prune each array alone with MagnitudePrune."
-            )
 
     def refuse_leaf(self, w: Array) -> str | None:
         return refuse_infinite(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return masking(w, jnp.ones_like(w, bool))
+    def init_arrays(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        values = {place: masking(w, jnp.ones_like(w, bool)) for place, w in arrays.items()}
+        return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
 
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return masked(values)
+    def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
+        return {place: masked(held) for place, held in values.items()}
+
+    def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
+        masks = self._masks([held["w"] for held in values.values()])
+        return {place: {"mask": mask} for place, mask in zip(values, masks, strict=True)}
 
     def _masks(self, weights: list[Array]) -> list[Array]:
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])

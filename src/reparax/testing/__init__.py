@@ -9,6 +9,7 @@ from reparax.testing._laws import check_laws as check_laws
 from reparax.testing._laws import checkpoints as checkpoints
 from reparax.testing._laws import gradients as gradients
 from reparax.testing._laws import half_precision as half_precision
+from reparax.testing._laws import in_chains as in_chains
 from reparax.testing._laws import keys as keys
 from reparax.testing._laws import learned as learned
 from reparax.testing._laws import mean as mean

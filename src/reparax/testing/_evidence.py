@@ -4,6 +4,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -12,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import any_data
 from reparax._core.verbs import closed, means, reads_grads
 from reparax._numerics.arithmetic import is_inexact, widened
-from reparax._stage.leaf import Perturbation
+from reparax._stage.leaf import Perturbation, Reparametrization
 from reparax._stage.mean import Mean
 from reparax._tree.paths import PyTree, items, path_text
+from reparax._tree.values import Values, main
 from reparax.training import combine, partition, transfer
 
 
 def started(p: Parametrization, params: PyTree, key: Array) -> PyTree:
     """The raw tree; stages that learn from data see inputs of size 1 without correlation."""
-    return p.init(params, key, **any_data(p.init))
+    return p.init(params, key, seen=ANY)
 
 
 compiled_init = jax.jit(started, static_argnums=0)
@@ -91,10 +93,11 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
     }
 
 
-class Alone(Parametrization):
+@dataclass(frozen=True)
+class Alone:
     """One stage of a chain, on the output of earlier stages without noise; the result still holds later markers.
 
-    Args:
+    Attributes:
       chain: The chain.
       number: The number of the stage in it, from 0.
     """
@@ -102,17 +105,11 @@ class Alone(Parametrization):
     chain: Parametrization
     number: int
 
-    kind: ClassVar[str] = "alone_in_a_law"  # an unlikely name, so that importing the laws changes no other kind
-    stochastic: ClassVar[bool] = True
-
     @property
     def stage(self) -> Parametrization:
         return stages(self.chain)[self.number]
 
-    def init(self, params: PyTree, key: Array | None = None, *, seen: PyTree = None) -> PyTree:
-        return self.chain.init(params, key, seen=seen)
-
-    def apply(self, raw: PyTree, key: Array | None = None) -> PyTree:
+    def apply(self, raw: PyTree, key: Array) -> PyTree:
         return closed([self.stage], self._seen(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
@@ -122,8 +119,44 @@ class Alone(Parametrization):
         return closed(means(stages(self.chain)[: self.number]), raw)
 
 
+class Doubled(Reparametrization):
+    """Another stage, beside which a law puts each one: twice a raw value, which is exact, of arrays of all dtypes."""
+
+    kind: ClassVar[str] = "doubled_in_a_law"  # an unlikely name, so that importing the laws changes no other kind
+    raw_values: ClassVar[Values] = {"x": main(aligned=True)}
+    dtypes: ClassVar[type] = np.generic
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": w / 2 if is_inexact(w) else w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return values["x"] * 2 if is_inexact(values["x"]) else values["x"]
+
+
 @partial(jax.jit, static_argnums=0)
-def deviations(p: Parametrization, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
+def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
+    """What ``p`` gives behind and before another stage, each with what it should give."""
+    other = Doubled()
+
+    # Weights that an earlier stage computes cannot be moved.
+    moves = any(stage.moves_weights for stage in stages(p))
+
+    def after_a_step(chain: Parametrization, params: PyTree) -> PyTree:
+        raw = started(chain, params, key)
+        return chain.apply(raw if moves else updated(chain, raw, key), key if p.stochastic else None)
+
+    halves = jax.tree.map(lambda w: other.init_leaf(w)["x"], params)
+    return {
+        "behind": (after_a_step(other >> p, params), after_a_step(p, params)),
+        "before": (
+            after_a_step(p >> other, params),
+            jax.tree.map(lambda w: other.apply_leaf({"x": w}), after_a_step(p, halves)),
+        ),
+    }
+
+
+@partial(jax.jit, static_argnums=0)
+def deviations(p: Alone, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
     """Deviations of draws from the mean that ``p`` claims: the claim, and their sum and sum of squares over ``keys``.
 
     For each array there are the entries, their average, and their average in units of the claim.

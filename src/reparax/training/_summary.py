@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import jax
-
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains, with_any_key
-from reparax._core.keys import Keys
-from reparax._core.plan import walk
+from reparax._core.plan import decide
 from reparax._core.verbs import opened
 from reparax._tree.differences import abstract
 from reparax._tree.flat import flatten
@@ -148,18 +146,11 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 def _acting(p: Parametrization, params: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
-    found: dict[str, tuple[str, ...]] = {}
-
-    def watched(params: PyTree) -> PyTree:
-        stages, keys = tuple(Chain((p,))), Keys(jax.random.key(0))
-        raw = flatten(opened(stages, params))
-        for layer, before, after in walk("apply", stages, raw, keys):
-            changed = [place for place, x in after.arrays.items() if x is not before.arrays.get(place)]
-            for path in dict.fromkeys(map(parameter, changed)):
-                found[path] = (*found.get(path, ()), type(layer.stage).__name__)
-        return params
-
-    abstract(watched, params)
+    stages, found = tuple(Chain((p,))), dict[str, tuple[str, ...]]()
+    for layer in decide("apply", stages, flatten(abstract(partial(opened, stages), params)).types):
+        spots = (spot for site in layer.sites for spot in site.spots.values())
+        for path in dict.fromkeys(parameter(spot.place) for spot in spots):
+            found[path] = (*found.get(path, ()), type(layer.stage).__name__)
     return found
 
 

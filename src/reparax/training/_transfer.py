@@ -16,7 +16,7 @@ from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
-from reparax._core.plan import open_all, walk
+from reparax._core.plan import decide, open_all, walk
 from reparax._core.sights import by_place, takes_data
 from reparax._core.verbs import followed
 from reparax._stage.mean import Mean
@@ -130,13 +130,14 @@ class _Read:
         self._in_place: list[tuple[Parametrization, Names, Any, Any]] = []
         for layer, before, after in walk("apply", tuple(Chain((p.deterministic,))), self.effective):
             self.effective, stage = after, layer.stage
-            left = find_nodes(after, stage.kind)
-            for place, node in find_nodes(before, stage.kind).items():
-                if place not in left:
-                    values = {_end(node, at): before.arrays[at] for at in node.values.values()}
-                    self.nodes[plain(place)] = stage, values
-            pairs = {at: (x, after.arrays.get(at, x)) for at, x in before.arrays.items()}
-            self._in_place += [(stage, plain(at), x, new) for at, (x, new) in pairs.items() if x is not new]
+            for spot in (spot for site in layer.sites for spot in site.spots.values()):
+                if spot.mark:
+                    node = (*spot.place, spot.mark)
+                    values = {at[len(node) :]: before.arrays[at] for at in spot.values.values()}
+                    self.nodes[plain(spot.place)] = stage, values
+                elif after.arrays[spot.place] is not before.arrays[spot.place]:
+                    pair = before.arrays[spot.place], after.arrays[spot.place]
+                    self._in_place.append((stage, plain(spot.place), *pair))
 
     def values(self, stage: Parametrization, node: Node) -> dict[Names, Any] | None:
         """The old values for a new node, if the same stage made both."""
@@ -166,15 +167,9 @@ class _Read:
 
 def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
     """The stage that made each marker dict of a raw tree, by the :func:`plain` path of that dict."""
-    found: dict[Names, Parametrization] = {}
-
-    def read(raw: PyTree) -> PyTree:
-        known = _Read(p, raw)
-        found.update({place: stage for place, (stage, _) in known.nodes.items()})
-        return nest(known.effective)
-
-    abstract(read, raw)
-    return found
+    layers = decide("apply", tuple(Chain((p.deterministic,))), flatten(gather_boxes(raw)).types)
+    spots = [(spot, layer.stage) for layer in layers for site in layer.sites for spot in site.spots.values()]
+    return {plain(spot.place): stage for spot, stage in spots if spot.mark}
 
 
 def plain(path: Names) -> Names:

@@ -1,0 +1,149 @@
+"""Stages whose formula takes all selected arrays at once."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._axes.seen import Seen
+from reparax._core.layers import Held, Layer
+from reparax._core.planner import Planner, rewrites
+from reparax._stage.leaf import Reparametrization
+from reparax._stage.on_arrays import OnArrays
+from reparax._stage.several import Leaves, Several, require_fixed, require_start
+from reparax._tree.flat import Flat
+from reparax._tree.paths import path_text
+
+OWN = ("init_leaf", "apply_leaf", "refuse_leaf")
+"""The methods on one array that a class may have: all others would never run."""
+
+
+@dataclass(frozen=True, eq=False)
+class _All(Several):
+    """The stage on all of its arrays, by their places."""
+
+    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+        del grads, key
+        changed = self.stage.update_arrays(values)
+        require_fixed("update_arrays", self.stage, changed)
+        return changed
+
+    def number_of(self, formula: str, values: Held) -> Array:
+        return self.stage.penalty_arrays(values) if formula == "penalty" else super().number_of(formula, values)
+
+
+class _OnAll(OnArrays):
+    """The planner of stages on all arrays: one site instead of one for each array."""
+
+    def does(self, verb: str) -> bool:
+        return rewrites(type(self.stage), f"{verb}_arrays")
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return _together(super().plan_init(tree))
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        layer = super().plan(method, tree)
+        for site in layer.sites:
+            declared = {name for name, said in self.stage.raw_values.items() if not said.optional}
+            if lacking := declared - set(site.spots["w"].values):
+                raise ValueError(
+                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
+                )
+        return _together(layer)
+
+
+def _together(layer: Layer) -> Layer:
+    """The layer with all arrays at one site."""
+    spots = {path_text(site.spots["w"].place): site.spots["w"] for site in layer.sites}  # paths may be equal
+    return replace(layer, sites=[_All(layer.stage, "", spots)])
+
+
+class Together(Reparametrization):
+    """A stage whose formula takes all selected arrays at once, as one ranking of all weights does.
+
+    Your subclass writes ``init_arrays({place: w}) -> {place: values}`` and ``apply_arrays(values) -> {place: w}``, and
+    may write ``update_arrays`` and ``penalty_arrays``. The places are those of the arrays in the tree; a formula must
+    take any number of them, as it is asked for the type of one array alone. Declare ``raw_values`` as for
+    :class:`Reparametrization`. The raw values of each array are stored in its own place, so other stages, labels and
+    weight decay find them under its path. It draws no noise.
+
+    Args:
+      where: As for :class:`Reparametrization`.
+      stacked: Not available, as the formula takes all arrays.
+
+    Raises:
+      TypeError: If a class writes formulas on one array, or sets ``stochastic``.
+      ValueError: If ``stacked`` is given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class UnitTogether(rpx.Together):  # all arrays together have norm one
+      ...     def init_arrays(self, arrays):
+      ...         return {place: {"x": w} for place, w in arrays.items()}
+      ...     def apply_arrays(self, values):
+      ...         length = jnp.sqrt(sum(jnp.sum(held["x"] ** 2) for held in values.values()))
+      ...         return {place: held["x"] / length for place, held in values.items()}
+      >>> p = UnitTogether()
+      >>> p.apply(p.init({"a": jnp.ones((1, 1)), "b": jnp.ones((1, 3))}))
+      {'a': Array([[0.5]], dtype=float32), 'b': Array([[0.5, 0.5, 0.5]], dtype=float32)}
+    """
+
+    _planner: ClassVar[type[Planner]] = _OnAll
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        written = [name for name in dir(cls) if name.endswith("_leaf") and name not in OWN and rewrites(cls, name)]
+        mine = [name for name in written if getattr(cls, name) is not getattr(Reparametrization, name)]
+        if mine or cls.stochastic:
+            got = mine[0] if mine else "stochastic"
+            raise TypeError(
+                f"{cls.__name__} defines {got}, but the formula of a Together takes all arrays at once and draws no "
+                f"noise. Write init_arrays, apply_arrays, update_arrays or penalty_arrays, or derive from "
+                f"Reparametrization."
+            )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stacked != ():
+            raise ValueError(
+                f"{type(self).__name__} got stacked={self.stacked!r}, but its formula takes all arrays together. Leave "
+                f"`stacked` out."
+            )
+
+    @abstractmethod
+    def init_arrays(self, arrays: dict[str, Array]) -> Leaves:
+        """For each place its raw values, such that ``apply_arrays`` returns ``arrays``, or the nearest it can."""
+
+    @abstractmethod
+    def apply_arrays(self, values: Leaves) -> dict[str, Array]:
+        """For each place its effective array, from the raw values of all places, fixed ones included."""
+
+    def update_arrays(self, values: Leaves) -> Leaves:
+        """For each place the fixed values that change in one training step."""
+        del values
+        return {}
+
+    def penalty_arrays(self, values: Leaves) -> Array:
+        """The penalty: a scalar."""
+        del values
+        return jnp.zeros(())
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self.init_arrays({"w": w})["w"]
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self.apply_arrays({"w": values})["w"]
+
+    def _closed(self, values: Leaves) -> dict[str, Array]:
+        """The effective arrays."""
+        return self.apply_arrays({place: dict(held) for place, held in values.items()})
+
+    def _opened(self, arrays: Mapping[str, Array], seen: Mapping[str, Seen]) -> Leaves:
+        """The raw values, once it is known that they give arrays of the same types."""
+        del seen
+        values = self.init_arrays(dict(arrays))
+        require_start(self, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
+        return values

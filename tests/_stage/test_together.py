@@ -1,0 +1,115 @@
+"""Stages whose formula takes all selected arrays at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+
+class UnitTogether(rpx.Together):
+    """All arrays together have norm one; a fixed value counts the updates."""
+
+    raw_values = {"x": rpx.main(aligned=True), "n": rpx.fixed()}
+
+    def init_arrays(self, arrays):
+        return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}
+
+    def apply_arrays(self, values):
+        length = jnp.sqrt(sum(jnp.sum(held["x"] ** 2) for held in values.values()))
+        return {place: held["x"] / length for place, held in values.items()}
+
+    def update_arrays(self, values):
+        return {place: {"n": held["n"] + len(values)} for place, held in values.items()}
+
+    def penalty_arrays(self, values):
+        return sum(jnp.sum(held["x"]) for held in values.values())
+
+
+PARAMS = {"a": np.full((1, 1), 3.0, np.float32), "b": np.full((2, 4), 2.0, np.float32), "c": np.ones(2, np.float32)}
+LENGTH = np.sqrt(9 + 8 * 4)
+
+
+def test_the_formula_takes_the_selected_arrays_and_no_others():
+    p = UnitTogether(where="a|b")
+    raw = p.init(PARAMS)
+    assert set(raw["a"]) == set(raw["b"]) == {"@unit_together"}
+    effective = p.apply(raw)
+    np.testing.assert_allclose(effective["a"], PARAMS["a"] / LENGTH, rtol=1e-6)
+    np.testing.assert_allclose(effective["b"], PARAMS["b"] / LENGTH, rtol=1e-6)
+    assert effective["c"] is PARAMS["c"]
+    assert float(p.penalty(raw)) == 3 + 8 * 2
+    assert [int(held["@unit_together"]["@fixed"]["n"]) for held in (p.update(raw)["a"], p.update(raw)["b"])] == [2, 2]
+
+
+def test_it_stands_before_and_behind_other_stages():
+    p = rpx.Scale(2.0) >> UnitTogether(where="a|b") >> rpx.Scale(4.0)
+    raw = p.init(PARAMS)
+    inside = raw["b"]["@scale"]["x"]["@unit_together"]
+    assert set(inside["x"]) == {"@scale@2"}
+    np.testing.assert_allclose(p.apply(raw)["b"], 4 * PARAMS["b"] / LENGTH, rtol=1e-6)
+    assert int(p.update(raw)["a"]["@scale"]["x"]["@unit_together"]["@fixed"]["n"]) == 2
+
+
+def test_a_chain_moves_to_another_one_with_its_values():
+    old, new = UnitTogether(where="a|b"), rpx.VarNoise(0.1) >> UnitTogether(where="a|b")
+    raw = old.update(old.init(PARAMS))
+    moved = rpx.transfer(old, new, raw)
+    assert jax.tree.all(jax.tree.map(np.array_equal, moved, raw))
+
+
+def broken(**methods):
+    return type("Broken", (UnitTogether,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (
+            broken(init_arrays=lambda self, arrays: {}),
+            "Broken().init: init_arrays must return a dict with the values of each of ['a', 'b', 'c'], but returns [].",
+        ),
+        (
+            broken(init_arrays=lambda self, arrays: {place: {"x": w} for place, w in arrays.items()}),
+            "Broken().init: init_arrays must return each value that the class declares, ('x', 'n'), but returns ('x',). "
+            "Rename or add values in init_arrays.",
+        ),
+        (
+            broken(apply_arrays=lambda self, values: {place: held["x"][0] for place, held in values.items()}),
+            "Broken().init: apply_arrays must return float32[1, 1], like the model's array, but returns float32[1]. Cast "
+            "or reshape in apply_arrays, or set `changes_type = True` in the class.",
+        ),
+    ],
+    ids=["names", "values", "types"],
+)
+def test_formulas_that_do_not_fit_say_so(p, text):
+    with raises(ValueError, text):
+        jax.eval_shape(p.init, PARAMS)
+
+
+def test_an_update_of_a_free_value_says_so():
+    p = broken(update_arrays=lambda self, values: {place: {"x": held["x"]} for place, held in values.items()})
+    with raises(
+        ValueError,
+        "Broken().update: update_arrays gives 'x', which is not one of the fixed values ['n']. Leave it to the "
+        "optimizer, or set `moves_weights = True`.",
+    ):
+        p.update(p.init(PARAMS))
+
+
+def test_formulas_on_one_array_and_stacked_axes_are_refused():
+    text = (
+        "Odd defines {}, but the formula of a Together takes all arrays at once and draws no noise. Write init_arrays, "
+        "apply_arrays, update_arrays or penalty_arrays, or derive from Reparametrization."
+    )
+    for name, value in {"update_leaf": lambda self, values: {}, "mean_leaf": lambda self, values: 0}.items():
+        with raises(TypeError, text.format(name)):
+            type("Odd", (UnitTogether,), {name: value})
+    with raises(TypeError, text.format("stochastic")):
+        type("Odd", (UnitTogether,), {"stochastic": True})
+    with raises(
+        ValueError, "UnitTogether got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
+    ):
+        UnitTogether(stacked=0)
