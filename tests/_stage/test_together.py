@@ -73,13 +73,13 @@ def broken(**methods):
         ),
         (
             broken(init_arrays=lambda self, arrays: {place: {"x": w} for place, w in arrays.items()}),
-            "Broken().init: init_arrays must return each value that the class declares, ('x', 'n'), but returns ('x',). "
-            "Rename or add values in init_arrays.",
+            "Broken().init: init_arrays must return each value that the class declares, ('x', 'n'), but returns "
+            "('x',). Rename or add values in init_arrays.",
         ),
         (
             broken(apply_arrays=lambda self, values: {place: held["x"][0] for place, held in values.items()}),
-            "Broken().init: apply_arrays must return float32[1, 1], like the model's array, but returns float32[1]. Cast "
-            "or reshape in apply_arrays, or set `changes_type = True` in the class.",
+            "Broken().init: apply_arrays must return float32[1, 1], like the model's array, but returns float32[1]. "
+            "Cast or reshape in apply_arrays, or set `changes_type = True` in the class.",
         ),
     ],
     ids=["names", "values", "types"],
