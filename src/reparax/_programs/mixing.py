@@ -61,7 +61,7 @@ class Mixing:
 
     def program(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> None:
         """Follows the inputs of a whole program, of which a loss is a number."""
-        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        makers: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         for v, (traces, alone) in zip(jaxpr.outvars, self._outs(jaxpr, inputs, ()), strict=True):
             if traces and not alone and jaxprs.type_of(v).shape:
                 self._tell(traces, makers[v])
