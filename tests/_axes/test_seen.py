@@ -97,4 +97,4 @@ def test_arrays_that_share_their_data_see_all_of_them():
 
 def test_a_stack_along_which_products_contract_has_no_data_for_one_array():
     found = seen(DATA, shape=(3, 2)).of_index([0])
-    assert (found.reads, found.why) == ((), ("products mix the stacked axes",))
+    assert (found.reads, found.uncounted) == ((), ("products mix the stacked axes",))

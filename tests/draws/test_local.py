@@ -227,6 +227,49 @@ def test_under_transformations(name, transform):
     assert_alike(own_draws(name, transform), whole_draws(name))
 
 
+# ---- numbers
+
+
+NUMBERS = {
+    "1 + w": (lambda w, _: 1 + w, 1, 1),
+    "w + 1": (lambda w, _: w + 1, 1, 1),
+    "1 - w": (lambda w, _: 1 - w, -1, 1),
+    "w - 0.5": (lambda w, _: w - 0.5, 1, -0.5),
+    "w / 2": (lambda w, _: w / 2, 0.5, 0),
+    "2 * w": (lambda w, _: 2 * w, 2, 0),
+    "a number of the tree": (lambda w, n: w * n + n, 3, 3),
+    "a number of fewer digits": (lambda w, n: w + n.astype(jnp.bfloat16).astype(jnp.float32), 1, 3),
+    "an array of one number": (lambda w, n: n[None, None] + w, 1, 3),
+    "a row of ones": (lambda w, _: w + jnp.ones((1, w.shape[1])), 1, 1),
+    "a column of ones": (lambda w, _: jnp.ones((w.shape[0], 1)) - w, -1, 1),
+    "a choice by one flag": (lambda w, n: jnp.where(n > 0, w, 0.0), 1, 0),
+    "a choice of a number": (lambda w, n: jnp.where(jnp.arange(w.shape[0])[:, None] >= 0, w, n), 1, 0),
+    "in a call": (lambda w, n: jax.jit(lambda w, n: n - w)(w, n), -1, 3),
+}
+"""What is made of a noisy weight with a number, which gives ``a w + b``."""
+
+
+def test_numbers_leave_each_example_its_own_noise():
+    weights, x = {"w": normal(4, 3), "n": jnp.float32(3)}, normal(4, seed=2)
+
+    def network(weights, key, x):
+        w, n = NOISE.apply(weights["w"], key), weights["n"]
+        gains = {name: x * change(w, n)[:, 0][None] for name, (change, *_) in NUMBERS.items()}
+        return gains, {name: x @ change(w, n) for name, (change, *_) in NUMBERS.items()}
+
+    gains, products = jax.jit(rpx.local(network))(weights, KEY, np.broadcast_to(x, (N, 4)))
+    x, w = (np.asarray(each, np.float64) for each in (x, weights["w"]))
+    for name, (_, a, b) in NUMBERS.items():
+        for got, mean, variance in (
+            (gains[name], x * (a * w + b)[:, 0], (0.3 * a * x) ** 2),
+            (products[name], x @ (a * w + b), np.sum((0.3 * a * x) ** 2)),
+        ):
+            assert np.all(np.abs(flat(got).mean(0) - mean) <= ERRORS * np.sqrt(variance / N)), name
+            assert np.all(np.abs(flat(got).var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N)), name
+    report = rpx.explain(rpx.local(network), weights, KEY, x[None].astype(np.float32))
+    assert all(each.is_own for each in report.weights)
+
+
 # ---- contexts
 
 

@@ -15,6 +15,7 @@ from errors import raises
 from flax import nnx
 from grids import mostly_thorough
 from jax.experimental import checkify
+from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from residuals import contractions, draws, kept
@@ -759,6 +760,34 @@ def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
 
 
 # ---- Transformations around it
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_taylor_series_are_those_of_the_plain_function(number):
+    """Of a tanh along one direction, by its derivatives, and of the gradient; the chain runs in ``jax.checkpoint``."""
+    noise = rpx.VarNoise(0.5)
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ noise.apply({"w": w}, jax.random.key(0))["w"]))
+
+    w, x, change = (
+        np.random.default_rng(i).normal(size=n).astype(np.float32)
+        for i, n in enumerate([(3, 4), (5, 3), [(3, 4), (5, 3)][number]])
+    )
+    again = rpx.remat(loss, argnums=(0,))
+
+    def along(f):
+        return jet(lambda a: f(*(w, a) if number else (a, x)), ((x if number else w),), ((change, 0 * change),))
+
+    value, (first, second) = jax.jit(lambda: along(again))()
+    (_, slopes), noisy = jax.jit(lambda: (along(jax.grad(again)), noise.apply({"w": w}, jax.random.key(0))))()
+    noisy, x, change = (np.asarray(each, np.float64) for each in (noisy["w"], x, change))
+    t, u = np.tanh(x @ noisy), change @ noisy if number else x @ change
+    np.testing.assert_allclose(
+        [value, first, second], [t.sum(), np.sum((1 - t**2) * u), np.sum(-2 * t * (1 - t**2) * u**2)], rtol=1e-4
+    )
+    moved = x.T @ (-2 * t * (1 - t**2) * u) + (change.T @ (1 - t**2) if number else 0)
+    np.testing.assert_allclose(slopes[0], moved, rtol=1e-4, atol=1e-5)
 
 
 def test_vmap_inside_and_outside():

@@ -153,6 +153,46 @@ def test_factors_that_are_together_as_large_as_the_weight_are_not_formed_for_a_f
     assert operations(rpx.factored(loss), raw, x) <= 1.01 * operations(by_hand, raw, x) < 0.6 * operations(loss, raw, x)
 
 
+NUMBERS = {
+    "1 + w": (lambda w: 1 + w, 1, 1),
+    "1 - w": (lambda w: 1 - w, -1, 1),
+    "w / 2 - 3": (lambda w: w / 2 - 3, 0.5, -3),
+    "an array of one number": (lambda w: jnp.full((1, 1), 3.0) - 2 * w, -2, 3),
+}
+
+
+def of_factors(change):
+    """A loss in which a number meets a weight of two factors."""
+    return lambda factors, x: jnp.sum(jnp.tanh(x @ change(factors["a"] @ factors["b"])))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_is_added_leaves_a_weight_in_factors(name):
+    change, scale, shift = NUMBERS[name]
+    factors, x = {"a": floats(256, 4), "b": floats(4, 256)}, floats(512, 256)
+
+    def by_hand(factors, x):
+        y = scale * (x @ factors["a"] @ factors["b"]) + shift * jnp.sum(x, axis=1, keepdims=True)
+        return jnp.sum(jnp.tanh(y))
+
+    loss = of_factors(change)
+    least = operations(by_hand, factors, x)
+    assert operations(rpx.factored(loss), factors, x) <= 1.05 * least < 0.2 * operations(loss, factors, x)
+
+
+def test_values_of_a_weight_in_factors_with_a_number_added():
+    a, b, x = normal(6, 2), normal(2, 5), normal(9, 6)
+    losses = [rpx.factored(of_factors(change)) for change, *_ in NUMBERS.values()]
+    slopes = jax.jit(lambda *args: [jax.value_and_grad(loss)(*args) for loss in losses])({"a": a, "b": b}, x)
+    a, b, x = (np.asarray(each, np.float64) for each in (a, b, x))
+    for (value, slope), (_, scale, shift) in zip(slopes, NUMBERS.values(), strict=True):
+        y = np.tanh(x @ (scale * a @ b + shift))
+        pulled = scale * x.T @ (1 - y**2)
+        np.testing.assert_allclose(value, y.sum(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(slope["a"], pulled @ b.T, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(slope["b"], a.T @ pulled, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():
     p = rpx.LoRA(4)
     raw, x = init(p, {"w": normal(16, 16)}, KEY), np.ones(2, np.float32)

@@ -161,13 +161,15 @@ class Seen:
     Attributes:
       reads: For each way in which products contract the array, the data; a tied table has two.
       gradient: The gradient of the loss with respect to the array, for ``gradients=True``.
-      why: What else reads the array, with the line, in words.
+      why: What else reads the array, without data, or instead of products; with the line, in words.
+      uncounted: What reads the array with data that ``reads`` lack, with the line, in words.
       stands_in: Whether it stands for any data, where only the types of raw values are wanted.
     """
 
     reads: tuple[Read, ...] = ()
     gradient: Any = None
     why: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     stands_in: bool = False
 
     def __repr__(self) -> str:
@@ -178,7 +180,7 @@ class Seen:
         """How many inputs along which axes, and how many bytes; and what else reads the array."""
         ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}" for read in self.reads]
         size = readable(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
-        return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.why)
+        return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.uncounted + self.why)
 
     def read(self, moments: str, w: Any, axes: Collection[int] | None = None) -> Read:
         """The data that a stage needs for ``w``.
@@ -203,7 +205,7 @@ class Seen:
         what = "data" if wanted is None else f"data contracted with axis {_listed(wanted)}"
         if not fitting:
             known = [f"products contract axis {_listed(read.contracted)}" for read in self.reads]
-            why = "; ".join([*known, *self.why]) or "nothing reads it"
+            why = "; ".join([*known, *self.uncounted, *self.why]) or "nothing reads it"
             raise ValueError(
                 f"expected {what} of this array, but {why}. Leave the array out with `where`, or choose other axes."
             )
@@ -213,6 +215,7 @@ class Seen:
                 f"expected one way in which products read this array, but they contract {ways}. Leave the array out "
                 f"with `where`."
             )
+        self.require_all(what)
         (read,) = fitting
         held = {"full": read.second, "diagonal": read.second, "largest": read.largest, "slopes": read.slopes}[moments]
         if held is None or (moments == "full" and held.ndim == 2):
@@ -221,6 +224,15 @@ class Seen:
                 f"expected {what} with {argument}, but got other moments. Pass {argument} to `rpx.inputs`."
             )
         return read
+
+    def require_all(self, what: str) -> None:
+        """Requires that ``reads`` hold the data of all that reads the array with data."""
+        if self.uncounted:
+            raise ValueError(
+                f"expected {what} from all that reads it with data, but {'; '.join(self.uncounted)}, which "
+                f"`rpx.inputs` cannot count. Leave the array out with `where`, or start from the other products alone: "
+                f"`dataclasses.replace(seen, uncounted=())`."
+            )
 
     def slope(self, w: Any) -> Any:
         """The gradient of the loss with respect to ``w``.
@@ -239,7 +251,9 @@ class Seen:
         found = [read.of_index(stacked) for read in self.reads]
         mixed = ("products mix the stacked axes",) if None in found else ()
         gradient = None if self.gradient is None else jnp.moveaxis(self.gradient, stacked, range(len(stacked)))
-        return replace(self, reads=tuple(read for read in found if read), gradient=gradient, why=(*self.why, *mixed))
+        return replace(
+            self, reads=tuple(read for read in found if read), gradient=gradient, uncounted=(*self.uncounted, *mixed)
+        )
 
     def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> "Seen":
         """What the array is multiplied with, where these axes are merged to the rows and columns of a matrix."""
@@ -257,7 +271,11 @@ class Seen:
         more = {(read.shape, read.batch, read.axes): read for read in other.reads}
         both = [_filled(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
         gradient = other.gradient if self.gradient is None else self.gradient
-        return Seen((*both, *more.values()), gradient, tuple(dict.fromkeys(self.why + other.why)), self.stands_in)
+        why, uncounted = (
+            tuple(dict.fromkeys(mine + others))
+            for mine, others in ((self.why, other.why), (self.uncounted, other.uncounted))
+        )
+        return Seen((*both, *more.values()), gradient, why, uncounted, self.stands_in)
 
 
 for cls, data in {Read: ["count", "absolute", "second", "largest", "slopes"], Seen: ["reads", "gradient"]}.items():

@@ -9,7 +9,7 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
-from reparax._core.calls import call, checked_key, needed_key, parts_of, with_any_key
+from reparax._core.calls import call, checked_key, needed_key, parts_of, require_values, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all
@@ -92,6 +92,7 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
+        require_values(self, "init", params)
         if marks := outer_markers(params):
             path, mark = next(iter(marks.items()))
             raise ValueError(
@@ -113,6 +114,7 @@ class Parametrization(Static, ABC):
           raw: The result of ``init``, or that after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
         """
+        require_values(self, "apply", raw)
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
         if marks := outer_markers(effective):
             path, mark = next(iter(marks.items()))

@@ -9,7 +9,7 @@ import jax
 from reparax._axes.seen import ANY
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, is_reference, items, path_text
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
@@ -21,6 +21,17 @@ def call(p: Any, method: str) -> str:
     """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
     text = " >> ".join(map(repr, p._parts)) or repr(p)
     return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
+
+
+def require_values(p: Any, method: str, tree: PyTree) -> None:
+    """Requires a tree without leaves whose content changes in place, of which a pure function would lose the change."""
+    if not any(map(is_reference, jax.tree.leaves(tree))):
+        return
+    path = next(path_text(path) for path, x in items(tree) if is_reference(x))
+    raise TypeError(
+        f"{call(p, method)} takes a tree of arrays, but got a reference whose content changes in place at {path!r}. "
+        f"Pass its content: `nnx.with_vars(model, hijax=False)` for nnx variables with hijax=True, or `ref[...]`."
+    )
 
 
 def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:

@@ -60,6 +60,11 @@ def is_box(x: object) -> bool:
     return has_ancestor(x, "Variable", "AxisMetadata")
 
 
+def is_reference(x: object) -> bool:
+    """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
+    return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
+
+
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
     """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""

@@ -128,9 +128,7 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
     out = type_of(eqn.outvars[0])
     if _SIGNS[eqn.primitive.name] < 0:
         y = moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
-    if x.ndim != out.ndim or y.ndim != out.ndim:
-        return None
-    wide = complete(moves.broadcast(each, out.shape, range(out.ndim)) for each in (x, y))
+    wide = complete(moves.broadcast(_ranked(each, out.ndim), out.shape, range(out.ndim)) for each in (x, y))
     if wide is None:
         return None
     products = tuple(product for each in wide for product in each.products)

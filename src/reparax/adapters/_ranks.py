@@ -4,6 +4,7 @@ import numpy as np
 
 from reparax._axes.seen import Seen
 from reparax._numerics.arguments import check_known_number, check_positive_whole
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, named, path_text
 
 
@@ -46,9 +47,12 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     if check_known_number(rho, "eva_ranks", "rho") < 1:
         raise ValueError(f"eva_ranks got rho={rho}, but takes at least 1.")
     paths, nodes, _ = named(seen, lambda x: isinstance(x, Seen))
-    parts = {
-        path_text(path): found for path, x in zip(paths, nodes, strict=True) if (found := _explained(x)) is not None
-    }
+    parts: dict[str, np.ndarray] = {}
+    for path, x in zip(map(path_text, paths), nodes, strict=True):
+        with locate_errors(f"eva_ranks at {path!r}"):
+            found = _explained(x)
+        if found is not None:
+            parts[path] = found
     if not parts:
         raise ValueError(
             "eva_ranks found no array that products read as one matrix, with full moments. Pass the result of "
@@ -67,5 +71,6 @@ def _explained(seen: Seen) -> np.ndarray | None:
     (read,) = seen.reads
     if read.second is None or read.second.ndim < 3 or len(read.second) != 1:
         return None
+    seen.require_all("data of this array")
     values = np.linalg.eigvalsh(np.asarray(read.second[0], np.float64))[::-1]
     return values / max(values.sum(), np.finfo(np.float64).tiny)

@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from reparax._numerics.series import has_series
 from reparax._programs import jaxprs
 from reparax._programs.dependence import Flags
 
@@ -96,6 +97,8 @@ class _Call(Primitive):
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
         """The outputs."""
+        if has_series(args):
+            return _piece(params).evaluate(*args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
         function, operands = jaxprs.replacement(args, params)

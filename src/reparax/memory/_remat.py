@@ -20,7 +20,9 @@ def remat(
     twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in memory at
     a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
     ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.linear_transpose``,
-    ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside.
+    ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside; and outside
+    with ``jax.experimental.jet``, as far as it supports what ``fun`` does. It has no rules for ``scan``,
+    ``jax.checkpoint`` and ``jax.custom_jvp``, and so none for ``apply`` without ``remat``, nor for most norms.
 
     ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
     weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:

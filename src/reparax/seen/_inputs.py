@@ -13,14 +13,15 @@ from reparax._axes.seen import MOMENTS, Seen
 from reparax._numerics.arguments import one_of
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
-from reparax._programs.sources import calls
+from reparax._programs.mixing import Kind, Mixing, Value
+from reparax._programs.sources import calls, reader_of
 from reparax._tree.paths import PyTree, describe, named, path_text
 from reparax._weights.facts import known
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax._weights.reports import Reports
 from reparax.seen._explained import ExplainedInputs, explained
-from reparax.seen._seeing import Root, Seeing
+from reparax.seen._seeing import Root, Seeing, leaves_of
 from reparax.seen._taps import Taps
 
 
@@ -55,6 +56,7 @@ class Inputs(Reports):
             slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
         else:
             _, state = counted(None)
+        uncounted = _uncounted(first, traced)
         found: dict[Any, list[Any]] = {}
         for slot, held in zip(wanted, state, strict=True):
             found.setdefault(slot.root, []).append(slot.read(self.moments, held, slopes and slopes.slopes.get(slot)))
@@ -65,7 +67,9 @@ class Inputs(Reports):
             if root not in roots:
                 return Seen(why=("`where` of `inputs` leaves it out",))
             gradient = slopes and slopes.arrays.get(root)
-            return Seen(tuple(found.get(root, ())), gradient, tuple(first.why.get(root, ())))
+            mixed = uncounted.get(root, {})
+            why = [reason for reason in first.why.get(root, ()) if reason not in mixed]
+            return Seen(tuple(found.get(root, ())), gradient, tuple(why), tuple(mixed.values()))
 
         return layout.tree(entry)
 
@@ -97,8 +101,10 @@ def inputs(
     It reads the jaxpr of ``fun``, so it works with any network. Weights are followed through transposes, reshapes,
     casts, slices and multiples, through ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to
     products of matrices, convolutions and table lookups. Statistics are in the axes of the weight as you hold it. For
-    layers that a scan slices there is one matrix for each layer. Any other read, such as an addition, has no data;
-    :attr:`Seen.why` names it and its line.
+    layers that a scan slices there is one matrix for each layer. Any other read, such as an addition, has no data:
+    :attr:`Seen.why` names it and its line. If it reads the array together with data, as the product with a slice of a
+    merged axis does, or with ``sin(w)``, :attr:`Seen.uncounted` names it, and no stage starts from the other products
+    alone. A penalty reads no data, and may be added to the loss. Closed over arrays and random numbers are data.
 
     Add over batches with ``jax.tree.map(jnp.add, seen, more)``; for ``moments="largest"`` take ``jnp.maximum``. Put
     ``jax.jit`` around it: then nothing is computed that no statistic needs.
@@ -172,6 +178,29 @@ def _evaluated(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
         for i, (x, flag) in enumerate(zip(inputs, traced.given, strict=True))
     ]
     return Reader(way).arrays(traced.program, followed, facts)
+
+
+def _is_random(v: Any) -> bool:
+    """Whether an input is a key, typed or legacy; what is drawn from it is data."""
+    dtype = jaxprs.type_of(v).dtype
+    return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
+    """For each array what reads it with data and is not counted: as what reads it, and with these words."""
+    mixing = Mixing(way.counted, leaves_of)
+    inputs: list[Value] = [
+        ({i: Kind.ARRAY} if i in way.types else {}, flag and not _is_random(v))
+        for i, (v, flag) in enumerate(zip(traced.program.invars, traced.given, strict=True))
+    ]
+    mixing.program(traced.program, inputs)
+    return {
+        root: {
+            reader_of(eqn, "reads it", way.lines): reader_of(eqn, "reads it with data", way.lines)
+            for eqn in eqns.values()
+        }
+        for root, eqns in mixing.found.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ class Seeing:
       types: The type of each array that is followed.
       cut: The slots whose outputs are split over shards, so that no shard has all products of their gradients.
       why: For each of them, what else reads it.
+      counted: The products that are counted, by the equations whose bodies hold them and their own; and which of their
+        operands is the array.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Seeing:
         self.types: dict[Any, Any] = {}
         self.cut: set[Slot] = set()
         self.why: dict[Any, dict[str, None]] = {}
+        self.counted: dict[tuple[int, ...], int] = {}
 
     def start(self, root: Any, x: Any) -> Sum:
         """An array, to be followed."""
@@ -136,9 +139,9 @@ class Seeing:
             return self._applied(reader, eqn, args), out
         if name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
             return [_cast(args[0], eqn.params["new_dtype"])], out
-        if name in ("mul", "div", "neg") and not any(isinstance(x, Sum) or x.ndim for x in args[1:]):
+        if name in ("mul", "div", "neg") and all(map(_is_number, args[1:])):
             return [_scaled(name, *args)], out
-        if name == "mul" and isinstance(args[1], Sum) and not isinstance(args[0], Sum) and not args[0].ndim:
+        if name == "mul" and isinstance(args[1], Sum) and _is_number(args[0]):
             return [_scaled(name, *args[::-1])], out
         return AS_IS if name == "shard_map" and not eqn.params["check_vma"] else None
 
@@ -147,7 +150,6 @@ class Seeing:
         return None
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
-        del reader
         (weight,) = [x for x in args if isinstance(x, Sum)][:1]
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         if found := contraction(eqn, args):
@@ -161,6 +163,7 @@ class Seeing:
             return None
         if place is None:
             return None
+        self.counted[*reader.path, id(eqn)] = next(i for i, x in enumerate(args) if x is weight)
         with jaxprs.as_written_by(eqn):
             y = eqn.primitive.bind(*(_array(x) for x in args), **eqn.params)
         groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
@@ -356,6 +359,12 @@ def _at(*numbers: Array | None) -> tuple[Any, ...]:
     return (*whole, *jnp.ix_(*(x for x in numbers if x is not None)))
 
 
+def leaves_of(eqn: JaxprEqn) -> list[Root] | None:
+    """What the outputs of an ``apply`` are; None for other equations."""
+    mark = mark_of(eqn)
+    return None if mark is None else [Root(place) for place in mark.made]
+
+
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -380,8 +389,14 @@ def _cast(x: Sum, dtype: Any) -> Sum:
     return replace(x, products=(replace(product, factors=factors),), dtype=dtype)
 
 
+def _is_number(x: Any) -> bool:
+    """Whether ``x`` is an array of one number."""
+    return not isinstance(x, Sum) and all(n == 1 for n in x.shape)
+
+
 def _scaled(name: str, x: Sum, *number: Any) -> Sum:
     """``x`` times a number, or divided by it, or with another sign."""
+    number = tuple(n.reshape(()) for n in number)
     factor = {"mul": lambda n: n, "div": lambda n: 1 / n, "neg": lambda: jnp.asarray(-1, x.dtype)}[name](*number)
     return moves.scaled(x, factor, still=True)
 

@@ -1,0 +1,179 @@
+"""Where a program mixes an array with data: which equations read both, as products or otherwise.
+
+What is computed from an array alone, such as a penalty, reads no data, and neither does the sum of a penalty and the
+loss: there the loss is linear in a number, whatever the data. All else that reads the array and data is told.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from reparax._programs import dependence, jaxprs
+
+Path = tuple[int, ...]
+
+
+class Kind(IntEnum):
+    """How a value depends on an array; the worse, the larger."""
+
+    NUMBER = 0
+    """It is linear in numbers that are computed from the array alone, whatever the data."""
+    MOVED = 1
+    """It is a part or a multiple of the array, as data say."""
+    ARRAY = 2
+    """In any other way."""
+
+
+Traces = Mapping[Hashable, Kind]
+"""The arrays on which a value depends, and how."""
+Value = tuple[Traces, bool]
+"""These, and whether the value depends on no data. If it depends on data, none is of the kind ``ARRAY``."""
+
+_MOVES = {
+    *("neg", "convert_element_type", "reduce_precision", "copy", "name", "pvary"),
+    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "split", "rev"),
+}
+_LINEAR = _MOVES | {
+    *("add", "add_any", "sub", "reduce_sum", "cumsum", "concatenate", "pad"),
+    *("psum", "psum2", "psum_invariant", "all_gather"),
+}
+
+
+class Mixing:
+    """Follows arrays through a program, to the equations that read them together with data.
+
+    Attributes:
+      found: For each array the equations.
+    """
+
+    def __init__(self, counted: Mapping[Path, int], made: Callable[[JaxprEqn], Sequence[Hashable] | None]) -> None:
+        """Starts with nothing found.
+
+        Args:
+          counted: The products that are known already, by the equations whose bodies hold them and their own, and
+            which of their operands is the array.
+          made: For an equation of which each output is an array to be followed: what it is called.
+        """
+        self.found: dict[Hashable, dict[int, JaxprEqn]] = {}
+        self._counted, self._made = counted, made
+
+    def program(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> None:
+        """Follows the inputs of a whole program, of which a loss is a number."""
+        makers: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        for v, (traces, alone) in zip(jaxpr.outvars, self._outs(jaxpr, inputs, ()), strict=True):
+            if traces and not alone and jaxprs.type_of(v).shape:
+                self._tell(traces, makers[v])
+
+    def _outs(self, jaxpr: Jaxpr, inputs: Sequence[Value], path: Path) -> list[Value]:
+        env: dict[Any, Value] = {v: _as_number(v, value) for v, value in zip(jaxpr.invars, inputs, strict=True)}
+
+        def value(v: Any) -> Value:
+            return ({}, True) if isinstance(v, Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            outs = self._equation(eqn, [value(v) for v in eqn.invars], path)
+            for v, out in zip(eqn.outvars, outs, strict=True):
+                env[v] = self._kept(eqn, _as_number(v, out))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: JaxprEqn, inputs: list[Value], path: Path) -> Sequence[Value]:
+        if (made := self._made(eqn)) is not None:
+            return [({each: Kind.ARRAY}, True) for each in made]
+        own = (*path, id(eqn))
+        if own in self._counted:
+            inputs[self._counted[own]] = {}, inputs[self._counted[own]][1]
+        if jaxprs.is_scan(eqn):
+            return self._scan(eqn, inputs, own)
+        if jaxprs.is_cond(eqn):
+            return self._cond(eqn, inputs, own)
+        if jaxprs.is_call(eqn):
+            jaxpr, consts = jaxprs.body(eqn)
+            return self._outs(jaxpr, [*_constants(consts), *inputs], own)
+        alone = all(known for _, known in inputs) and not jaxprs.has_effects(eqn)
+        traces = {each: _kind(eqn, inputs, each, alone=alone) for each in _either(inputs)[0]}
+        return [(traces, alone) for _ in eqn.outvars]
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+        n_consts, n_carry = jaxprs.counts(eqn)
+        jaxpr, consts = jaxprs.body(eqn)
+        known = dependence.steady(eqn, [alone for _, alone in inputs])
+        inputs = [(traces, flag) for (traces, _), flag in zip(inputs, known, strict=True)]
+        while True:
+            inside = [
+                self._kept(eqn, _as_number(v, each))
+                for v, each in zip(jaxpr.invars[len(consts) :], inputs, strict=True)
+            ]
+            outs = self._outs(jaxpr, [*_constants(consts), *inside], own)
+            carried = inside[n_consts : n_consts + n_carry]
+            after = [_either([a, b]) for a, b in zip(carried, outs, strict=False)]
+            if after == carried:
+                return [*carried, *outs[n_carry:]]
+            inputs = [*inside[:n_consts], *after, *inside[n_consts + n_carry :]]
+
+    def _cond(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+        (chooses, alone), *operands = inputs
+        branches = [
+            self._outs(jaxpr, [*_constants(consts), *operands], (*own, place))
+            for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn))
+        ]
+        chosen: Value = dict.fromkeys(chooses, Kind.ARRAY), alone
+        return [_either([chosen, *each]) for each in zip(*branches, strict=True)]
+
+    def _kept(self, eqn: JaxprEqn, value: Value) -> Value:
+        """What is still to be followed of a value: not what was mixed with data here."""
+        traces, alone = value
+        if alone:
+            return value
+        self._tell([each for each, kind in traces.items() if kind is Kind.ARRAY], eqn)
+        return {each: kind for each, kind in traces.items() if kind is not Kind.ARRAY}, False
+
+    def _tell(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
+        for each in arrays:
+            self.found.setdefault(each, {})[id(eqn)] = eqn
+
+
+def _constants(consts: Collection[Any]) -> list[Value]:
+    return [({}, False) for _ in consts]
+
+
+def _as_number(v: Any, value: Value) -> Value:
+    """A value, which is linear in itself if it is a number without data."""
+    traces, alone = value
+    if not traces or not alone or jaxprs.type_of(v).shape or not dependence.smooth(v):
+        return value
+    return dict.fromkeys(traces, Kind.NUMBER), True
+
+
+def _either(values: Sequence[Value]) -> Value:
+    """What may be any of these values."""
+    traces: dict[Hashable, Kind] = {}
+    for each, kind in (item for own, _ in values for item in own.items()):
+        traces[each] = max(kind, traces.get(each, kind))
+    return traces, all(alone for _, alone in values)
+
+
+def _kind(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Kind:
+    """How the outputs of an equation depend on an array on which some of its operands depend."""
+    places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
+    if all(inputs[i][0][each] is Kind.NUMBER for i in places):
+        is_smooth = all(map(dependence.smooth, eqn.outvars))
+        return Kind.NUMBER if is_smooth and _is_linear(eqn.primitive.name, places) else Kind.ARRAY
+    return Kind.MOVED if not alone and _is_moved(eqn, places) else Kind.ARRAY
+
+
+def _is_linear(name: str, places: Sequence[int]) -> bool:
+    """Whether an equation of this name is linear in the operands at these places, together."""
+    if name in ("mul", "dot_general"):
+        return len(places) == 1
+    return name in _LINEAR or (name == "div" and places == [0]) or (name == "select_n" and 0 not in places)
+
+
+def _is_moved(eqn: JaxprEqn, places: Sequence[int]) -> bool:
+    """Whether an equation moves the operand at one place, takes a part of it, or multiplies it by a number."""
+    name = eqn.primitive.name
+    if name in ("mul", "div") and len(places) == 1:
+        number = jaxprs.type_of(eqn.invars[1 - places[0]])
+        return all(n == 1 for n in number.shape) and (name, places) != ("div", [1])
+    return list(places) == [0] and (name in _MOVES or name == "dynamic_slice")
