@@ -13,6 +13,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._tree.paths import PyTree, is_array, is_traceable
 from reparax.training._held import holding, open_state, store
 from reparax.training._partition import combine, partition
+from reparax.training._told import told
 
 
 def optimizer(tx: Any, *, state: Any = None) -> Any:
@@ -100,7 +101,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             held = store(stored, plain)
         return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
-    return type(inner)(init, update)
+    return type(inner)(init, told(init, update))
 
 
 def _on_tables_too(stage: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax._stage.where import is_bias_or_scale, is_state
-from reparax._tree.paths import PyTree, is_array, items, with_names
+from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
 from reparax._tree.raw import FIXED, flatten_slots
 
 
@@ -45,20 +45,33 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
 
     Raises:
-      ValueError: If the two have different structures.
+      ValueError: If the two have different structures, or if both hold a value at one place.
     """
 
-    def is_none(x: object) -> bool:
-        return x is None
-
-    trees = with_names(free, is_none), with_names(fixed, is_none)
-    try:
-        return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
-    except ValueError as error:
+    trees = with_names(free, _is_none), with_names(fixed, _is_none)
+    if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
         raise ValueError(
-            f"combine takes the two halves of one raw tree, but got trees of different structures: {error} If `free` "
-            f"was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
-        ) from error
+            f"combine takes the two halves of one raw tree, but got trees of different structures{_unlike(*trees)}. If "
+            f"`free` was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
+        )
+    pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
+    if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
+        raise ValueError(
+            f"combine takes the two halves of one raw tree, but both of them hold a value at {both[0]!r}. Pass "
+            f"`free, fixed = rpx.partition(raw)`, or what became of each."
+        )
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
+
+
+def _unlike(free: PyTree, fixed: PyTree) -> str:
+    """Where two trees differ, in words; nothing if it is in the types of their nodes."""
+    a, b = ({path_text(path) for path, _ in items(tree, _is_none)} for tree in (free, fixed))
+    paths = sorted(a ^ b)
+    return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
+
+
+def _is_none(x: object) -> bool:
+    return x is None
 
 
 def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
