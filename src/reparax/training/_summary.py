@@ -13,6 +13,7 @@ from reparax._core.calls import require_chains, with_any_key
 from reparax._core.keys import Keys
 from reparax._core.plan import walk
 from reparax._core.verbs import opened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.differences import abstract
 from reparax._tree.flat import flatten
 from reparax._tree.folding import Line, folded
@@ -122,6 +123,7 @@ class Summary:
         return f'<div style="overflow-x: auto">{table}</div>'
 
 
+@shows_usage
 def summary(p: Parametrization, params: PyTree) -> Summary:
     """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, and sizes.
 

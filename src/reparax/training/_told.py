@@ -28,9 +28,10 @@ def told(init: Callable[[PyTree], PyTree], update: Update) -> Update:
             if (why := _misfit(init, updates, state, params)) is None:
                 raise
             raise ValueError(f"optimizer.update takes {why}") from error
-        if _reshaped(state, new) or _reshaped(params, moved):
-            if (why := _misfit(init, updates, state, params)) is not None:
-                raise ValueError(f"optimizer.update takes {why}")
+        if (_reshaped(state, new) or _reshaped(params, moved)) and (
+            why := _misfit(init, updates, state, params)
+        ) is not None:
+            raise ValueError(f"optimizer.update takes {why}")
         return moved, new
 
     return checked
@@ -72,6 +73,11 @@ def _of_gradients(found: Difference) -> str:
             )
         case "a raw tree":
             return f"the raw tree as params, but got the model's own parameters: {found.swapped}. {CALL}"
+        case "other shapes":
+            return (
+                f"gradients of the raw tree, but got those of other shapes: {found}. Differentiate one number, such as "
+                f"the mean of the loss over a batch."
+            )
         case of:
             return f"gradients of the raw tree, but got those of {of}: {found}. Differentiate with respect to `raw`."
 

@@ -8,11 +8,13 @@ from jax import Array
 
 from reparax._core.keys import Keys, check_key
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, named, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
 from reparax._tree.unlike import difference
 
 
+@shows_usage
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
     r"""Adds updates, also where the weights have too few bits to hold the sum.
 
