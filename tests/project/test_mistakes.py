@@ -1,8 +1,10 @@
 """Mistakes of new users, and what each of them reads: who and where, what was expected, what came, what to do.
 
-Nothing is computed: an error of structure needs shapes alone.
+Nothing is computed: an error of structure needs shapes alone. Dtypes and ranks promote as they do for users: the strict
+ones of all other tests would stop a transformation of optax before it meets the mistake.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -13,6 +15,9 @@ import pytest
 from errors import raises
 
 import reparax as rpx
+from reparax._core.names import OF_OTHERS
+from reparax._core.words import OF_OTHERS as ARGUMENTS
+from reparax._tree.raw import holds_markers
 from reparax.testing import check_laws
 
 PARAMS = {
@@ -999,5 +1004,37 @@ MISTAKES = {f"{table}: {name}": row for table, rows in TABLES.items() for name, 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_in_a_sentence(mistake):
     call, error, text = MISTAKES[mistake]
-    with raises(error, text):
+    with raises(error, text), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         call()
+
+
+def test_an_error_of_the_transformation_itself_stays_as_it_is():
+    tx = rpx.optimizer(optax.adamw(1e-3))
+    text = "^You are using a transformation that requires the current value"
+    with pytest.raises(ValueError, match=text), jax.numpy_dtype_promotion("standard"):
+        step(tx, RAW, zeros(tx.init, RAW))
+
+
+def test_a_call_that_fits_keeps_its_own_error():
+    def broken(path, array):
+        return path.key
+
+    with pytest.raises(AttributeError, match=r"^'str' object has no attribute 'key'\n") as caught:
+        rpx.WeightNorm(where=broken).init(PARAMS)
+    assert "which got the path 'dense/bias' and the array" in caught.value.__notes__[0]
+
+
+def test_a_predicate_may_return_a_match_or_a_known_scalar():
+    for where in (lambda path, _: re.search("out", path), lambda path, _: np.bool_("out" in path)):
+        raw = jax.eval_shape(rpx.WeightNorm(where=where).init, PARAMS)
+        assert [holds_markers(raw[name]["kernel"]) for name in ("dense", "out")] == [False, True]
+
+
+def test_the_words_of_others_lead_to_words_that_exist():
+    stages = [x for x in vars(rpx).values() if isinstance(x, type) and issubclass(x, rpx.Parametrization)]
+    taken = {field.name for stage in filter(dataclasses.is_dataclass, stages) for field in dataclasses.fields(stage)}
+    assert {word for words in ARGUMENTS.values() for word in words} <= taken
+    assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "scale"})
+    for name, text in OF_OTHERS.items():
+        assert not hasattr(rpx, name)
+        assert all(hasattr(rpx, word) for word in re.findall(r"rpx\.(\w+)", text)), text

@@ -102,7 +102,8 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used. Nothing else will do:
+            data are for the model, which reads the effective tree.
         """
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
         if marks := outer_markers(effective):

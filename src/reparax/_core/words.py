@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Sequence
 
 OF_OTHERS = {
-    "alpha": ("alpha",),
     "amount": ("sparsity",),
     "axes": ("axis", "along"),
     "bits": ("format",),
