@@ -158,7 +158,7 @@ def test_a_state_of_nnx_without_its_structure_is_told_so():
     raw = {"w": {"@weight_norm": {"g": {"value": jnp.ones((1, 2))}, "v": {"value": jnp.ones((3, 2))}}}}
     with raises(
         ValueError,
-        "WeightNorm().apply at 'w': expected an array as 'g', got dict: a state of nnx that was restored without its "
-        "structure. Restore it with a template, or save `nnx.to_pure_dict(raw)`.",
+        "WeightNorm().apply at 'w': expected an array as 'g', got a tree with 'value': a state of nnx that was "
+        "restored without its structure. Restore it with a template, or save `nnx.to_pure_dict(raw)`.",
     ):
         rpx.WeightNorm().apply(raw)
