@@ -1,5 +1,7 @@
 """Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
 
+from typing import TYPE_CHECKING
+
 from reparax._axes.numbers import other_axes as other_axes
 from reparax._axes.seen import Read as Read
 from reparax._axes.seen import Seen as Seen
@@ -7,6 +9,7 @@ from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
 from reparax._core.json import from_json as from_json
+from reparax._core.names import unknown_name as _unknown_name
 from reparax._core.value import argument as argument
 from reparax._core.value import axes as axes
 from reparax._numerics.arguments import check_number as check_number
@@ -124,3 +127,8 @@ from reparax.training import summary as summary
 from reparax.training import transfer as transfer
 
 __version__ = "0.1.0"
+
+if not TYPE_CHECKING:  # else a type checker would believe that there is every name
+
+    def __getattr__(name: str) -> object:
+        raise _unknown_name(name, globals())

@@ -328,8 +328,8 @@ def test_a_node_that_no_stage_could_have_made_is_named():
     raw = p.init({"v": jnp.ones((3, 2)), "w": jnp.ones((3, 2))})
     raw["w"]["@mask"]["@fixed"]["mask"] = jnp.ones((5, 3, 2))
     text = (
-        "Mask().apply does not select 'w', where the raw tree holds '@mask': another chain or an older version "
-        "of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
+        "Mask().apply at 'w': expected mask of shape (3, 2), got (5, 3, 2): another chain made this raw tree. Apply "
+        "the chain that made it; `p.check(raw, like=params)` lists every difference."
     )
     with raises(ValueError, text):
         p.apply(raw)

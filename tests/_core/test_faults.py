@@ -633,10 +633,8 @@ def test_a_boolean_tree_that_names_a_parameter_leaves_its_auxiliary_values_alone
     np.testing.assert_array_equal(frozen["dense"]["kernel"]["@weight_norm"]["g"], raw["g"])
 
 
-TREE_AS_WHERE = (
-    "takes a regular expression for the whole path or a predicate (path, array) -> bool. "
-    "Wrap a tree of booleans in `rpx.selected`."
-)
+AS_WHERE = "takes a regular expression for the whole path or a predicate (path, array) -> bool."
+TREE_AS_WHERE = f"{AS_WHERE} Wrap a tree of booleans in `rpx.selected`."
 
 CONSTRUCTORS = {
     "bool_tree_as_where": Fault(
@@ -655,13 +653,13 @@ CONSTRUCTORS = {
         lambda where: rpx.Freeze(where=where),
         lambda: (["a", "b"],),
         TypeError,
-        f"Freeze got where=['a', 'b'] of type list, but {TREE_AS_WHERE}",
+        f"Freeze got where=['a', 'b'] of type list, but {AS_WHERE} Join several by `|`: 'a|b'.",
     ),
     "pattern_as_where": Fault(
         lambda where: rpx.Freeze(where=where),
         lambda: (re.compile("a"),),
         TypeError,
-        f"Freeze got where=re.compile('a') of type Pattern, but {TREE_AS_WHERE}",
+        f"Freeze got where=re.compile('a') of type Pattern, but {AS_WHERE} Pass its text, 'a'.",
     ),
     "masks_as_where": Fault(
         lambda where: rpx.VarNoise(0.1, where=where),
@@ -685,7 +683,8 @@ CONSTRUCTORS = {
         lambda where: rpx.WeightNorm(where=where),
         lambda: ("*/kernel",),
         ValueError,
-        "WeightNorm got where='*/kernel', which is not a regular expression: nothing to repeat at position 0.",
+        "WeightNorm got where='*/kernel', which is not a regular expression: nothing to repeat at position 0. Any text "
+        "is `.*`, so write '.*/kernel'.",
     ),
     "selected_of_ints": Fault(
         rpx.selected,
@@ -845,31 +844,35 @@ CONSTRUCTORS = {
         lambda p: p >> 3,
         lambda: (rpx.WeightNorm(),),
         TypeError,
-        "unsupported operand type(s) for >>: 'WeightNorm' and 'int'",
+        "WeightNorm() >> 3: expected a stage, but got 3 of type int. Join stages alone: "
+        "`rpx.WeightNorm() >> rpx.VarNoise(0.1)`.",
     ),
     "number_shifted": Fault(
         lambda p: 3 >> p,
         lambda: (rpx.WeightNorm(),),
         TypeError,
-        "unsupported operand type(s) for >>: 'int' and 'WeightNorm'",
+        "3 >> WeightNorm(): expected a stage, but got 3 of type int. Join stages alone: "
+        "`rpx.WeightNorm() >> rpx.VarNoise(0.1)`.",
     ),
     "shift_by_a_class": Fault(
         lambda p: p >> rpx.Freeze,
         lambda: (rpx.WeightNorm(),),
         TypeError,
-        "unsupported operand type(s) for >>: 'WeightNorm' and 'ABCMeta'",
+        "WeightNorm() >> Freeze: expected a stage, but got the class Freeze. Write `Freeze()`.",
     ),
     "chain_of_numbers": Fault(
         rpx.Chain,
         lambda: ((rpx.WeightNorm(), 3),),
         TypeError,
-        "Chain takes parametrizations, but got 3 of type int.",
+        "Chain takes parametrizations, but got 3 of type int. Join stages alone: "
+        "`rpx.WeightNorm() >> rpx.VarNoise(0.1)`.",
     ),
     "chain_of_one_without_a_tuple": Fault(
         rpx.Chain,
         lambda: (rpx.WeightNorm(),),
         TypeError,
-        "Chain takes a tuple of parametrizations, but got WeightNorm() of type WeightNorm.",
+        "Chain takes a tuple of parametrizations, but got WeightNorm() of type WeightNorm. Write `a >> b`, or "
+        "`rpx.Chain((a, b))`.",
     ),
 }
 
@@ -1113,13 +1116,14 @@ TIES = {
         rpx.Tie,
         lambda: ("b",),
         TypeError,
-        "Tie takes a dict of target paths and their sources, but got 'b' of type str.",
+        "Tie takes a dict of target paths and their sources, but got 'b' of type str. Write "
+        "`rpx.Tie({target: source})`.",
     ),
     "number_for_ties": Fault(
         rpx.Tie,
         lambda: (3,),
         TypeError,
-        "Tie takes a dict of target paths and their sources, but got 3 of type int.",
+        "Tie takes a dict of target paths and their sources, but got 3 of type int. Write `rpx.Tie({target: source})`.",
     ),
     "missing_source": Fault(
         rpx.Tie({"b": "aa"}).init,

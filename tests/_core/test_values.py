@@ -166,7 +166,8 @@ def test_copies_of_a_stage_are_equal_and_write_the_same(p):
 def test_replace_checks_again():
     with raises(ValueError, "VarNoise got std=inf, but a standard deviation is a finite number."):
         dataclasses.replace(rpx.VarNoise(0.1), std=float("inf"))
-    with raises(TypeError, "Chain takes parametrizations, but got 3 of type int."):
+    text = "got 3 of type int. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
+    with raises(TypeError, f"Chain takes parametrizations, but {text}"):
         dataclasses.replace(rpx.Chain(), stages=(3,))
 
 
@@ -772,7 +773,7 @@ OLD = {
     ),
     "none by name": (
         lambda: rpx.Chain(rpx.WeightNorm(), rpx.VarNoise(0.1)),
-        "Chain takes 1 of its arguments by position, but got 2. It has no others.",
+        "Chain takes 1 of its arguments by position, but got 2. Write `a >> b`, or `rpx.Chain((a, b))`.",
     ),
     "of others": (
         lambda: Jump(0.1, 2),
@@ -857,5 +858,6 @@ def test_what_others_note_in_fields_is_theirs():
 
 
 def test_an_array_is_no_word():
-    with raises(ValueError, "Orthogonal takes map='cayley', 'expm' or 'householder', but got array([1., 1.])."):
+    text = "an array of dtype float64 and shape (2,)"
+    with raises(ValueError, f"Orthogonal takes map='cayley', 'expm' or 'householder', but got {text}."):
         rpx.Orthogonal(np.ones(2))

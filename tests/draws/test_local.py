@@ -524,7 +524,7 @@ def test_the_report():
 
 
 def test_errors():
-    with raises(TypeError, "local takes a function, but got 3 of type int."):
+    with raises(TypeError, "local takes a function, but got 3 of type int. Pass one, such as the loss."):
         rpx.local(3)
     with raises(
         TypeError,

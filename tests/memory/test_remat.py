@@ -414,9 +414,10 @@ def test_mutable_arrays_inside_of_a_body_are_refused(name):
 
 
 def test_what_is_no_function_is_refused():
-    with raises(TypeError, "remat takes a function, but got 3 of type int."):
+    with raises(TypeError, "remat takes a function, but got 3 of type int. Pass one, such as the loss."):
         rpx.remat(3)
-    with raises(TypeError, "remat takes a function, but got {'w': 'float32[2]'} of type dict."):
+    text = "of type dict. Pass one, such as the loss."
+    with raises(TypeError, f"remat takes a function, but got {{'w': 'float32[2]'}} {text}"):
         rpx.remat({"w": normal(2)})
 
 

@@ -9,9 +9,10 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
-from reparax._core.calls import call, checked_key, needed_key, parts_of, require_values, with_any_key
+from reparax._core.calls import call, checked_key, needed_key, parts_of, require_values, verb, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
+from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
@@ -21,7 +22,7 @@ from reparax._core.verbs import advanced, closed, followed, opened, rebased, tot
 from reparax._tree.differences import abstract, require_no_differences
 from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree
-from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, resolve_owners
+from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, require_no_raw, resolve_owners
 
 VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
 """The methods of a chain, to which each stage adds its formulas."""
@@ -74,6 +75,7 @@ class Parametrization(Static, ABC):
     )
     """The names that users call; all other names are for authors of stages."""
 
+    @verb
     def init(self, params: PyTree, key: jax.Array | None = None, *, seen: PyTree = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
@@ -93,12 +95,8 @@ class Parametrization(Static, ABC):
                 f"`p.init(params, jax.random.key(0))`."
             )
         require_values(self, "init", params)
-        if marks := outer_markers(params):
-            path, mark = next(iter(marks.items()))
-            raise ValueError(
-                f"{call(self, 'init')} takes the model's own parameters, but got a raw tree: it holds {mark!r} at "
-                f"{path!r}. Call `init` once, with the whole chain, and pass its result to `apply`."
-            )
+        then = "Call `init` once, with the whole chain, and pass its result to `apply`."
+        require_no_raw(call(self, "init"), params, then)
         checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
         sights = by_place(call(self, "init"), tree, seen)
         return spread_boxes(
@@ -107,18 +105,22 @@ class Parametrization(Static, ABC):
             nest(open_all(self._parts, tree, Keys(checked), sights)),
         )
 
+    @verb
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
         """The effective tree of ``raw``.
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used. Nothing else will do:
+            data are for the model, which reads the effective tree.
         """
         require_values(self, "apply", raw)
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
         if marks := outer_markers(effective):
             path, mark = next(iter(marks.items()))
-            if kind_of(mark) in [stage.kind for stage in self._parts]:
+            if makers := [stage for stage in self._parts if stage.kind == kind_of(mark)]:
+                for stage in makers:
+                    planner(stage).require_own(flatten(effective).types, path)
                 raise ValueError(
                     f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                     f"or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
@@ -126,6 +128,7 @@ class Parametrization(Static, ABC):
             raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
         return effective
 
+    @verb
     def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
         """``raw`` with its fixed values advanced by one training step.
 
@@ -143,6 +146,7 @@ class Parametrization(Static, ABC):
         tree = advanced(call(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
+    @verb
     def rebase(self, raw: PyTree) -> PyTree:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
@@ -152,6 +156,7 @@ class Parametrization(Static, ABC):
         """
         return spread_like(raw, nest(rebased(self._parts, flatten(gather_boxes(raw)))))
 
+    @verb
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
 
@@ -166,6 +171,7 @@ class Parametrization(Static, ABC):
         """
         return total_penalty(self._parts, flatten(gather_boxes(raw)))
 
+    @verb
     def log_det(self, raw: PyTree) -> jax.Array:
         r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
 
@@ -215,6 +221,7 @@ class Parametrization(Static, ABC):
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
 
+    @verb
     def owners(self, params: PyTree) -> dict[str, str]:
         """For each array of ``params``, the path at which the raw tree holds its value.
 
@@ -223,6 +230,7 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
+        require_no_raw(call(self, "owners"), params, "Pass `params`.")
         tree = flatten(abstract(lambda x: x, params))
         owners = {slot.path: slot.path for slot in tree.slots().values()}
         for stage in reversed(self._parts):
@@ -230,23 +238,27 @@ class Parametrization(Static, ABC):
             tree = flatten(abstract(functools.partial(opened, (stage,)), nest(tree)))
         return owners
 
+    @verb
     def fold(self, raw: PyTree) -> PyTree:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``."""
         return self.deterministic.apply(raw)
 
-    def __rshift__(self, later: object) -> "Parametrization":
-        if not isinstance(later, Parametrization):
-            return NotImplemented
-        return compose((self, later))
+    def __rshift__(self, later: "Parametrization") -> "Parametrization":
+        got: Any = later
+        if not isinstance(got, Parametrization):
+            raise other_than_stages(self, ">>", got)
+        return compose((self, got))
 
     def __repr__(self) -> str:
         return expression(self)
 
+    @verb
     def to_json(self) -> str:
         """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
         of_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
         return dump_stages((self,) if of_one else self._parts)
 
+    @verb
     def check(self, raw: PyTree, like: PyTree) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
 
@@ -260,6 +272,7 @@ class Parametrization(Static, ABC):
         """
         require_no_differences(call(self, "check"), raw, like, with_any_key(self.init))
 
+    @verb
     def shardings(
         self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory: str | None = None
     ) -> PyTree:
@@ -288,6 +301,9 @@ class Parametrization(Static, ABC):
         return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory)
 
 
+refuse_others(Parametrization)
+
+
 class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
@@ -307,6 +323,7 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
+    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -315,7 +332,11 @@ class Chain(Parametrization):
     def __post_init__(self) -> None:
         got: Any = self.stages
         if not isinstance(got, tuple):
-            raise TypeError(f"Chain takes a tuple of parametrizations, but got {got!r} of type {type(got).__name__}.")
+            shown = repr(got) if isinstance(got, Static | list) else "a value"
+            raise TypeError(
+                f"Chain takes a tuple of parametrizations, but got {shown} of type {type(got).__name__}. "
+                f"{self._instead}"
+            )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
     def __repr__(self) -> str:

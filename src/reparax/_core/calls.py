@@ -1,14 +1,16 @@
 """A call of a method of a chain: its name in errors, and its key."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from reparax._axes.seen import ANY
+from reparax._core.config import required
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
+from reparax._numerics.usage import misfit, usage
 from reparax._tree.paths import PyTree, is_reference, items, path_text
 
 
@@ -45,6 +47,7 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
     """The key of ``apply``; None if nothing is random."""
     if not p.stochastic:
+        checked_key(p, "apply", key)  # data of the model, as `apply` of other libraries takes them, are no key
         return None
     if key is None:
         raise ValueError(
@@ -57,13 +60,60 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
 def parts_of(part: Any) -> tuple[Any, ...]:
     """The stages of a chain, or of a stage alone."""
     if not isinstance(part, Static):
-        raise TypeError(f"Chain takes parametrizations, but got {part!r} of type {type(part).__name__}.")
+        raise TypeError(f"Chain takes parametrizations, but got {other_than_a_stage(part)}")
     stage: Any = part
     return stage._parts
 
 
 def require_chains(usage: str, *got: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
-    if others := [type(x).__name__ for x in got if not isinstance(x, Static)]:
-        name = usage.partition("(")[0]
-        raise TypeError(f"{name} takes parametrizations first, but got {others[0]}. Write `rpx.{usage}`.")
+    for x in got:
+        if not isinstance(x, Static):
+            name, what = usage.partition("(")[0], type(x).__name__
+            if isinstance(x, type):
+                what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
+            raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")
+
+
+def other_than_a_stage(x: Any) -> str:
+    """What came in place of a stage, and what to write."""
+    if isinstance(x, type) and issubclass(x, Static):
+        return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required(x))})`."
+    if callable(x):
+        return "a function. Make a stage of it, `rpx.Elementwise(function, its_inverse)`, or call it on the weights."
+    shown = f"{x!r} of type" if isinstance(x, bool | int | float | str | None) else "a value of type"
+    return f"{shown} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
+
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def verb(method: Verb) -> Verb:
+    """A method of chains that users call: a call that does not fit it is an error that shows the call to write."""
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except TypeError as error:
+            if (wrong := _wrong_call(method, args, kwargs)) is None:
+                raise
+            raise TypeError(wrong) from error
+        except AttributeError as error:
+            if isinstance(args[0], Static):
+                raise
+            raise TypeError(_wrong_call(method, args, kwargs)) from error
+
+    written: Any = called
+    return written
+
+
+def _wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a method of chains, ``self`` included; None if they fit it."""
+    name, write = method.__name__, f"p.{usage(method, skip=1)}"
+    if not args or not isinstance(args[0], Static):
+        return (
+            f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."
+        )
+    wrong = misfit(method, args[1:], kwargs, skip=1)
+    return None if wrong is None else f"{call(args[0], name)} {wrong} Write `{write}`."

@@ -35,6 +35,10 @@ class Planner(ABC):
     def plan(self, method: str, tree: Flat) -> Layer:
         """Where ``apply`` and the other verbs find raw values of the stage in ``tree``, which is of types."""
 
+    def require_own(self, tree: Flat, path: str) -> None:
+        """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
+        del tree, path
+
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
         return abstract(init, tree), probe(init, tree)

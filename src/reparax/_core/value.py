@@ -14,6 +14,7 @@ from reparax._core.config import class_name, declared, find_functions, name_func
 from reparax._core.kinds import kind_of_class
 from reparax._core.known import holds_array, plain
 from reparax._core.renamed import renamed, take_old_declaration
+from reparax._core.words import instead_of
 from reparax._tree.raw import register_kind
 from reparax._tree.values import Values, check_values
 
@@ -208,10 +209,22 @@ def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, An
     unnamed = [each for each in _fields(cls) if each.init and not each.kw_only]
     if len(args) > len(unnamed):
         named = ", ".join(f"{each.name}=" for each in declared(cls) if each.kw_only)
-        others = f"Write the others by name: {named}." if named else "It has no others."
+        others = f"Write the others by name: {named}." if named else getattr(cls, "_instead", "It has no others.")
         raise TypeError(
             f"{cls.__name__} takes {len(unnamed)} of its arguments by position, but got {len(args)}. {others}"
         )
+    taken = [each.name for each in declared(cls) if each.init]
+    if unknown := [name for name in kwargs if name not in {each.name for each in _fields(cls) if each.init}]:
+        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], taken)}")
+    given = {*(each.name for each in unnamed[: len(args)]), *kwargs}
+    if missing := [
+        each.name for each in _fields(cls) if each.init and each.name not in given and _has_no_default(each)
+    ]:
+        raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
+
+
+def _has_no_default(each: dataclasses.Field[Any]) -> bool:
+    return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
 
 
 def _refuse_init(cls: type) -> None:

@@ -3,11 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from reparax._tree.paths import is_array
+
+
+def shown(value: Any) -> str:
+    """A value in an error: of an array its dtype and shape, of a tree of arrays its type, of all else the code."""
+    if is_array(value):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    holds_arrays = any(map(is_array, jax.tree.leaves(value)))
+    return f"a {type(value).__name__} of arrays" if holds_arrays else repr(value)
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
@@ -43,8 +52,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
                 f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
                 f"`{who}(schedule(step))`."
             )
-        got = f"an array of dtype {value.dtype} and shape {value.shape}" if is_array(value) else repr(value)
-        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
+        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {shown(value)}.")
     return value if isinstance(value, Tracer) else float(value)
 
 
@@ -90,7 +98,7 @@ def check_known_positive(value: Any, who: str, name: str) -> float:
 def check_flag(value: Any, who: str, name: str) -> bool:
     """``value``, which must be True or False."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{who} takes {name}=True or False, but got {value!r}.")
+        raise TypeError(f"{who} takes {name}=True or False, but got {shown(value)}.")
     return bool(value)
 
 
@@ -105,7 +113,7 @@ def check_weight(value: Any, who: str, name: str) -> Any:
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """``value``, which must be a function."""
     if not callable(value):
-        raise TypeError(f"{who} takes a function as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes a function as {name}, but got {shown(value)}.")
     return value
 
 
@@ -120,7 +128,7 @@ def one_of(*words: str) -> Callable[[Any, str, str], str]:
 
     def check(value: Any, who: str, name: str) -> str:
         if not isinstance(value, str) or value not in words:
-            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {value!r}.")
+            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {shown(value)}.")
         return value
 
     return check
@@ -134,7 +142,7 @@ def is_whole(value: object) -> bool:
 def check_whole(value: Any, who: str, name: str) -> int:
     """``value``, which must be an integer."""
     if not is_whole(value):
-        raise TypeError(f"{who} takes an integer as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes an integer as {name}, but got {shown(value)}.")
     return int(value)
 
 
@@ -148,5 +156,5 @@ def check_positive_whole(value: Any, who: str, name: str) -> int:
 def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     """``value``, which must be two integers of at least 1."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{who} takes two integers as {name}, but got {value!r}.")
+        raise TypeError(f"{who} takes two integers as {name}, but got {shown(value)}.")
     return tuple(check_positive_whole(size, who, name) for size in value)

@@ -104,7 +104,10 @@ class Traced:
 def caller(method: str, fun: Any, argnums: Any) -> str:
     """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
     if not callable(fun):
-        raise TypeError(f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}.")
+        raise TypeError(
+            f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}. Pass one, such as "
+            f"the loss."
+        )
     named = fun
     while isinstance(named, functools.partial):
         named = named.func

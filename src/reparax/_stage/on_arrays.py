@@ -124,6 +124,14 @@ class OnArrays(Selection):
 
         return self.layer(method, list(map(site, chosen)))
 
+    def require_own(self, tree: Flat, path: str) -> None:
+        who, (nodes, closed) = self.who("apply"), own_nodes(self.who("apply"), self.stage.kind, tree)
+        slots, names = closed.slots(bases=self.stage._takes_base), self.axis_names(closed)
+        for place in (place for place in nodes if slots[place].path == path):
+            with locate_errors(f"{who} at {path!r}"):
+                _, expected = remembered(facts_of, self.stage._typical._numbered(names[place]), nodes[place].types)
+                require_fit(nodes[place].held, expected)
+
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = abstract_of(init, tree), flatten(tree)
         names = self.axis_names(flat)

@@ -63,7 +63,8 @@ class Selection(Planner):
 
         require_known(who, self.stage.where, list(slots.values()), nest(tree))
         state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
-        chosen = choose(who, self.stage.where, list(map(candidate, slots)), [state[tree.root(at)] for at in slots])
+        flags = [state[tree.root(at)] for at in slots]
+        chosen = choose(who, self.stage.where, list(map(candidate, slots)), flags, self.stage.stacked)
         chosen = without_unmatched(who, self.stage._varied, chosen, [slot.path for slot in slots.values()])
         found = [at for at, flag in zip(slots, chosen, strict=True) if flag]
         if method == "init":  # in the body of a scan over the layers, no array has their axis any more

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.tree_util import register_static
 
 from reparax._core.config import register_class
@@ -169,14 +170,56 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
         try:
             re.compile(where)
         except re.error as error:
-            raise ValueError(f"{owner} got {name}={where!r}, which is not a regular expression: {error}.") from error
-    elif where is not None and not callable(where) and not isinstance(where, AllBut):
+            instead = f" Any text is `.*`, so write {found!r}." if (found := _of_shell(where)) else ""
+            raise ValueError(
+                f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
+            ) from error
+    elif isinstance(where, type) or (where is not None and not callable(where) and not isinstance(where, AllBut)):
         got = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
-            f"path or a predicate (path, array) -> bool. Wrap a tree of booleans in `rpx.selected`."
+            f"path or a predicate (path, array) -> bool. {_instead(where)}"
+        )
+    elif callable(where) and not _takes_two(where):
+        raise TypeError(
+            f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
+            f"and the array: `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
+
+
+def _instead(where: Any) -> str:
+    """What to write in place of a selection of another type."""
+    if isinstance(where, type):
+        return "Write where arrays of that class stand, such as '.*/kernel'."
+    if isinstance(where, re.Pattern):
+        return f"Pass its text, {where.pattern!r}."
+    if isinstance(where, list | tuple | set | frozenset) and all(isinstance(each, str) for each in where):
+        return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
+    return "Wrap a tree of booleans in `rpx.selected`."
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether a function takes a path and an array, as far as its signature tells."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind("path", None)
+    except TypeError:
+        return False
+    return True
+
+
+def _of_shell(pattern: str) -> str | None:
+    """A pattern as shells read it, in which ``*`` is any text, as a regular expression; None if it is the same."""
+    found = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
+    try:
+        re.compile(found)
+    except re.error:
+        return None
+    return found if found != pattern else None
 
 
 def by_path(where: Where) -> bool:
@@ -232,8 +275,10 @@ class Candidate:
     by_default: Callable[[], bool]
 
 
-def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool]) -> list[bool]:
-    """Whether each place is selected.
+def choose(
+    who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool], stacked: object = ()
+) -> list[bool]:
+    """Whether each place is selected; ``stacked`` are axes that do not count, for an error.
 
     Raises:
       ValueError: If nothing is selected.
@@ -246,11 +291,13 @@ def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[
             for seen, place, held in zip(visible, places, state, strict=True)
         ]
     else:
-        flags = [seen and _matches(where, place) for seen, place in zip(visible, places, strict=True)]
+        flags = [seen and _matches(who, where, place) for seen, place in zip(visible, places, strict=True)]
     if not any(flags):
         seen_slots = [place.slot for place, seen in zip(places, visible, strict=True) if seen]
         paths = [slot.place if by_place else slot.path for slot in seen_slots]
-        raise ValueError(f"{who} selects nothing: {nothing(where, paths)}")
+        by_stacked = where is None and paths and stacked != ()
+        why = nothing_stacked(stacked, paths) if by_stacked else nothing(where, paths)
+        raise ValueError(f"{who} selects nothing: {why}")
     return flags
 
 
@@ -288,13 +335,42 @@ def _left_out(where: AllBut | None, place: Candidate) -> bool:
     return where is not None and where.leaves_out(place.slot.path)
 
 
-def _matches(where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
+def _matches(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
     path = place.slot.path
     if isinstance(where, str):
         return re.fullmatch(where, place.slot.place if "@" in where else path) is not None
     if isinstance(where, Selected) and not place.slot.main:
         return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
-    return bool(where(path, None if isinstance(where, Selected) else place.array()))
+    return where(path, None) if isinstance(where, Selected) else _answer(who, where, path, place.array())
+
+
+def _answer(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
+    """What a predicate says of an array; a match of a regular expression, or None, will do."""
+    try:
+        answer = where(path, array)
+    except Exception as error:
+        error.add_note(f"This happened in the function `where` of {who}, which got the path {path!r} and the array.")
+        raise
+    if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
+        got = describe(answer) if is_array(answer) else repr(answer)
+        raise TypeError(
+            f"{who} asked the function `where` about {path!r}, expected True or False, got {got}. Decide by the path, "
+            f"and by the shape and dtype of the array, not by its numbers."
+        )
+    return bool(answer)
+
+
+def nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
+    """Why a default takes no array, if some axes do not count."""
+    unique = list(dict.fromkeys(paths))
+    return (
+        f"where stacked={stacked!r} does not count, its default takes none of the {len(unique)} arrays "
+        f"({_some(unique)}). Correct `stacked`, or select some with `where`."
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
 def nothing(where: Where, paths: Sequence[str]) -> str:
@@ -310,11 +386,17 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
                 f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, as of {deeper[0]!r}. Write "
                 f"{f'.*/{where}'!r} for these."
             )
+        shell = _of_shell(where) or where
+        if wide := [path for path in unique if re.fullmatch(shell, path)]:
+            return (
+                f"no path matches {where!r} as a whole, as `*` alone does not stand for any text. Write {shell!r}, "
+                f"which matches {len(wide)}, as {wide[0]!r}."
+            )
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
             f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
         )
-    shown = ", ".join(map(repr, unique[:3])) + (", ..." if len(unique) > 3 else "")
+    shown = _some(unique)
     if isinstance(where, AllBut):
         return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
     if where is None:

@@ -42,9 +42,12 @@ def require_values(node: Mapping[str, Any], mark: str) -> None:
         raise ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
     for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
-            raise ValueError(
-                f"expected an array as {name!r}, got {type(value).__name__}: {_other_than_an_array(value)}"
-            )
+            raise ValueError(f"expected an array as {name!r}, got {_other(value)}: {_other_than_an_array(value)}")
+
+
+def _other(value: Any) -> str:
+    """What came in place of an array; what was a list has become a dict of numbers where a tree was laid flat."""
+    return f"a tree with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else type(value).__name__
 
 
 def _other_than_an_array(value: Any) -> str:

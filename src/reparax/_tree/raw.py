@@ -228,3 +228,16 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
         if first is not None:
             found.setdefault(parameter(path), first)
     return found
+
+
+def require_no_raw(who: str, params: PyTree, then: str) -> None:
+    """Requires a plain tree; ``then`` says what to do otherwise.
+
+    Raises:
+      ValueError: If it is a raw tree.
+    """
+    if marks := outer_markers(params):
+        path, mark = next(iter(marks.items()))
+        raise ValueError(
+            f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {then}"
+        )

@@ -21,6 +21,7 @@ from reparax._core.plan import run
 from reparax._core.planner import planner
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, is_array, is_traceable
 from reparax.noise._stages import VarNoise
@@ -28,6 +29,7 @@ from reparax.noise._stages import VarNoise
 CALL = "noise_gradient(p, raw, keys, fitness)"
 
 
+@shows_usage
 def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array, *, chunk: int | None = None) -> PyTree:
     r"""The estimate of evolution strategies: :math:`\frac{1}{n \sigma} \sum_i f_i \varepsilon_i`, a tree like ``raw``.
 

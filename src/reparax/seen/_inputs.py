@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from reparax._axes.seen import MOMENTS, Seen
 from reparax._numerics.arguments import one_of
+from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
 from reparax._programs.mixing import Kind, Mixing, Value
@@ -84,6 +85,7 @@ class Inputs(Reports):
         return where is None or bool(re.fullmatch(where, path) if isinstance(where, str) else where(path, like))
 
 
+@shows_usage
 def inputs(
     fun: Callable[..., Any],
     argnums: Argnums = None,

@@ -224,9 +224,11 @@ def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str])
 
 
 def _entries(ties: Any) -> tuple[Tied, ...]:
-    if not isinstance(ties, Mapping | tuple | list):
+    pairs = isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties)
+    if not isinstance(ties, Mapping) and not pairs:
         raise TypeError(
-            f"Tie takes a dict of target paths and their sources, but got {ties!r} of type {type(ties).__name__}."
+            f"Tie takes a dict of target paths and their sources, but got {ties!r} of type {type(ties).__name__}. "
+            f"Write `rpx.Tie({{target: source}})`."
         )
     items = ties.items() if isinstance(ties, Mapping) else [(t[0], t[1] if len(t) == 2 else t[1:]) for t in ties]
     entries = tuple(_entry(target, value) for target, value in items)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
+from reparax._core.calls import require_chains
 from reparax._core.config import code
 from reparax._core.json import from_json
 from reparax._core.sights import by_place
@@ -112,6 +113,7 @@ def check_laws(
       >>> from reparax.testing import check_laws
       >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), {"w": jax.random.normal(jax.random.key(1), (4, 3))})
     """
+    require_chains("testing.check_laws(p, params)", p)
     for law in LAWS if laws is None else laws:
         law(p, params, jax.random.key(0) if key is None else key)
     if seen is not None:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from reparax._core.keys import Keys, check_key
 from reparax._numerics.arguments import check_known_number, one_of
 from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, is_array, named, path_text
 from reparax.training._regression_mean import reads_of_all, regressed
 from reparax.training._task_vectors import agreeing_mean, dropped, trimmed, weighted_mean, weighted_sum
@@ -46,6 +47,7 @@ _WAYS = {
 }
 
 
+@shows_usage
 def merge(
     models: Sequence[PyTree],
     how: str = "mean",

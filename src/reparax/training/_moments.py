@@ -6,11 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, is_array, items, named
 from reparax._tree.raw import FIXED, aligned
 from reparax.training._held import open_state
 
 
+@shows_usage
 def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 

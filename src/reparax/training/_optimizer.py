@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import parts_of
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
 from reparax.training._held import holding, open_state, store
-from reparax.training._partition import combine, partition
+from reparax.training._partition import combine, partition, require_tree
+from reparax.training._told import told
 
 
+@shows_usage
 def optimizer(tx: Any, *, state: Any = None) -> Any:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
@@ -85,6 +88,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     stored = state and Chain(tuple(map(_on_tables_too, parts_of(state))))
 
     def init(params: PyTree) -> PyTree:
+        require_tree("optimizer.init", params, "tx.init(p.init(params))")
         free = partition(params)[0]
         return inner.init(free) if stored is None else store(stored, inner.init(_wide(free)))
 
@@ -100,7 +104,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             held = store(stored, plain)
         return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
-    return type(inner)(init, update)
+    return type(inner)(init, told(init, update))
 
 
 def _on_tables_too(stage: Any) -> Any:

@@ -5,11 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax._core.value import Static
+from reparax._numerics.usage import shows_usage
 from reparax._stage.where import is_bias_or_scale, is_state
-from reparax._tree.paths import PyTree, is_array, items, with_names
+from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
 from reparax._tree.raw import FIXED, flatten_slots
 
 
+@shows_usage
 def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a raw tree into the values that train (free) and all others (fixed).
 
@@ -34,6 +37,7 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
       >>> fixed["b"], fixed["f"] is jnp.tanh, fixed["w"]
       ({'@freeze': {'@fixed': {'w': Array([0., 0.], dtype=float32)}}}, True, None)
     """
+    require_tree("partition", raw, "rpx.partition(p.init(params))")
     leaves, treedef = jax.tree.flatten(raw)
     flags = are_free(raw)
     free = [leaf if flag else None for flag, leaf in zip(flags, leaves, strict=True)]
@@ -41,26 +45,40 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
     return treedef.unflatten(free), treedef.unflatten(fixed)
 
 
+@shows_usage
 def combine(free: PyTree, fixed: PyTree) -> PyTree:
     """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
 
     Raises:
-      ValueError: If the two have different structures.
+      ValueError: If the two have different structures, or if both hold a value at one place.
     """
-
-    def is_none(x: object) -> bool:
-        return x is None
-
-    trees = with_names(free, is_none), with_names(fixed, is_none)
-    try:
-        return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
-    except ValueError as error:
+    trees = with_names(free, _is_none), with_names(fixed, _is_none)
+    if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
         raise ValueError(
-            f"combine takes the two halves of one raw tree, but got trees of different structures: {error} If `free` "
-            f"was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
-        ) from error
+            f"combine takes the two halves of one raw tree, but got trees of different structures{_unlike(*trees)}. If "
+            f"`free` was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
+        )
+    pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
+    if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
+        raise ValueError(
+            f"combine takes the two halves of one raw tree, but both of them hold a value at {both[0]!r}. Pass "
+            f"`free, fixed = rpx.partition(raw)`, or what became of each."
+        )
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
 
 
+def _unlike(free: PyTree, fixed: PyTree) -> str:
+    """Where two trees differ, in words; nothing if it is in the types of their nodes."""
+    a, b = ({path_text(path) for path, _ in items(tree, _is_none)} for tree in (free, fixed))
+    paths = sorted(a ^ b)
+    return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+@shows_usage
 def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
     """A label for each value of a raw tree, by its role; for ``optax.partition``.
 
@@ -82,11 +100,13 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
       >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # which values are main
       {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
     """
+    require_tree("labels", raw, "rpx.labels(p.init(params))")
     _, slots, treedef = flatten_slots(raw)
     pairs = zip(slots, are_free(raw), strict=True)
     return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
 
 
+@shows_usage
 def decay_mask(raw: PyTree) -> PyTree:
     """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
 
@@ -116,6 +136,7 @@ def decay_mask(raw: PyTree) -> PyTree:
     References:
       Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019.
     """
+    require_tree("decay_mask", raw, "rpx.decay_mask(p.init(params))")
     leaves, slots, treedef = flatten_slots(raw)
     return treedef.unflatten(
         [
@@ -123,6 +144,12 @@ def decay_mask(raw: PyTree) -> PyTree:
             for leaf, slot, free in zip(leaves, slots, are_free(raw), strict=True)
         ]
     )
+
+
+def require_tree(who: str, raw: PyTree, write: str) -> None:
+    """Refuses a chain, which JAX takes for a tree without leaves, and a text."""
+    if isinstance(raw, Static | str):
+        raise TypeError(f"{who} takes a raw tree, but got {raw!r}. Write `{write}`.")
 
 
 def are_free(raw: PyTree) -> list[bool]:

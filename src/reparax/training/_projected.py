@@ -6,9 +6,14 @@ from typing import Any, NamedTuple
 import jax
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import call, with_any_key
+from reparax._core.calls import call, require_chains, with_any_key
 from reparax._core.verbs import opened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
+from reparax._tree.raw import require_no_raw
+from reparax._tree.unlike import difference
+
+INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
 
 
 class Projection(NamedTuple):
@@ -18,6 +23,7 @@ class Projection(NamedTuple):
     update: Callable[..., tuple[PyTree, PyTree]]
 
 
+@shows_usage
 def projected(p: Parametrization) -> Projection:
     """An optax transformation that projects parameters onto the image of ``p`` after each step.
 
@@ -42,8 +48,10 @@ def projected(p: Parametrization) -> Projection:
     References:
       Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
     """
+    require_chains("projected(p)", p)
 
     def init(params: PyTree) -> PyTree:
+        require_no_raw(call(p, "projected"), params, INSTEAD)
         opened(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
@@ -52,6 +60,12 @@ def projected(p: Parametrization) -> Projection:
         if params is None:
             raise ValueError(
                 f"{call(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"`tx.update(grads, state, params)`."
+            )
+        require_no_raw(call(p, "projected"), params, INSTEAD)
+        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := difference(updates, params)):
+            raise ValueError(
+                f"{call(p, 'projected')} takes updates and parameters of one structure: {found}. Call "
                 f"`tx.update(grads, state, params)`."
             )
         moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)

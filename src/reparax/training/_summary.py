@@ -11,6 +11,7 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._core.plan import decide
 from reparax._core.verbs import opened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.differences import abstract
 from reparax._tree.flat import flatten
 from reparax._tree.folding import Line, folded
@@ -120,6 +121,7 @@ class Summary:
         return f'<div style="overflow-x: auto">{table}</div>'
 
 
+@shows_usage
 def summary(p: Parametrization, params: PyTree) -> Summary:
     """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, and sizes.
 

@@ -19,6 +19,7 @@ from reparax._core.keys import Keys
 from reparax._core.plan import decide, open_all, walk
 from reparax._core.sights import by_place, takes_data
 from reparax._core.verbs import followed
+from reparax._numerics.usage import shows_usage
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
@@ -29,6 +30,7 @@ from reparax.training._held import open_state
 from reparax.training._partition import are_free
 
 
+@shows_usage
 def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTree = None) -> PyTree:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.keys import Keys
+from reparax._core.keys import Keys, check_key
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, named, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
+from reparax._tree.unlike import difference
 
 
+@shows_usage
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
     r"""Adds updates, also where the weights have too few bits to hold the sum.
 
@@ -36,6 +39,7 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
     References:
       Zamirai, Zhang, Aberger and De Sa, *Revisiting BFloat16 Training*, 2020.
     """
+    _require_updates(params, updates)
     paths, leaves, treedef = named(params, _is_none)
     known, given = dict(zip(paths, leaves, strict=True)), dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
     moved = {path: u for path, u in given.items() if u is not None and known[path] is not None}
@@ -50,12 +54,39 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
         new[path], new[rest] = registered_kind(kind_of(path[-2])).add_leaf(known[path], known[rest], moved[path])
     others = {path: known[path] for path in moved if path not in new}
     drawn = [path for path, x in others.items() if x.dtype == jnp.bfloat16]
-    batch = Keys(key).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
+    batch = Keys(_checked(key)).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
     keys = {} if batch is None else {path: batch[i] for i, path in enumerate(drawn)}
     for path, x in others.items():
         total = _sum(x, moved[path])
         new[path] = rounded(total, keys[path]) if path in keys else total.astype(x.dtype)
     return treedef.unflatten([new.get(path, x) for path, x in known.items()])
+
+
+def _require_updates(params: PyTree, updates: PyTree) -> None:
+    """Requires updates in the structure of ``params``; a value without an update has None."""
+    if jax.tree.structure(params, is_leaf=_is_none) == jax.tree.structure(updates, is_leaf=_is_none):
+        return
+    if type(updates) is tuple and type(params) is not tuple:
+        raise ValueError(
+            "apply_updates takes updates in the structure of params, but got a tuple. `tx.update` returns two trees: "
+            "`updates, state = tx.update(grads, state, raw)`."
+        )
+    if (found := difference(updates, params)) is None:
+        return
+    match found.of:
+        case "the model":
+            whose, then = "those of the model's own parameters", "Make them from gradients with respect to `raw`."
+        case "a raw tree":
+            whose, then = "those of a raw tree", "Pass the raw tree: `rpx.apply_updates(raw, updates)`."
+        case of:
+            whose, then = f"those of {of}", "Pass the tree whose gradients the optimizer got."
+    raise ValueError(f"apply_updates takes updates in the structure of params, but got {whose}: {found}. {then}")
+
+
+def _checked(key: Any) -> Array | None:
+    """The key, if it is one."""
+    batches = "jax.vmap(rpx.apply_updates, in_axes=(None, None, 0))(params, updates, keys)"
+    return None if key is None else check_key(key, "apply_updates", batches)
 
 
 def _sum(x: Any, update: Any) -> Array:

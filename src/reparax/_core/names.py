@@ -1,0 +1,53 @@
+"""Names that the package does not have: what to write instead."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+_METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
+_MODULES = ("testing", "demo")
+OF_OTHERS = {
+    "Adapter": "`rpx.LoRA(rank)`",
+    "DropConnect": "`rpx.WeightDropout(rate)`",
+    "Dropout": "`rpx.WeightDropout(rate)`",
+    "GaussianNoise": "`rpx.VarNoise(std)`",
+    "NonTrainable": "`rpx.Freeze(where=...)`",
+    "Sequential": "`a >> b`",
+    "WeightNormalization": "`rpx.WeightNorm()`",
+    "WeightNoise": "`rpx.VarNoise(std)`",
+    "chain": "`a >> b`",
+    "get_peft_model": "`rpx.Freeze() >> rpx.LoRA(rank)`",
+    "non_trainable": "`rpx.Freeze(where=...)`",
+    "prune": "`rpx.MagnitudePrune(sparsity)`",
+    "random_unstructured": "`rpx.RandomPrune(sparsity)`",
+    "register_parametrization": "a chain, `p = rpx.WeightNorm()`, and `raw = p.init(params)`",
+    "remove_parametrizations": "`p.fold(raw)`",
+    "sequential": "`a >> b`",
+    "unwrap": "`p.apply(raw)`",
+}
+"""For a name of torch, optax, flax, paramax or PEFT, what to write here."""
+
+
+def unknown_name(name: str, held: Mapping[str, Any]) -> AttributeError:
+    """The error for a name that the package, which holds these, does not have."""
+    known = [each for each, x in held.items() if callable(x) and not each.startswith("_")]
+    text = f"reparax has no {name!r}."
+    return AttributeError(text if name.startswith("_") else f"{text} {_instead(name, known)}", name=name)
+
+
+def _instead(name: str, known: list[str]) -> str:
+    if name in OF_OTHERS:
+        return f"Write {OF_OTHERS[name]}."
+    if name in _METHODS:
+        return f"It is a method of a chain: `p.{name}`."
+    if name in _MODULES:
+        return f"It is a module: `import reparax.{name}`."
+    plain = {_plain(each): each for each in known}
+    if near := plain.get(_plain(name)) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None):
+        return f"Write `rpx.{near}`."
+    return "`dir(reparax)` lists what it has."
+
+
+def _plain(name: str) -> str:
+    """A name without what tells `weight_norm` from `WeightNorm`."""
+    return name.replace("_", "").lower()

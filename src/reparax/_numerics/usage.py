@@ -1,0 +1,51 @@
+"""Calls with too many arguments, with too few, or with unknown ones: errors that show the call to write."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def shows_usage(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` of the package, where a call that does not fit it is an error that shows the call to write."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if (wrong := misfit(function, args, kwargs)) is None:
+                raise
+            raise TypeError(f"{function.__name__} {wrong} Write `rpx.{usage(function)}`.") from error
+
+    return called
+
+
+def usage(function: Callable[..., Any], *, skip: int = 0) -> str:
+    """A call of ``function`` with the names of its arguments and their defaults, without the first ``skip``."""
+    given = list(inspect.signature(function).parameters.values())[skip:]
+    texts = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in given]
+    return f"{function.__name__}({', '.join(texts)})"
+
+
+def misfit(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, skip: int = 0
+) -> str | None:
+    """How a call does not fit the arguments of ``function`` after the first ``skip``; None if it does."""
+    given = list(inspect.signature(function).parameters.values())[skip:]
+    if any(each.kind in _OPEN for each in given):
+        return None
+    taken, by_position = [each.name for each in given], [each.name for each in given if each.kind in _BY_POSITION]
+    if len(args) > len(by_position):
+        return f"got {len(args)} argument{'s' * (len(args) > 1)} by position, but takes {len(by_position)}."
+    if unknown := [name for name in kwargs if name not in taken]:
+        return f"takes no argument {unknown[0]!r}."
+    here = {*by_position[: len(args)], *kwargs}
+    missing = [each.name for each in given if each.default is each.empty and each.name not in here]
+    return f"needs {missing[0]!r}." if missing else None
