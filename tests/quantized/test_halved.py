@@ -91,9 +91,11 @@ BESIDE = [name for name in CASES if name not in ("halved", "joint norm")]
 """Halves of halves are refused, and the joint norm of the registry is for float32 alone."""
 
 
-@pytest.mark.parametrize(("name", "rest"), mostly_thorough(itertools.product(BESIDE, RESTS), ("prunings", "int16")))
-def test_each_stage_before_and_behind_two_halves(name, rest):
-    p, params = CASES[name]
+@pytest.mark.parametrize(
+    "case", mostly_thorough(itertools.product(BESIDE, RESTS), ("prunings", "int16")), ids=", ".join
+)
+def test_each_stage_before_and_behind_two_halves(case):
+    (p, params), rest = CASES[case[0]], case[1]
     half = rpx.Halved(rest=rest)
     want = leaves(p, params())
     for got, near in ((leaves(half >> p, params()), 2.0**-15), (leaves(p >> half, params()), 2.0**-4)):
