@@ -14,13 +14,20 @@ from examples.smollm.model import Config, Params
 
 LENGTH, LEARNED, HELD_OUT, KERNELS = 257, 16, 8, "layers/.*/kernel"
 BITS = [(bits, block) for bits in (4, 3) for block in (128, 64)]
-FITS = {"rounding": "absmax", "HQQ": "hqq", "AWQ": "awq", "GPTQ": "gptq"}
+FITS: dict[str, dict[str, Any]] = {
+    "rounding": {},
+    "HQQ": {"fit": "hqq", "round_zero": False},
+    "HQQ from whole zeros": {"fit": "hqq", "round_zero": True},
+    "AWQ": {"fit": "awq"},
+    "GPTQ": {"fit": "gptq"},
+    "GPTQ by size": {"fit": "gptq", "act_order": True},
+}
 MASKS = {"magnitude": "magnitude", "Wanda": "wanda", "SparseGPT": "sparsegpt"}
 
 STAGES: dict[str, rpx.Parametrization] = {
     "as downloaded": rpx.Chain(),
     **{
-        f"{bits} bits, blocks of {block}, {name}": rpx.Stored(f"uint{bits}", block=block, fit=fit, stacked=0)
+        f"{bits} bits, blocks of {block}, {name}": rpx.Stored(f"uint{bits}", block=block, stacked=0, **fit)
         for bits, block in BITS
         for name, fit in FITS.items()
     },

@@ -59,6 +59,34 @@ def test_gguf_that_is_written(kind):
     np.testing.assert_array_equal(np.asarray(p.apply(raw)["dense"]["kernel"]).T, want)
 
 
+def rows_of_all_kinds():
+    """Blocks of 32 with normal and heavy tails, zeros, ties of magnitude and rounding, and a largest below zero."""
+    rng = np.random.default_rng(0)
+    shape = (16, 512)
+    sparse = np.where(rng.random((16, 16, 1)) < 0.3, 0, rng.standard_normal((16, 16, 32))).reshape(shape)
+    kinds = [
+        *(rng.standard_normal(shape), rng.standard_t(4, shape), rng.standard_cauchy(shape), sparse),
+        *(0.25 * rng.integers(-8, 9, shape), -np.abs(rng.standard_normal(shape)), np.abs(rng.standard_normal(shape))),
+        *(np.full(shape, 0.3), 1e-6 * rng.standard_normal(shape), 1e4 * rng.standard_normal(shape)),
+    ]
+    return np.concatenate(kinds).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
+    gguf = pytest.importorskip("gguf")
+    w = rows_of_all_kinds().astype(jnp.dtype(dtype))
+    type_ = gguf.GGMLQuantizationType[kind]
+    data = gguf.quantize(w.astype(np.float32), type_)
+    p, params = rpx.Stored(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
+    for raw in (p.init(params), jax.jit(p.init)(params)):
+        np.testing.assert_array_equal(rpx.to_quantized(p, raw, p.format)["dense.weight"], data)
+    want = jnp.asarray(gguf.dequantize(data, type_)).astype(dtype)
+    for got in (p.apply(raw), rpx.Quantize(p.format).apply(params)):
+        np.testing.assert_array_equal(np.asarray(got["dense"]["kernel"]).T, want)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_nf4(nested):
     functional = pytest.importorskip("bitsandbytes.functional")

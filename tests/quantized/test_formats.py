@@ -160,6 +160,51 @@ HQQ = {
 }
 
 
+def of_gguf(w, low, top):
+    """Codes and scales of blocks of 32 as gguf 0.17 computes those of Q4_0 and Q5_0."""
+    rows = w.T.reshape(-1, 32)
+    largest = np.take_along_axis(rows, np.argmax(np.abs(rows), axis=1)[:, None], axis=1)
+    scale = largest / np.float32(low)
+    inverse = np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale)).astype(np.float32)
+    codes = np.clip(np.trunc(rows * inverse + np.float32(0.5 - low)), 0, top - low) + low
+    return codes.reshape(w.T.shape).T, scale.astype(np.float16).reshape(w.shape[1], -1).T
+
+
+@pytest.mark.parametrize(("name", "low", "top"), [("gguf:q4_0", -8, 7), ("gguf:q5_0", -16, 15)])
+def test_the_number_of_the_largest_magnitude_is_the_lowest_code(name, low, top):
+    w = normal(64, 6)
+    w[:32, 0], w[:32, 1], w[:32, 2] = 0, -np.abs(w[:32, 1]), 0.25 * np.round(4 * w[:32, 2])
+    w[3, 3], w[7, 3], w[3, 4], w[7, 4] = 5, -5, -5, 5  # of two, the first
+    codes, scale = of_gguf(w, low, top)
+    held, got = stored(rpx.Stored(name), w)
+    bits = {-8: 4, -16: 5}[low]
+    np.testing.assert_array_equal(bits_of(held["q"], bits), codes.astype(int) % 2**bits)
+    np.testing.assert_array_equal(held["scale"].view(np.uint16), scale.view(np.uint16))
+    np.testing.assert_array_equal(got, codes.astype(np.float32) * np.repeat(scale, 32, axis=0).astype(np.float32))
+
+
+def test_the_start_of_hqq_from_whole_zeros():
+    w = np.sin(np.arange(32, dtype=np.float32) ** 2).reshape(16, 2)
+    (held, _), (same, _) = (
+        stored(rpx.Stored("uint4", block=8, fit="hqq", **how), w) for how in ({}, {"round_zero": True})
+    )
+    np.testing.assert_array_equal(held["q"], same["q"])
+    # Quantizer.quantize(w.T, nbits=4, group_size=8, axis=1, round_zero=True) of hqq 0.2.8.post1
+    np.testing.assert_allclose(held["zero"].T, WHOLE["zero"], rtol=1e-5)
+    np.testing.assert_array_equal(bits_of(held["q"], 4).T, WHOLE["codes"])
+    other, _ = stored(rpx.Stored("uint4", block=8, fit="hqq", round_zero=False), w)
+    assert np.max(np.abs(other["zero"] - held["zero"])) > 0.01
+
+
+WHOLE = {
+    "zero": [[7.890077590942383, 7.626523494720459], [6.956128120422363, 6.849514484405518]],
+    "codes": [
+        [8, 2, 6, 0, 15, 4, 4, 15, 0, 5, 1, 9, 1, 4, 0, 15],
+        [13, 10, 6, 0, 2, 15, 2, 0, 7, 9, 15, 15, 8, 8, 0, 4],
+    ],
+}
+
+
 @pytest.mark.parametrize("block", [(8, 2), (5, 3), (16, 4)])
 def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
     w = normal(16, 4)

@@ -118,7 +118,7 @@ def test_scales_that_are_rounded_too(name, dtype):
     assert off < 1.02 * error
 
 
-def test_an_offset_is_taken_off_with_one_rounding_in_eager_mode_as_under_jit():
+def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
     p, w = rpx.Quantize("gguf:q4_k"), {"w": normal(256, 8)}
     got, stored = np.asarray(p.apply(w)["w"]), rpx.Stored("gguf:q4_k")
     np.testing.assert_array_equal(got, effective(p, w)["w"])
@@ -335,6 +335,12 @@ ERRORS = {
         lambda: rpx.Stored("int4", fit="hqq"),
         ValueError,
         "Stored got fit='hqq' with int4, but it fits zeros, which only uint1 to uint8 have. Use fit='absmax'.",
+    ),
+    "whole zeros of another fit": (
+        lambda: rpx.Stored("uint4", round_zero=True),
+        ValueError,
+        "Stored got round_zero=True with fit='absmax', but it says where HQQ starts. Use it with fit='hqq', or leave "
+        "it out.",
     ),
     "axis and blocks": (
         lambda: rpx.Stored("int8", axis=0, block=(2, 2)),

@@ -18,6 +18,11 @@ def lost(read: Read, w: Array, near: Array) -> Array:
 
 
 def better(stage: Any, read: Read, w: Array, learned: dict[str, Array], plain: dict[str, Array]) -> dict[str, Array]:
-    """The raw values that were learned from data, or the plain ones if these lose less on the same data."""
-    worse = lost(read, w, stage.apply_leaf(learned)) > lost(read, w, stage.apply_leaf(plain))
+    """The raw values that were learned from data, or the plain ones if these lose less on the same data.
+
+    The plain ones too if what was learned from finite data overflows.
+    """
+    near = stage.apply_leaf(learned)
+    broken = ~jnp.all(jnp.isfinite(near)) & jnp.all(jnp.isfinite(read.moments))
+    worse = broken | (lost(read, w, near) > lost(read, w, stage.apply_leaf(plain)))
     return jax.tree.map(partial(jnp.where, worse), plain, learned)

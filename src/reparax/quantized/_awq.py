@@ -41,4 +41,5 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
 
     ratios = jnp.linspace(0.0, 1.0, POINTS, dtype=x.dtype)
     errors = jax.lax.map(lambda ratio: lost(read, w, stage.apply_leaf(values(ratio))), ratios)
-    return values(ratios[jnp.argmin(errors)])
+    # An error that overflows is none to choose by; if all are NaN, so are the weights of the first.
+    return values(ratios[jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))])

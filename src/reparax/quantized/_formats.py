@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reparax.quantized._numbers import Numbers, floating, listed, whole
+from reparax.quantized._numbers import Numbers, floating, half_out, half_up, listed, whole
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Format:
       block: The block if the user gives none, or None for the whole array.
       scales: What scales (and offsets) are stored as, or None for the dtype of the weights.
       zero: ``"zero"``, in units of the scale; ``"offset"``, in units of the weights; or ``""``.
+      early: Whether codes are the nearest in scales that are not rounded yet, as gguf finds them.
     """
 
     numbers: Numbers
     block: int | None = None
     scales: Scales | None = None
     zero: str = ""
+    early: bool = False
 
 
 NF4 = [
@@ -88,11 +90,11 @@ FORMATS = {
     "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
     "dynamic8": Format(_dynamic(signed=True)),
     "udynamic8": Format(_dynamic(signed=False)),
-    "gguf:q4_0": Format(whole(4, signed=True), 32, HALF),
-    "gguf:q4_1": Format(whole(4, signed=False), 32, HALF, zero="offset"),
-    "gguf:q5_0": Format(whole(5, signed=True), 32, HALF),
-    "gguf:q5_1": Format(whole(5, signed=False), 32, HALF, zero="offset"),
-    "gguf:q8_0": Format(whole(8, signed=True), 32, HALF),
+    "gguf:q4_0": Format(whole(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
+    "gguf:q4_1": Format(whole(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q5_0": Format(whole(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),
+    "gguf:q5_1": Format(whole(5, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q8_0": Format(whole(8, signed=True, nearest=half_out), 32, HALF, early=True),
     "gguf:q4_k": Format(whole(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
     "gguf:q6_k": Format(whole(6, signed=True), 16, Scales("int8", top=127, shared=16)),
 }

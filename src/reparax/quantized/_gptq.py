@@ -23,7 +23,7 @@ def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     round_matrices = _followed if stage._scales_follow else _known
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
     learned = stage._values_of(rounded, stage._held(planned, w.dtype))
-    return better(stage, read, w, learned, stage._values_of(w, stage._held(w)))
+    return better(stage, read, w, learned, stage._plain(w))
 
 
 def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:

@@ -10,16 +10,22 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
+from reparax.quantized._straight import straight_through
 
 
 class Halved(Reparametrization):
     r"""Master weights in two halves: :math:`w = b + r`, where b is bfloat16 and r what it lacks.
 
-    Raw values: ``w`` (main), in bfloat16, and ``rest`` (fixed), in int16, in units of the last bit of float32. The sum
-    is exact: all bits of the float32 weights are held, in four bytes. A model that computes in bfloat16 reads ``w`` as
-    it is, ``Halved() >> Cast(jnp.bfloat16)``, and there is no second copy. With ``"int8"``, the correction has eight
-    bits, the weights 16 bits of mantissa, and three bytes. Gradients are those of ``w``, in bfloat16. Add updates by
+    Raw values: ``w`` (main), in bfloat16, and ``rest`` (fixed), in int16, in units of the last bit of float32, away
+    from zero. The sum is exact: all bits of the float32 weights are held, in four bytes, except that magnitudes below
+    2^-134 are zero, and NaN is one number. A model that computes in bfloat16 reads ``w`` as it is, ``Halved() >>
+    Cast(jnp.bfloat16)``, and there is no second copy. With ``"int8"``, the correction has eight bits, the weights 16
+    bits of mantissa, and three bytes. Gradients are those of ``w``, in bfloat16. Add updates by
     ``rpx.apply_updates(raw, updates)``, which moves the sum; ``optax.apply_updates`` would round it.
+
+    If ``w`` alone changes, by ``optax.apply_updates`` or by a stage before this one, as in ``MagnitudePrune(0.5) >>
+    Halved()``, the correction counts last bits of the new ``w``. So the sum always is a number that rounds to ``w``,
+    and zero where ``w`` is.
 
     Optax keeps moments in the dtype of the weights, and in bfloat16, 0.999 is 1, so that Adam's second moments would
     never fall. Hold them in few bits or, with ``rpx.Chain()``, in float32: ``rpx.optimizer(tx, state=rpx.Stored(
@@ -55,9 +61,8 @@ class Halved(Reparametrization):
         return {"w": top, "rest": rest}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        wide = values["w"].astype(jnp.float32)
         whole = _joined(jax.lax.stop_gradient(values["w"]), values["rest"])
-        return wide + (whole - jax.lax.stop_gradient(wide))
+        return straight_through(values["w"].astype(jnp.float32), whole)
 
     @staticmethod
     def add_leaf(w: Array, rest: Array, update: Array) -> tuple[Array, Array]:
@@ -65,18 +70,35 @@ class Halved(Reparametrization):
         return _halves(_joined(w, rest) + update.astype(jnp.float32), rest.dtype)
 
 
+INFINITY = 0x7F800000
+"""The bits of infinity in float32. Without their sign, bits are whole numbers in the order of their magnitudes."""
+
+
 def _halves(x: Array, dtype: Any) -> tuple[Array, Array]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign, size = (bits >> 16) & 0x8000, (bits & 0x7FFFFFFF).astype(jnp.int32)
+    if jnp.dtype(dtype) == jnp.int8:  # the next number is infinity
+        size = jnp.where(size < INFINITY, jnp.minimum(size, INFINITY - 256), size)
     # Half way between two, the larger magnitude, so that the rest is below half of the last bit of bfloat16.
-    top = (bits + 0x8000) >> 16
-    rest = jax.lax.bitcast_convert_type(bits - (top << 16), jnp.int32)
+    top = (size + 0x8000) >> 16
+    rest = size - (top << 16)
     if jnp.dtype(dtype) == jnp.int8:
         rest = jnp.clip((rest + 128) >> 8, -128, 127)
-    return jax.lax.bitcast_convert_type(top.astype(jnp.uint16), jnp.bfloat16), rest.astype(dtype)
+    # NaN may have bits in its lower half alone.
+    top, rest = jnp.where(size > INFINITY, 0x7FC0, top), jnp.where(size > INFINITY, 0, rest)
+    both = top.astype(jnp.uint16) | sign.astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(both, jnp.bfloat16), rest.astype(dtype)
 
 
 def _joined(top: Array, rest: Array) -> Array:
-    high = jax.lax.bitcast_convert_type(top, jnp.uint16).astype(jnp.uint32) << 16
-    low = rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)
-    bits = high + jax.lax.bitcast_convert_type(low, jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    """The number that is ``rest`` numbers of float32 farther from zero than ``top``, which it is rounded to.
+
+    That holds for each ``top``, also where it is no longer the one that ``rest`` was found for: a magnitude of bfloat16
+    is at least two times the largest rest, in last bits.
+    """
+    bits = jax.lax.bitcast_convert_type(top, jnp.uint16).astype(jnp.int32)
+    sign, size = bits & 0x8000, (bits & 0x7FFF) << 16
+    moved = jnp.minimum(size + (rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)), INFINITY)
+    size = jnp.where((size == 0) | (size > INFINITY), size, moved)
+    both = size.astype(jnp.uint32) | (sign.astype(jnp.uint32) << 16)
+    return jax.lax.bitcast_convert_type(both, jnp.float32)

@@ -18,7 +18,8 @@ class Numbers:
 
     Attributes:
       bits: The bits of a code. Codes of fewer than eight bits share bytes.
-      top: The number for the largest magnitude of a block.
+      top: The number for the largest magnitude of a block. If it is negative, scales have the sign that takes the
+        number of the largest magnitude there.
       encode: Gives the codes of the nearest numbers; with noise, which is uniform from 0 to 1, those of one of the two
         numbers around, with the number itself as the mean.
       decode: Gives the numbers of codes, as float32 or exactly representable in it.
@@ -39,20 +40,37 @@ def bounds_of(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def whole(bits: int, *, signed: bool) -> Numbers:
+def half_up(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; half way between two, the larger one. It is cut off first, as two sums would be one."""
+    return jnp.floor(jnp.clip(x, low, high) + (0.5 - low)) + low
+
+
+def half_out(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; half way between two, the one of the larger magnitude."""
+    return jnp.clip(jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO), low, high)
+
+
+def half_even(x: Array, low: int, high: int) -> Array:
+    """The nearest integer; half way between two, the even one."""
+    return jnp.clip(jnp.round(x), low, high)
+
+
+def whole(
+    bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = half_even
+) -> Numbers:
     """The integers of this many bits. Negative ones have the highest bit set."""
     low, high = bounds_of(bits) if signed else (0, 2**bits - 1)
     dtype = "int8" if signed else "uint8"
 
     def encode(x: Array, noise: Array | None) -> Array:
-        near = jnp.clip(jnp.round(x) if noise is None else jnp.floor(x + noise), low, high)
+        near = nearest(x, low, high) if noise is None else jnp.clip(jnp.floor(x + noise), low, high)
         return near.astype(jnp.int32).astype(dtype) & jnp.asarray(2**bits - 1, jnp.uint8).astype(dtype)
 
     def decode(codes: Array) -> Array:
         # Shifts copy the sign. XLA of jax 0.10.2 to 0.12 computes sums of int8 wrongly before products on CPUs.
         return codes << (8 - bits) >> (8 - bits) if signed and bits < 8 else codes
 
-    return Numbers(bits, float(high), encode, decode, dtype, float(low))
+    return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
 
 
 def listed(numbers: Any, *, mirrored: bool = False, even: bool = False) -> Numbers:

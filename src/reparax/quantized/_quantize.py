@@ -12,10 +12,11 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
 from reparax._tree.values import Values, main
-from reparax.quantized._fits import divided, largest_of
+from reparax.quantized._fits import divided, in_powers, largest_of
 from reparax.quantized._formats import FORMATS
 from reparax.quantized._numbers import bounds_of
 from reparax.quantized._scaled import Scaled
+from reparax.quantized._straight import straight_through
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 """The integer formats."""
@@ -38,7 +39,7 @@ class Quantize(Scaled):
     Args:
       format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
-      axis, block, double_quant, fit, reach: As for :class:`Stored`.
+      axis, block, double_quant, fit, reach, round_zero: As for :class:`Stored`.
       step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -81,15 +82,14 @@ class Quantize(Scaled):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
         if self._bare:
-            return _straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
+            return straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
         return _learned(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
     def _rounded(self, w: Array) -> Array:
         if self.format != "ternary":
-            held = self._held(w)
-            return self._decoded(self._encoded(w, held), held)
+            return self._decoded(*self._rounded_to(w))
         x = widened(w)
         scale = self._blocks(x).spread(self._ternary_scale(jnp.abs(x)))
         return (jnp.clip(jnp.round(divided(x, scale)), -1, 1) * scale).astype(w.dtype)
@@ -97,7 +97,8 @@ class Quantize(Scaled):
     def _ternary_scale(self, sizes: Array) -> Array:
         """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
         blocks = self._blocks(sizes)
-        mean = blocks.each(jnp.sum, sizes, 0) / blocks.each(jnp.sum, jnp.ones_like(sizes), 0)
+        units, size = in_powers(sizes, blocks)
+        mean = size * (blocks.each(jnp.sum, units, 0) / blocks.each(jnp.sum, jnp.ones_like(sizes), 0))
         largest = blocks.each(largest_of, sizes, 0)
         either = (sizes == 0) | (sizes == blocks.spread(largest))
         return jnp.where(blocks.each(jnp.all, either, 1), largest, mean)
@@ -117,18 +118,6 @@ class Quantize(Scaled):
             return jnp.where(blocks.each(jnp.all, fits, 1), largest / parts, step)
 
         return jax.lax.fori_loop(0, high + 1, try_parts, largest / high)
-
-
-@jax.custom_jvp
-def _straight_through(w: Array, rounded: Array) -> Array:
-    """``rounded``, with the gradient of ``w``."""
-    del w
-    return rounded
-
-
-@_straight_through.defjvp
-def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return primals[1], tangents[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))

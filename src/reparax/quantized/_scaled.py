@@ -24,13 +24,17 @@ from reparax.quantized._fits import (
     FITS,
     Entries,
     divided,
+    faces_down,
+    finite,
     from_units,
     hqq,
     in_units,
     largest_of,
+    parted,
     power_above,
     range_of,
     reached,
+    with_a_zero,
 )
 from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
 
@@ -50,6 +54,7 @@ class Scaled(Reparametrization):
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
     fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
     reach: float = argument(check_known_positive, default=1.0, kw_only=True)
+    round_zero: bool | None = argument(optional(check_flag), default=None, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -73,6 +78,11 @@ class Scaled(Reparametrization):
             raise ValueError(
                 f"{who} got fit='hqq' with {self.format}, but it fits zeros, which only uint1 to uint8 have. Use "
                 f"fit='absmax'."
+            )
+        if self.fit != "hqq" and self.round_zero is not None:
+            raise ValueError(
+                f"{who} got round_zero={self.round_zero} with fit={self.fit!r}, but it says where HQQ starts. Use it "
+                f"with fit='hqq', or leave it out."
             )
         if isinstance(self.block, tuple) and self.axis is not None:
             raise ValueError(
@@ -138,36 +148,68 @@ class Scaled(Reparametrization):
 
     def _held(self, w: Array, dtype: Any = None) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
-        row, x, blocks, dtype = self._format, widened(w), self._blocks(w), dtype or w.dtype
-        numbers = row.numbers
-        if not row.zero:
-            extent = reached(x, blocks, self.fit, self.reach)
-            return self._held_scales("scale", "unit", extent, numbers.top, dtype)
-        low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
-        held = self._held_scales("scale", "unit", high - low, numbers.top - numbers.low, dtype)
-        if row.zero == "offset":
-            return {**held, **self._held_scales("offset", "offset_unit", numbers.low - low, 1.0, dtype)}
-        scale = self._read(held, "scale", "unit")
-        zero = divided(-low, scale.astype(x.dtype))
-        if self.fit == "hqq":
-            zero = hqq(x, scale.astype(x.dtype), zero, blocks, numbers)
-        else:
-            zero = jnp.clip(jnp.round(zero), numbers.low, numbers.top)
-        return {**held, "zero": zero.astype(dtype)}
-
-    def _held_scales(self, name: str, unit: str, extent: Array, parts: float, dtype: Any) -> dict[str, Array]:
-        """The scales at which ``parts`` of them make ``extent``."""
+        x, dtype = widened(w), dtype or w.dtype
+        if self._format.zero == "zero":
+            return self._held_with_zeros(x, self._blocks(w), dtype)
         if self._scales is not None and self._scales.dtype == "exponent":
-            shift = 127 - (_exponent(jnp.full((), parts)) - 127)
-            codes = jnp.clip(_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
-            return {name: codes, unit: jnp.ones((1,) * extent.ndim, dtype)}
+            return self._held_powers(reached(x, self._blocks(w), self.fit, self.reach), dtype)
+        held: dict[str, Array] = {}
+        for name, wanted in self._wanted(x).items():
+            held |= self._held_scales(name, "unit" if name == "scale" else f"{name}_unit", wanted, dtype)
+        return held
+
+    def _wanted(self, x: Array) -> dict[str, Array]:
+        """The scales of blocks, and their offsets, before they are stored."""
+        row, blocks = self._format, self._blocks(x)
+        numbers = row.numbers
+        if row.zero == "offset":
+            low, high = range_of(x, blocks, self.fit, self.reach, with_zero=not row.early)
+            return {"scale": self._scale_of_range(low, high), "offset": -low}
+        scale = self._part(reached(x, blocks, self.fit, self.reach), abs(numbers.top))
+        return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+
+    def _scale_of_range(self, low: Array, high: Array) -> Array:
+        """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
+        numbers = self._format.numbers
+        return self._part(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+
+    def _part(self, extent: Array, parts: float) -> Array:
         # XLA compiles a division by a constant to this product; written out, eager results are the same.
-        scale = extent * (1 / parts)
-        scale = power_above(scale) if self.fit == "power" else scale
+        scale = parted(extent, parts) if self._format.early else extent * (1 / parts)
+        return power_above(scale) if self.fit == "power" else scale
+
+    def _held_with_zeros(self, x: Array, blocks: Blocks, dtype: Any) -> dict[str, Array]:
+        numbers = self._format.numbers
+        low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
+        scale = self._scale_of_range(low, high)
+        if self.fit != "hqq":
+            held = self._held_scales("scale", "unit", scale, dtype)
+            zero = divided(-low, self._read(held, "scale", "unit").astype(x.dtype))
+            return {**held, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(dtype)}
+        scale, constant = with_a_zero(scale, low, high, dtype)
+        held = self._held_scales("scale", "unit", scale, dtype)
+        scale = self._read(held, "scale", "unit").astype(x.dtype)
+        zero = -low / scale
+        zero = jnp.where(constant, zero, jnp.round(zero)) if self._starts_whole else zero
+        return {**held, "zero": hqq(x, scale, zero, blocks, numbers).astype(dtype)}
+
+    @property
+    def _starts_whole(self) -> bool:
+        """Whether the zeros of HQQ are whole numbers at first: its authors have them so for four bits."""
+        return self._format.numbers.bits == 4 if self.round_zero is None else self.round_zero
+
+    def _held_powers(self, extent: Array, dtype: Any) -> dict[str, Array]:
+        """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
+        shift = 127 - (_exponent(jnp.full((), self._format.numbers.top)) - 127)
+        codes = jnp.clip(_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
+        unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
+        return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
+
+    def _held_scales(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
         if self._scales is None:
             return {name: _narrowed(scale, dtype)}
         if self._scales.dtype == "float16":
-            return {name: _narrowed(scale, jnp.float16), unit: jnp.ones((1,) * scale.ndim, dtype)}
+            return {name: finite(scale, jnp.float16).astype(jnp.float16), unit: jnp.ones((1,) * scale.ndim, dtype)}
         over = self._over_units(scale)
         one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), dtype)
         codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))
@@ -196,7 +238,7 @@ class Scaled(Reparametrization):
         one = widened(values[unit])
         if self._scales.dtype == "exponent":
             held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
-        scale = held.astype(one.dtype) * self._over_units(held).spread(one)
+        scale = finite(held.astype(one.dtype) * self._over_units(held).spread(one))
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
     def _entries(self, held: dict[str, Array], blocks: Blocks) -> Entries:
@@ -210,7 +252,20 @@ class Scaled(Reparametrization):
             found["channel"] = widened(held["channel"])
         return found
 
+    def _rounded_to(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        """The codes of ``w``, and the raw values that hold its scales."""
+        held = self._held(w)
+        if not self._format.early or key is not None:
+            return self._encoded(w, held, key), held
+        x, blocks = widened(w), self._blocks(w)
+        wanted = self._wanted(x)
+        scale = wanted.pop("scale")
+        inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+        entries = {name: blocks.spread(each) for name, each in {**wanted, "inverse": inverse}.items()}
+        return self._format.numbers.encode(in_units(x, entries), None), held
+
     def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
+        """The codes of ``w`` in scales that are stored."""
         x = widened(w)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         return self._format.numbers.encode(in_units(x, self._entries(held, self._blocks(w))), noise)
@@ -220,7 +275,8 @@ class Scaled(Reparametrization):
         entries = self._entries(held, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
         x = jnp.take(x, held["order"], axis=self._cut(codes)) if "order" in held else x
-        return x.astype(held["unit" if self._scales else "scale"].dtype)
+        dtype = held["unit" if self._scales else "scale"].dtype
+        return finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
 
 
 def _exponent(x: Array) -> Array:
@@ -231,6 +287,7 @@ def _exponent(x: Array) -> Array:
 @functools.partial(inlined, static_argnums=1)
 def _narrowed(scale: Array, dtype: Any) -> Array:
     """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
+    scale = finite(scale, dtype)
     near = scale.astype(dtype)
     low = jnp.abs(near.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
     return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)

@@ -13,6 +13,7 @@ from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.joint import Joint, Leaves
 from reparax._tree.values import Values, main
+from reparax.quantized._fits import finite
 
 NORM = ("scale", "bias")
 LEAST = 1e-5
@@ -33,10 +34,11 @@ class Smooth(Joint):
 
     .. math:: s_j = \frac{\max |x_j|^\alpha}{\max |W_j|^{1 - \alpha}}
 
-    for each input j, at least 1e-5: its largest magnitude in data, and that of its weights in all of the arrays. Raw
-    value: ``w`` (main) for each array, like the array. ``init`` is not exact on arrays: the effective arrays are the
-    new ones, and the network computes the same, up to rounding. It needs ``moments="largest"`` of :func:`inputs`. Write
-    ``Stored("int8", axis=-1) >> Smooth(...)`` to round the new weights.
+    for each input j, at least 1e-5, and such that neither product overflows in the dtype of its array: its largest
+    magnitude in data, and that of its weights in all of the arrays. Raw value: ``w`` (main) for each array, like the
+    array. ``init`` is not exact on arrays: the effective arrays are the new ones, and the network computes the same, up
+    to rounding. It needs ``moments="largest"`` of :func:`inputs`. Write ``Stored("int8", axis=-1) >> Smooth(...)`` to
+    round the new weights.
 
     Args:
       arrays: As for :class:`Joint`: ``"scale"`` is the norm's, ``"bias"`` its bias, if it has one, and all other names
@@ -77,15 +79,23 @@ class Smooth(Joint):
         matrices = {name: read.matrices(widened(arrays[name])) for name, read in reads.items()}
         sizes = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(m), axis=-1) for m in matrices.values()])
         factors = jnp.maximum(inputs**self.alpha / jnp.maximum(sizes, LEAST) ** (1 - self.alpha), LEAST)
-        made = {name: read.array(matrices[name] * factors[..., None], arrays[name]) for name, read in reads.items()}
+        factors = jnp.minimum(
+            factors, min(_most(arrays[name]) for name in matrices) / jnp.where(sizes == 0, LEAST, sizes)
+        )
         for name, w in norm.items():
             if w.size != factors.size:
                 raise ValueError(
                     f"expected a {name} for each of {factors.size} inputs of the weights, got shape {w.shape}. Name "
                     f"the norm whose output these weights read."
                 )
-            made[name] = widened(w) / factors.reshape(w.shape)
-        return {name: {"w": made[name].astype(w.dtype)} for name, w in arrays.items()}
+            factors = jnp.maximum(factors, jnp.abs(widened(w)).reshape(factors.shape) / _most(w))
+        made = {name: read.array(matrices[name] * factors[..., None], arrays[name]) for name, read in reads.items()}
+        made |= {name: widened(w) / factors.reshape(w.shape) for name, w in norm.items()}
+        return {name: {"w": finite(made[name], w.dtype).astype(w.dtype)} for name, w in arrays.items()}
 
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         return {name: held["w"] for name, held in values.items()}
+
+
+def _most(w: Array) -> float:
+    return float(jnp.finfo(w.dtype).max)

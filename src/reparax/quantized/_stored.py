@@ -1,7 +1,9 @@
 """Weights stored in few bits."""
 
+import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,6 +11,8 @@ from reparax._axes.numbers import other_axes
 from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag, check_known_positive, one_of
+from reparax._numerics.arithmetic import widened
+from reparax._stage.constraint import is_known
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import OTHERS, Values, fixed, main
 from reparax.quantized._awq import awq
@@ -17,6 +21,7 @@ from reparax.quantized._gptq import gptq
 from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
 
+HALF_MOST = float(jnp.finfo(jnp.float16).max)
 LEARNED = {"awq": ("diagonal", awq), "gptq": ("full", gptq)}
 """What finds scales from data, and the moments that it needs."""
 
@@ -50,11 +55,17 @@ class Stored(Scaled):
     ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
     ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256; for moments
     ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; for second moments
-    ``"gguf:q4_0"``               those of int4; also q5_0, q8_0      4.5, 5.5, 8.5: scales are float16, by 32
+    ``"gguf:q4_0"``               -8 to 7; also q5_0, q8_0            4.5, 5.5, 8.5: scales are float16, by 32
     ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
     ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
+
+    Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
+    number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
+    from 6e-8 to 65504: a larger one is refused, or cut off where the weights are traced. In all formats, finite weights
+    of any magnitude give finite ones, and a block with a number that is not finite becomes NaN. With ``fit="hqq"``, a
+    block of equal numbers is exact without ``double_quant``; hqq's least scale of 5e-5 and range of 1e-4 are left out.
 
     Two ways to round learn from what the weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen
     = rpx.inputs(loss)(params, batch)``. ``fit="gptq"`` rounds one input after the other, each with the change of least
@@ -84,6 +95,8 @@ class Stored(Scaled):
         ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with
         zeros by half-quadratic quantization, for formats with zeros. ``"gptq"`` and ``"awq"`` as above, from data.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
+      round_zero: With ``fit="hqq"``, whether zeros are whole numbers at first, so that a weight of 0 stays 0 where they
+        do not move. Default: for four bits, as its authors have it.
       act_order: With ``fit="gptq"``, whether inputs are rounded in the order of their size, the largest first.
       percdamp: With ``fit="gptq"``, what is added to the diagonal of the inputs' second moments, in units of its mean.
       ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
@@ -141,6 +154,9 @@ class Stored(Scaled):
     def refuse_leaf(self, w: Array) -> str | None:
         return super().refuse_leaf(w) or self._broken(w)
 
+    def _refuse(self, w: Array) -> str | None:
+        return super()._refuse(w) or self._too_large(w)
+
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         return self._stored(w, None, seen)
 
@@ -168,7 +184,7 @@ class Stored(Scaled):
     def _stored(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
         order = {"order": jnp.arange(w.shape[self._cut(w)], dtype=jnp.int32)} if self.ordered else {}
         if self.fit not in LEARNED:
-            return self._values_of(w, self._held(w), key) | order
+            return self._plain(w, key) | order
         moments, start = LEARNED[self.fit]
         return start(self, w, needed(seen, moments).read(moments, w, self._inputs(w))) | order
 
@@ -180,9 +196,31 @@ class Stored(Scaled):
             return None
         return (self._cut(w),) if self.axis is None else other_axes(self.axis, w)
 
-    def _values_of(self, x: Array, held: dict[str, Array], key: Array | None = None) -> dict[str, Array]:
+    def _plain(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        """The raw values of ``w`` without data."""
+        codes, held = self._rounded_to(w, key)
+        return {"q": self._packed(codes), **held}
+
+    def _values_of(self, x: Array, held: dict[str, Array]) -> dict[str, Array]:
         """The raw values of ``x``, rounded in scales that are known."""
-        return {"q": packed(self._encoded(x, held, key), self._format.numbers.bits, self._cut(x)), **held}
+        return {"q": self._packed(self._encoded(x, held)), **held}
+
+    def _packed(self, codes: Array) -> Array:
+        return packed(codes, self._format.numbers.bits, self._cut(codes))
+
+    def _too_large(self, w: Array) -> str | None:
+        """What is wrong with known numbers whose scales the format cannot hold, or None."""
+        if not self._format.early or not is_known(w):
+            return None
+        with jax.ensure_compile_time_eval():
+            wanted = self._wanted(widened(jnp.asarray(w)))
+            largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in wanted.values())
+        if not HALF_MOST < largest < math.inf:
+            return None
+        return (
+            f"expected numbers whose scales are at most {HALF_MOST:g}, as {self.format} stores scales in float16, got "
+            f"{largest:.3g}. Store it as int8, or leave it out with `where`."
+        )
 
     def _broken(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""

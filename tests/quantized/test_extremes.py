@@ -1,0 +1,174 @@
+"""Finite numbers of any magnitude give finite numbers in each format and fit, and what is not finite is not hidden."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import effective, init
+from errors import raises
+from grids import mostly_thorough
+from sights import seen
+
+import reparax as rpx
+
+FORMATS = tuple(rpx.quantized._formats.FORMATS)
+DTYPES = ("float32", "float16", "bfloat16")
+UINTS = tuple(f"uint{bits}" for bits in range(1, 9))
+
+
+@functools.cache
+def extremes(dtype):
+    """Columns of blocks of 16 numbers: one kind in each column."""
+    info, rng = jnp.finfo(dtype), np.random.default_rng(0)
+    most, least, tiny = float(info.max), float(info.smallest_subnormal), float(info.tiny)
+    normal, signs = rng.standard_normal(32), np.sign(rng.standard_normal(32))
+    columns = {
+        "normal": normal,
+        "zeros": 0 * normal,
+        "ones": np.ones(32),
+        "constant": np.full(32, -0.3),
+        "largest": most * signs,
+        "largest of one sign": np.full(32, -most),
+        "up to the largest": most * np.clip(normal / 2, -1, 1),
+        "uneven": most * np.where(signs > 0, 0.55, -1),
+        "beside zeros": most * (np.arange(32) == 5),
+        "subnormal": least * rng.integers(-9, 9, 32),
+        "least": np.full(32, least),
+        "near the least normal": tiny * normal,
+        "a last bit apart": 1 + float(info.eps) * (signs > 0),
+        "large and a last bit apart": most / 4 * (1 + float(info.eps) * (signs > 0)),
+        "far from zero": 1000 + normal,
+        "of all magnitudes": signs * np.exp(np.linspace(np.log(least), np.log(most), 32)),
+        "one number": np.where(np.arange(32) == 3, 1e-3, 0),
+    }
+    return np.clip(np.stack(list(columns.values()), axis=1), -most, most).astype(jnp.dtype(dtype))
+
+
+FITS = {
+    "absmax": {},
+    "rms": {"fit": "rms", "reach": 2.5},
+    "fixed": {"fit": "fixed", "reach": 1e30},
+    "power": {"fit": "power"},
+    "reach": {"reach": 3.0},
+    "hqq": {"fit": "hqq"},
+    "hqq from whole zeros": {"fit": "hqq", "round_zero": True},
+    "twice": {"double_quant": True},
+    "gptq": {"fit": "gptq"},
+    "awq": {"fit": "awq"},
+}
+
+
+def stages(name, stage=rpx.Stored):
+    """The format with each fit that it has."""
+    row = rpx.quantized._formats.FORMATS[name]
+    block = {} if row.block else {"block": 16}
+    for fit, fields in FITS.items():
+        if ("hqq" in fit and row.zero != "zero") or (fit == "twice" and (row.numbers.bits == 8 or row.scales)):
+            continue
+        if stage is rpx.Stored or fit not in ("gptq", "awq"):
+            yield fit, stage(name, **block, **fields)
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_thorough(itertools.product(FORMATS, DTYPES), ("uint4", "float32"), ("gguf:q4_0", "float32")),
+    ids=" ".join,
+)
+def test_finite_numbers_stay_finite(case):
+    name, dtype = case
+    w, data = extremes(dtype), seen(np.random.default_rng(1).standard_normal((64, 32)), shape=(32, 17))
+
+    @jax.jit
+    def both(w, data):
+        raws = {fit: p.init({"w": w}, seen={"w": data}) for fit, p in stages(name)}
+        found = {fit: (raws[fit], p.apply(raws[fit])["w"]) for fit, p in stages(name)}
+        return found, {fit: p.apply({"w": w})["w"] for fit, p in stages(name, rpx.Quantize)}
+
+    stored, rounded = both(w, data)
+    for fit, found in [*stored.items(), *rounded.items()]:
+        for x in jax.tree.leaves(found):
+            assert np.all(np.isfinite(np.asarray(x).astype(np.float32))), fit
+
+
+@pytest.mark.parametrize("dtype", mostly_thorough(DTYPES, "float32"))
+def test_what_is_rounded_is_near(dtype):
+    w = extremes(dtype)
+    wide = w.astype(np.float64)
+    largest = np.repeat(np.max(np.abs(wide.reshape(2, 16, -1)), axis=1), 16, axis=0)
+    least = 4 * float(np.finfo(np.float32).tiny)  # XLA takes numbers below for zeros
+    bounds = {"int4": 1 / 14, "int8": 1 / 254, "uint4": 2 / 15, "nf4": 0.16, "float8_e4m3fn": 2**-4, "mxfp4": 0.26}
+    got = jax.jit(lambda w: {name: rpx.Quantize(name, block=16).apply({"w": w})["w"] for name in bounds})(w)
+    for name, bound in bounds.items():
+        off = np.abs(np.asarray(got[name]).astype(np.float64) - wide)
+        slack = 2 * float(jnp.finfo(dtype).eps) * largest + 8 * float(jnp.finfo(dtype).smallest_subnormal)
+        assert np.all(off <= bound * largest + slack + least), name
+
+
+@pytest.mark.parametrize("step", ["absmax", "learned"])
+def test_ternary_numbers_and_learned_steps_are_finite(step):
+    p = rpx.Quantize("ternary" if step == "absmax" else "int4", block=16, step=step)
+    for dtype, got in effective(p, init(p, {dtype: extremes(dtype) for dtype in DTYPES})).items():
+        assert np.all(np.isfinite(np.asarray(got).astype(np.float32))), dtype
+
+
+UINTS = tuple(f"uint{bits}" for bits in range(1, 9))
+
+
+@pytest.mark.parametrize("round_zero", mostly_thorough([None, True, False], None))
+@pytest.mark.parametrize("dtype", mostly_thorough(DTYPES, "float32"))
+def test_constant_blocks_are_exact_by_hqq(dtype, round_zero):
+    rng = np.random.default_rng(2)
+    numbers = np.concatenate(
+        [[1, -0.5, 0, 0.3, 0.7], rng.standard_normal(20), [1e-6, -3e4, float(jnp.finfo(dtype).tiny)]]
+    )
+    w = np.tile(numbers.astype(jnp.dtype(dtype)), (24, 1))
+    w[:8, 0] = rng.standard_normal(8)  # beside a block that is none
+    fields = {"fit": "hqq", "block": 12, "round_zero": round_zero}
+
+    @jax.jit
+    def both(w):
+        kept = {name: rpx.Stored(name, **fields) for name in UINTS}
+        return [
+            {name: p.apply(p.init({"w": w}))["w"] for name, p in kept.items()},
+            {name: rpx.Quantize(name, **fields).apply({"w": w})["w"] for name in UINTS},
+        ]
+
+    for found in both(w):
+        for name, got in found.items():
+            np.testing.assert_array_equal(got[12:], w[12:], err_msg=name)
+            np.testing.assert_array_equal(got[:12, 1:], w[:12, 1:], err_msg=name)
+
+
+def test_constant_blocks_below_an_adapter_are_exact():
+    p, w = rpx.Stored("uint4", block=32, fit="hqq") >> rpx.LoRA(1), np.full((32, 2), 0.3, np.float32)
+    np.testing.assert_array_equal(effective(p, init(p, {"w": w}, jax.random.key(0)))["w"], w)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_hidden(value):
+    w = np.ones((32, 2), np.float32)
+    w[3, 1] = value
+    names = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "gguf:q4_0", "gguf:q4_1", "gguf:q4_k", "dynamic8")
+    fits = {"int8": "fixed", "int3": "rms", "uint8": "hqq"}
+
+    @jax.jit
+    def each(w):
+        ways = {name: rpx.Quantize(name) for name in names} | {
+            name: rpx.Quantize(name, fit=fit) for name, fit in fits.items()
+        }
+        return {name: p.apply({"w": w})["w"] for name, p in ways.items()}
+
+    for name, got in each(w).items():
+        assert np.isnan(got[3, 1]), name
+
+
+def test_known_numbers_beyond_the_scales_of_a_file_are_refused():
+    text = (
+        "Stored('gguf:q4_0').init at 'w': expected numbers whose scales are at most 65504, as gguf:q4_0 stores scales "
+        "in float16, got 1.25e+06. Store it as int8, or leave it out with `where`."
+    )
+    with raises(ValueError, text):
+        rpx.Stored("gguf:q4_0").init({"w": jnp.full((32, 2), 1e7)})
