@@ -69,10 +69,11 @@ def test_a_layer_with_outputs_first_is_the_transposed_one():
     straight = {"dense": {"kernel": model()["dense"]["kernel"]}}
     turned = {"dense": {"weight": straight["dense"]["kernel"].T}}
     p, raw = rpx.from_peft(tensors, CONFIG, straight)
-    q, other = rpx.from_peft(tensors, CONFIG, turned)
+    layouts = {"dense/weight": "same"}
+    q, other = rpx.from_peft(tensors, CONFIG, turned, layouts=layouts)
     assert q == rpx.Freeze() >> rpx.LoRA(2, 4.0, rows=1, columns=0, where="dense/weight")
     np.testing.assert_allclose(q.fold(other)["dense"]["weight"].T, p.fold(raw)["dense"]["kernel"], rtol=1e-6)
-    again, _ = rpx.to_peft(q, other)
+    again, _ = rpx.to_peft(q, other, layouts=layouts)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
 
 
@@ -449,6 +450,15 @@ def unclear(path, shape, counted):
     )
 
 
+def untold(path, shape, counted):
+    return (
+        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
+        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"names={{{path!r}: {counted!r}}}. Reshape a bias of attention to a vector."
+    )
+
+
 def changed(how):
     """The adapter of a layer, with another first tensor."""
     name, *_ = tensors = lora(dense=(2, 8, 6))
@@ -535,15 +545,9 @@ MALFORMED = {
         ),
         reading(unclear("o/kernel", (2, 4, 6), "o.{i}.weight")),
     ),
-    "fan_in_fan_out of nobody knows which": (
-        lambda: rpx.from_peft(
-            lora(dense=(2, 6, 6)), CONFIG | {"fan_in_fan_out": True}, {"dense": {"weight": jnp.ones((6, 6))}}
-        ),
-        reading(
-            "dense/weight: fan_in_fan_out may hold for some modules only. Give the layout of this one: "
-            "layouts={'dense/weight': 'conv1d'} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, "
-            "in)"
-        ),
+    "a matrix that nothing tells": (
+        lambda: rpx.from_peft(lora(dense=(2, 6, 6)), CONFIG, {"dense": {"weight": jnp.ones((6, 6))}}),
+        reading("dense/weight: " + untold("dense/weight", (6, 6), "dense.{i}.weight")),
     ),
     "a transposed convolution": (
         lambda: rpx.from_peft(

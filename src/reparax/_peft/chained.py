@@ -85,6 +85,7 @@ class Chained(Method):
     banks: tuple[str, ...] = ()
     whole_numbers: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ("kernel", "same")
 
     def __post_init__(self) -> None:
         own = tuple(name for name in self.parts if name not in self.banks)

@@ -50,7 +50,7 @@ class LoRAMethod(Method):
     }
     defaults: Mapping[str, Any] = {"r": 8, "lora_alpha": 8}
 
-    layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
+    layouts: tuple[str, ...] = ("kernel", "same", "conv1d", "embedding")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         divisor = "sqrt" if config.get("use_rslora") else "rank"

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def from_peft(
     found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
     each: dict[str, dict[Index, Layer]] = {}
     for tensor, held in found.adapted.items():
-        target = replace(targets[tensor], table="lora_embedding_A" in held)
+        target = targets[tensor]
         try:
             each.setdefault(target.path, {})[target.index] = _layer(method, target, held | found.banks, config)
         except ValueError as error:
@@ -199,14 +199,8 @@ def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
 
 
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
-    target = target.told(held.values())
+    target = target.told_by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    unclear = target.layout == "same" and not (target.said or target.table) and len(target.shape) == 2
-    if unclear and config.get("fan_in_fan_out"):
-        raise ValueError(
-            f"fan_in_fan_out may hold for some modules only. Give the layout of this one: layouts={{{target.path!r}: "
-            f"'conv1d'}} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, in)"
-        )
     rank = _by_pattern(config, "r", "rank_pattern", target.module)
     alpha = _by_pattern(config, method.alpha, "alpha_pattern", target.module)
     return method.read(target, held, config, float(alpha or 0), rank or 1)

@@ -45,8 +45,7 @@ def to_peft(
       p: The chain, for one of the methods that :func:`from_peft` reads.
       raw: A raw tree of it.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
-      layouts: As for :func:`from_peft`. An adapted array with the layout ``"same"`` whose rows are its first axis is an
-        embedding table.
+      layouts: As for :func:`from_peft`.
 
     Returns:
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
@@ -206,10 +205,7 @@ def _is_on_outputs(node: Node, target: Target) -> bool:
 def _write(node: Node, target: Target) -> tuple[Method, Written]:
     method = method_of(node)
     method.require_layout(target)
-    held = node.values.get("v")
-    stage: Any = held.stage if isinstance(held, Node) else node.stage
-    table = method.name == "LORA" and target.layout == "same" and len(target.shape) == 2
-    return method, method.write(replace(target, table=table and stage.rows in (None, 0)), node)
+    return method, method.write(target, node)
 
 
 def _beside(

@@ -85,11 +85,11 @@ def from_quantized(
     arrays = read_tensors("from_quantized", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
-        require_known(entry.told([x]) for entry in entries if (x := arrays.get(entry.tensor)) is not None)
+        tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
+        require_known(entry.told(x for _, x in held.values()) for entry, held in tensors_of.items() if held)
     stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
     used = set[str]()
-    for entry in entries:
-        held = _tensors_of(entry, arrays, config)
+    for entry, held in tensors_of.items():
         used |= {name for name, _ in held.values()}
         try:
             stage, found = _read(entry, {end: x for end, (_, x) in held.items()}, config)

@@ -188,7 +188,7 @@ def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
         fits = []
     own = None if held.entry.by_class else own
     layouts = [
-        each for each in LAYOUTS if own and each not in ("conv1d", "vector", layout) and permute(own, each) == shape
+        each for each in LAYOUTS if own and each not in ("conv1d", "embedding", "vector", layout) and permute(own, each) == shape
     ]
     fits += [f"layouts={{{held.entry.path!r}: {each!r}}}" for each in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
