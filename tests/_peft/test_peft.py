@@ -145,6 +145,39 @@ def test_an_alpha_for_each_array_is_written_by_pattern():
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
+def test_what_peft_does_not_call_a_weight_needs_a_name():
+    params = {"cell": {"weight_ih": jnp.ones((6, 6)), "weight_hh": jnp.ones((6, 6))}}
+    p = rpx.Freeze() >> rpx.LoRA(2, rows=1, columns=0)
+    lines = [
+        f"\n  cell/{name}: PEFT adapts the weight of a module, such as 'dense.weight', but this is 'cell.{name}' in "
+        "torch. Name it by `names`"
+        for name in ("weight_hh", "weight_ih")
+    ]
+    text = f"to_peft: PEFT has no such adapter:{lines[0]}{lines[1]}\nMerge it with `p.fold(raw)`."
+    with raises(ValueError, text):
+        rpx.to_peft(p, zeros(p.init, params, KEY))
+
+
+def test_a_linear_layer_of_torch_is_no_table():
+    params = {"q": {"weight": jnp.ones((6, 6))}}
+    p = rpx.Freeze() >> rpx.LoRA(2)
+    with raises(
+        ValueError,
+        "to_peft: PEFT has no such adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
+        "columns=0), but no equivalent of LoRA(2)\nMerge it with `p.fold(raw)`.",
+    ):
+        rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
+    tensors, _ = rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
+    assert sorted(tensors) == [f"{PREFIX}q.lora_embedding_{end}" for end in "AB"]
+
+
+def test_only_a_tensor_called_bias_is_one():
+    params = {"dense": {"kernel": jnp.ones((6, 6))}, "attention": {"relative_bias": jnp.ones(6)}}
+    p = rpx.Freeze(where="dense/kernel") >> rpx.LoRA(2, where="dense/kernel")
+    config = rpx.to_peft(p, zeros(p.init, params, KEY))[1]
+    assert (config["bias"], config["modules_to_save"]) == ("none", ["attention"])
+
+
 def test_ends_of_names_that_mean_several_modules():
     params = {name: {"kernel": jnp.ones((8, 8))} for name in ("lin", "xlin")}
     p = rpx.Freeze() >> rpx.Gain(axis=0, where="lin/kernel") >> rpx.Gain(axis=-1, where="xlin/kernel")

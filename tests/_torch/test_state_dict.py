@@ -748,9 +748,7 @@ REFUSED = {
         f"axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
-        lambda: rpx.to_torch(
-            rpx.Orthogonal(rows=0), zeros(rpx.Orthogonal(rows=0).init, CUBE), layouts={"w": "same"}
-        ),
+        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), zeros(rpx.Orthogonal(rows=0).init, CUBE), layouts={"w": "same"}),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
         f"differ between the two. {PLAIN}",
@@ -849,8 +847,8 @@ REFUSED = {
             style="no_trivialization",
         ),
         ValueError,
-        "to_torch: 'kernel': torch without trivialization starts at the identity, but the base of Orthogonal() is another "
-        "matrix. Use style='parametrizations', or map='householder', which torch can invert.",
+        "to_torch: 'kernel': torch without trivialization starts at the identity, but the base of Orthogonal() is "
+        "another matrix. Use style='parametrizations', or map='householder', which torch can invert.",
     ),
     "a kernel of more axes": (
         lambda: rpx.from_torch(rpx.Chain(), {"conv.weight": numbers(4, 3)}, CONV),

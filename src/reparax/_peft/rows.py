@@ -219,7 +219,6 @@ SHIRA = Chained(
 )
 
 
-
 def _tokens(target: Target) -> int:
     """The axis of tokens: the inputs of a table, and the outputs of a head."""
     return target.ins[0] if target.table else target.out
@@ -236,6 +235,7 @@ TOKENS = Chained(
     lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=_tokens(target)),),
     lambda target, made: {"token_indices": made["slices"].index},
     {"token_indices": INDICES},
+    defaults={"token_indices": ()},
     layouts=("kernel", "same", "embedding"),
 )
 
