@@ -7,7 +7,7 @@ from typing import Any
 
 from reparax._peft.refused import MERGE, SETTINGS
 from reparax._torch.shown import shown
-from reparax._torch.tensors import LARGEST
+from reparax._torch.tensors import is_number
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,6 @@ def _is_pattern(text: object) -> bool:
         return False
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
-
-
 def _is_names(value: Any) -> bool:
     return _is_pattern(value) or (isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value))
 
@@ -75,7 +71,7 @@ ANY = Setting(lambda value: True)
 FLAG = Setting(lambda value: isinstance(value, bool), "True or False")
 
 RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
-NUMBER = Setting(_is_number, "a finite number")
+NUMBER = Setting(is_number, "a finite number")
 INDICES = Setting(_is_indices, "a list of whole numbers")
 INDICES_BY_NAME = Setting(
     lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),

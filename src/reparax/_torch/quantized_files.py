@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._torch.shown import shown
-from reparax._torch.tensors import LARGEST, is_finite
+from reparax._torch.tensors import is_finite, is_number
 from reparax.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
@@ -169,7 +169,7 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         scale = take(tensors, "weight.absmax", (blocks,), "float32")
         return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
     many, offset = said.get("nested_blocksize"), said.get("nested_offset")
-    if not _is_size(many) or type(offset) not in (int, float) or not -LARGEST <= offset <= LARGEST:
+    if not _is_size(many) or offset is None or not is_number(offset):
         got = f"{shown(many)} and {shown(offset)}"
         raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {got}")
     table = take(tensors, "weight.nested_quant_map", (256,), "float32")

@@ -12,6 +12,11 @@ LARGEST = float(np.finfo(np.float32).max)
 """The largest number of a file, as weights are computed in float32."""
 
 
+def is_number(x: object) -> bool:
+    """Whether a setting is a number, and finite in float32."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
 def is_finite(x: np.ndarray) -> bool:
     """Whether all numbers are finite in float32."""
     with np.errstate(over="ignore"):
