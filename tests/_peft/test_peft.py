@@ -69,10 +69,11 @@ def test_a_layer_with_outputs_first_is_the_transposed_one():
     straight = {"dense": {"kernel": model()["dense"]["kernel"]}}
     turned = {"dense": {"weight": straight["dense"]["kernel"].T}}
     p, raw = rpx.from_peft(tensors, CONFIG, straight)
-    q, other = rpx.from_peft(tensors, CONFIG, turned)
+    layouts = {"dense/weight": "same"}
+    q, other = rpx.from_peft(tensors, CONFIG, turned, layouts=layouts)
     assert q == rpx.Freeze() >> rpx.LoRA(2, 4.0, rows=1, columns=0, where="dense/weight")
     np.testing.assert_allclose(q.fold(other)["dense"]["weight"].T, p.fold(raw)["dense"]["kernel"], rtol=1e-6)
-    again, _ = rpx.to_peft(q, other)
+    again, _ = rpx.to_peft(q, other, layouts=layouts)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
 
 
@@ -142,6 +143,39 @@ def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
     _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
+
+
+def test_what_peft_does_not_call_a_weight_needs_a_name():
+    params = {"cell": {"weight_ih": jnp.ones((6, 6)), "weight_hh": jnp.ones((6, 6))}}
+    p = rpx.Freeze() >> rpx.LoRA(2, rows=1, columns=0)
+    lines = [
+        f"\n  cell/{name}: PEFT adapts the weight of a module, such as 'dense.weight', but this is 'cell.{name}' in "
+        "torch. Name it by `names`"
+        for name in ("weight_hh", "weight_ih")
+    ]
+    text = f"to_peft: PEFT has no such adapter:{lines[0]}{lines[1]}\nMerge it with `p.fold(raw)`."
+    with raises(ValueError, text):
+        rpx.to_peft(p, zeros(p.init, params, KEY))
+
+
+def test_a_linear_layer_of_torch_is_no_table():
+    params = {"q": {"weight": jnp.ones((6, 6))}}
+    p = rpx.Freeze() >> rpx.LoRA(2)
+    with raises(
+        ValueError,
+        "to_peft: PEFT has no such adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
+        "columns=0), but no equivalent of LoRA(2)\nMerge it with `p.fold(raw)`.",
+    ):
+        rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
+    tensors, _ = rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
+    assert sorted(tensors) == [f"{PREFIX}q.lora_embedding_{end}" for end in "AB"]
+
+
+def test_only_a_tensor_called_bias_is_one():
+    params = {"dense": {"kernel": jnp.ones((6, 6))}, "attention": {"relative_bias": jnp.ones(6)}}
+    p = rpx.Freeze(where="dense/kernel") >> rpx.LoRA(2, where="dense/kernel")
+    config = rpx.to_peft(p, zeros(p.init, params, KEY))[1]
+    assert (config["bias"], config["modules_to_save"]) == ("none", ["attention"])
 
 
 def test_ends_of_names_that_mean_several_modules():
@@ -449,6 +483,15 @@ def unclear(path, shape, counted):
     )
 
 
+def untold(path, shape, counted):
+    return (
+        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
+        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"names={{{path!r}: {counted!r}}}. Reshape a bias of attention to a vector."
+    )
+
+
 def changed(how):
     """The adapter of a layer, with another first tensor."""
     name, *_ = tensors = lora(dense=(2, 8, 6))
@@ -535,15 +578,9 @@ MALFORMED = {
         ),
         reading(unclear("o/kernel", (2, 4, 6), "o.{i}.weight")),
     ),
-    "fan_in_fan_out of nobody knows which": (
-        lambda: rpx.from_peft(
-            lora(dense=(2, 6, 6)), CONFIG | {"fan_in_fan_out": True}, {"dense": {"weight": jnp.ones((6, 6))}}
-        ),
-        reading(
-            "dense/weight: fan_in_fan_out may hold for some modules only. Give the layout of this one: "
-            "layouts={'dense/weight': 'conv1d'} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, "
-            "in)"
-        ),
+    "a matrix that nothing tells": (
+        lambda: rpx.from_peft(lora(dense=(2, 6, 6)), CONFIG, {"dense": {"weight": jnp.ones((6, 6))}}),
+        reading("dense/weight: " + untold("dense/weight", (6, 6), "dense.{i}.weight")),
     ),
     "a transposed convolution": (
         lambda: rpx.from_peft(

@@ -184,7 +184,7 @@ def test_paths_and_axes_become_those_of_torch():
         rpx.Chain(),
         MODEL,
         names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"},
-        layouts={"deconv/.*": "conv_transpose", "conv/.*": "kernel"},
+        layouts={"deconv/.*": "conv_transpose", "conv/.*": "kernel", "lstm/.*": "same"},
     )
     identical(
         got,
@@ -331,24 +331,18 @@ def test_the_tensor_of_each_layer_tells_a_stack_of_convolutions():
 
 
 @pytest.mark.parametrize(
-    "state", [{"a.weight": numbers(3, 3, 4)}, {"a.weight": numbers(3, 3, 4), "b.weight": numbers(3, 3, 4)}]
+    "state", [{"a.weight": numbers(2, 3, 4)}, {"a.weight": numbers(2, 3, 4), "b.weight": numbers(2, 3, 4)}]
 )
 def test_a_tied_convolution_is_told_where_it_stands(state):
-    tie, like = rpx.Tie({"b/kernel": "a/kernel"}), {"a": {"kernel": np.ones((4, 3, 3), np.float32)}}
+    tie, like = rpx.Tie({"b/kernel": "a/kernel"}), {"a": {"kernel": np.ones((4, 3, 2), np.float32)}}
     got = tie.fold(rpx.from_torch(tie, state, like | {"b": like["a"]}))["b"]["kernel"]
     np.testing.assert_array_equal(got, np.einsum("oik->kio", state["a.weight"]))
 
 
-@pytest.mark.parametrize(("bias", "more"), [(numbers(2, 4), ""), (numbers(8), r" \(as unclear: 'q/kernel'\)")])
-def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing(bias, more):
-    like, state = (
-        {"q": {"bias": numbers(2, 4), "kernel": numbers(8, 2, 4)}},
-        {"q.weight": numbers(8, 8), "q.bias": bias},
-    )
-    with pytest.raises(
-        ValueError, match=f"^from_torch: the shape .* does not tell .* kernel of attention{more}. For a"
-    ):
-        rpx.from_torch(rpx.Chain(), state, like)
+def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing():
+    like, state = {"q": {"bias": numbers(8), "kernel": numbers(8, 2, 4)}}, {"q.weight": numbers(8, 8)}
+    with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not tell .* kernel of attention. For a"):
+        rpx.from_torch(rpx.Chain(), state | {"q.bias": numbers(8)}, like)
 
 
 # ---- classes of modules, which tell their layouts
@@ -515,9 +509,9 @@ def test_batches_of_matrices_are_those_of_torch(map):
     p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
     with jax.enable_x64():
-        tree = rpx.from_torch(p, state, {"weight": w})
+        tree = rpx.from_torch(p, state, {"weight": w}, layouts={"weight": "same"})
         np.testing.assert_allclose(fold(p, tree)["weight"], w, rtol=0, atol=1e-13)
-        again = rpx.to_torch(p, tree)
+        again = rpx.to_torch(p, tree, layouts={"weight": "same"})
     got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
@@ -692,6 +686,15 @@ def test_a_state_dict_of_another_model_is_refused_with_every_difference(state, p
 LOW = rpx.LowRank(1)
 
 
+def unclear(path, shape, counted, more=""):
+    return (
+        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
+        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"names={{{path!r}: {counted!r}}}. Reshape a bias of attention to a vector."
+    )
+
+
 def lost_signs():
     state = {f"{PATH}original": 0.5 * SIGNS, f"{PATH}0.base": rotation(4, 4)}
     with jax.enable_x64():
@@ -737,13 +740,15 @@ REFUSED = {
         f"axes, but these axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices that are stacked along another axis": (
-        lambda: rpx.to_torch(rpx.Orthogonal(stacked=1), zeros(rpx.Orthogonal(stacked=1).init, CUBE)),
+        lambda: rpx.to_torch(
+            rpx.Orthogonal(stacked=1), zeros(rpx.Orthogonal(stacked=1).init, CUBE), layouts={"w": "same"}
+        ),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(stacked=1) and of torch are in the last two axes, but these "
         f"axes differ between the two. {PLAIN}",
     ),
     "orthogonal matrices of several columns": (
-        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), zeros(rpx.Orthogonal(rows=0).init, CUBE)),
+        lambda: rpx.to_torch(rpx.Orthogonal(rows=0), zeros(rpx.Orthogonal(rows=0).init, CUBE), layouts={"w": "same"}),
         ValueError,
         "to_torch: 'w': the matrices of Orthogonal(rows=0) and of torch are in the last two axes, but these axes "
         f"differ between the two. {PLAIN}",
@@ -837,11 +842,13 @@ REFUSED = {
     ),
     "another base without trivialization": (
         lambda: rpx.to_torch(
-            rpx.Orthogonal(), init(rpx.Orthogonal(), {"w": -np.eye(3, dtype=np.float32)}), style="no_trivialization"
+            rpx.Orthogonal(),
+            init(rpx.Orthogonal(), {"kernel": -np.eye(3, dtype=np.float32)}),
+            style="no_trivialization",
         ),
         ValueError,
-        "to_torch: 'w': torch without trivialization starts at the identity, but the base of Orthogonal() is another "
-        "matrix. Use style='parametrizations', or map='householder', which torch can invert.",
+        "to_torch: 'kernel': torch without trivialization starts at the identity, but the base of Orthogonal() is "
+        "another matrix. Use style='parametrizations', or map='householder', which torch can invert.",
     ),
     "a kernel of more axes": (
         lambda: rpx.from_torch(rpx.Chain(), {"conv.weight": numbers(4, 3)}, CONV),
@@ -866,6 +873,7 @@ REFUSED = {
             rpx.WeightNorm(axis=-2),
             {"up.weight_g": numbers(8, 1, 1), "up.weight_v": numbers(8, 8, 4)},
             {"up": {"kernel": numbers(4, 8, 8)}},
+            layouts={"up/kernel": "kernel"},
         ),
         ValueError,
         "from_torch: the state dict does not fit WeightNorm(axis=-2):\n"
@@ -912,10 +920,7 @@ REFUSED = {
     "kernels and biases of attention": (
         lambda: rpx.to_torch(rpx.Chain(), {"q": {"kernel": numbers(8, 2, 4), "bias": numbers(2, 4)}}),
         ValueError,
-        "to_torch: the shape (2, 4) of 'q/bias' does not tell whether it is a stack of layers, a convolution or a "
-        "kernel of attention (as unclear: 'q/kernel'). For a stack, give each layer a name: "
-        "names={'q/bias': 'q.{i}.bias'}. For a convolution, layouts={'q/bias': 'kernel'}, or 'conv_transpose'; for "
-        "equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and vectors.",
+        "to_torch: " + unclear("q/bias", (2, 4), "q.{i}.bias", " (as unclear: 'q/kernel')"),
     ),
     "a stage on a whole stack": (
         lambda: rpx.to_torch(NORM, zeros(NORM.init, CUBE), names={"w": "{i}.w"}),
@@ -938,6 +943,7 @@ REFUSED = {
             rpx.MagnitudePrune(count=1, axis=-1),
             init(rpx.MagnitudePrune(count=1, axis=-1), CUBE),
             names={"w": "{i}.w"},
+            layouts={"w": "kernel"},
         ),
         ValueError,
         "to_torch: 'w': expected a value for each layer, got one of shape (1, 1, 2). Use `stacked` in its stage.",
@@ -979,11 +985,34 @@ REFUSED = {
         ValueError,
         "to_torch: cannot make a name of '\\\\1' for 'dense/bias': invalid group reference 1 at position 1.",
     ),
+    "a matrix that nothing tells": (
+        lambda: rpx.to_torch(rpx.Chain(), {"layers": {"q": numbers(6, 6)}, "norm": {"scale": numbers(6)}}),
+        ValueError,
+        "to_torch: " + unclear("layers/q", (6, 6), "layers.{i}.q"),
+    ),
+    "a matrix to read that nothing tells": (
+        lambda: rpx.from_torch(rpx.Chain(), {"q": numbers(6, 8)}, {"q": numbers(8, 6)}),
+        ValueError,
+        "from_torch: " + unclear("q", (8, 6), "{i}.q"),
+    ),
+    "a convolution that may be a transposed one": (
+        lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 8, 4)}, {"up": {"kernel": numbers(4, 8, 8)}}),
+        ValueError,
+        "from_torch: the shape (4, 8, 8) of 'up/kernel' does not tell whether it is a stack of layers, a convolution "
+        "or a kernel of attention. For a stack, give each layer a name: names={'up/kernel': 'up.{i}.weight'}. For a "
+        "convolution, layouts={'up/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
+        "kernels and biases of attention to matrices and vectors.",
+    ),
+    "a table of more axes": (
+        lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "embedding"}),
+        ValueError,
+        "to_torch: the layout 'embedding' is that of matrices (num, features), but 'kernel' has shape (2, 2, 3, 4).",
+    ),
     "an unknown layout": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),
         ValueError,
         "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose', 'swapped', 'conv1d', "
-        "'vector'.",
+        "'embedding', 'vector'.",
     ),
     "an unknown style": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, style="old"),

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from errors import raises
 from safetensors.numpy import load_file, save_file
@@ -175,6 +176,85 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     assert got.keys() == want.keys()
     for key in got:
         np.testing.assert_allclose(got[key], want[key], rtol=2e-3, atol=2e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_as_many_values_train_as_in_peft_but_for_rotations_of_oft(name, tmp_path):
+    model = adapted(name)
+    theirs = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    _, raw = rpx.from_peft(*saved(model, tmp_path), base_params(), **READ.get(name, {"names": NAMES}))
+    ours = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
+    rotations = 2 + 2 + 3 if name == "oft" else 0  # of 4 by 4
+    assert ours - theirs == (4 * 4 - 4 * 3 // 2) * rotations
+
+
+def test_steps_of_adam_are_those_of_peft_for_rotations_of_oft(tmp_path):
+    model = adapted("oft")
+    p, raw = rpx.from_peft(*saved(model, tmp_path), base_params(), names=NAMES)
+    target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
+    theirs = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=1e-2)
+    images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
+    free, fixed = rpx.partition(raw)
+    tx = optax.adam(1e-2)
+
+    @jax.jit
+    def step(free, state):
+        grads = jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - target) ** 2))(free)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(free, updates), state
+
+    state = tx.init(free)
+    for _ in range(5):
+        theirs.zero_grad()
+        ((model(torch.from_numpy(TOKENS), images) - torch.from_numpy(target)) ** 2).sum().backward()
+        theirs.step()
+        with jax.numpy_dtype_promotion("standard"):
+            free, state = step(free, state)
+    np.testing.assert_allclose(run(p.apply(rpx.combine(free, fixed))), outputs(model), rtol=1e-3, atol=1e-4)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mha = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.mha(x, x, x)[0]
+
+
+ATTENTION = (
+    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, also where it merges, and that of a Linear once"
+)
+
+
+def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
+    torch.manual_seed(0)
+    net = Attention()
+    model = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(r=2, lora_alpha=2, target_modules=["mha"]))
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.requires_grad:
+                x.copy_(torch.randn(x.shape))
+    tensors, config = saved(model, tmp_path)
+    name = "base_model.model.mha.base_layer.out_proj.lora"
+    update = tensors[f"{name}_B.weight"] @ tensors[f"{name}_A.weight"]
+    merged = model.merge_and_unload().mha.out_proj.weight.detach().numpy() - net.mha.out_proj.weight.detach().numpy()
+    np.testing.assert_allclose(merged, 2 * update, rtol=1e-4, atol=1e-5)  # when it is once, read it
+    like = {"mha": {"kernel": jnp.zeros((8, 24)), "out_proj": {"kernel": jnp.zeros((8, 8))}}}
+    with raises(
+        ValueError,
+        f"from_peft does not read '{name}_A.weight': {ATTENTION}. Merge the adapter in PEFT with `merge_and_unload`, "
+        "and read the weights with `from_torch`.",
+    ):
+        rpx.from_peft(tensors, config, like)
+    p = rpx.Freeze() >> rpx.LoRA(2)
+    raw = p.init(like, jax.random.key(0))
+    with raises(
+        ValueError,
+        f"to_peft: PEFT has no such adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\nMerge it "
+        "with `p.fold(raw)`.",
+    ):
+        rpx.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
 
 
 def rotations(tree):

@@ -85,6 +85,7 @@ class Chained(Method):
     banks: tuple[str, ...] = ()
     whole_numbers: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ("kernel", "same")
 
     def __post_init__(self) -> None:
         own = tuple(name for name in self.parts if name not in self.banks)
@@ -110,7 +111,7 @@ class Chained(Method):
             name: jax.eval_shape(lambda x, part=part: part.write(target, x), like[part.place][1]).shape
             for name, part in self.parts.items()
         }
-        tensors = {**tensors, **{name: tensors[name][tuple(map(slice, wanted[name]))] for name in self.banks}}
+        tensors = {**tensors, **{name: _part(tensors[name], wanted[name]) for name in self.banks}}
         require(tensors, wanted)
         values = {place: make(target, like[place][1], config) for place, make in self.constants.items()}
         values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
@@ -133,6 +134,11 @@ class Chained(Method):
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         return {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
+
+
+def _part(bank: np.ndarray, shape: Shape) -> np.ndarray:
+    """The part of a shared tensor for one module, if it has as many axes."""
+    return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
 
 
 def _places(node: Node, base: str = "") -> tuple[Values, list[Any]]:

@@ -54,7 +54,8 @@ class LoKrMethod(Method):
                 values[f"{place}/{name}"] = target.flip(jnp.asarray(tensors[own]))
                 continue
             ends = (f"{own}_a", f"{own}_b")
-            shapes |= {end: _two(tensors[end]) if end in tensors else (0, 0) for end in ends}
+            sizes = [_two(tensors[end]) if end in tensors else (0, 0) for end in ends]
+            shapes |= dict(zip(ends, ((sizes[0][0], rank), (rank, sizes[1][1])), strict=True))
             require({end: x for end, x in tensors.items() if end in ends}, {end: shapes[end] for end in ends})
             left, right = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
             factors = (left, right) if target.out == 0 else (left.T, right.T)

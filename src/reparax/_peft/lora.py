@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from reparax._peft import rows
 from reparax._peft.method import Layer, Method, Node, Tensors, Written, known, one_of_all, ranks_and_alphas, require
-from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern, one_of
+from reparax._peft.settings import ANY, FLAG, INDICES_BY_NAME, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Delta, LoRA
 from reparax.norms import WeightNorm
@@ -39,7 +39,7 @@ class LoRAMethod(Method):
         "use_dora": FLAG,
         "fan_in_fan_out": FLAG,
         "lora_bias": FLAG,
-        "trainable_token_indices": ANY,
+        "trainable_token_indices": INDICES_BY_NAME,
         "bias": one_of(("none", "all", "lora_only")),
         "lora_dropout": NUMBER,
         # The other starts change the base too, or keep a factor fixed.
@@ -50,7 +50,7 @@ class LoRAMethod(Method):
     }
     defaults: Mapping[str, Any] = {"r": 8, "lora_alpha": 8}
 
-    layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
+    layouts: tuple[str, ...] = ("kernel", "same", "conv1d", "embedding")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
         divisor = "sqrt" if config.get("use_rslora") else "rank"

@@ -11,10 +11,13 @@ from jax import Array
 
 from reparax._numerics.linalg import identity, product
 from reparax._peft.method import Layer, Method, Node, Tensors, Written, one_of_all, require
-from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of
+from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of, whole
 from reparax._peft.target import Target
 from reparax.adapters import CayleyNeumann, Rotated
 from reparax.matrices import Orthogonal
+
+# Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
+TERMS = whole(1, 100)
 
 
 class OFTMethod(Method):
@@ -28,7 +31,7 @@ class OFTMethod(Method):
         "fan_in_fan_out": FLAG,
         "module_dropout": NUMBER,
         "use_cayley_neumann": FLAG,
-        "num_cayley_neumann_terms": NUMBER,
+        "num_cayley_neumann_terms": TERMS,
         "block_share": FLAG,
         "coft": FLAG,
         "eps": NUMBER,
@@ -41,6 +44,8 @@ class OFTMethod(Method):
             raise ValueError(f"Rotated takes matrices, but the array has shape {target.shape}")
         rows, shared = target.shape[target.ins[0]], bool(config.get("block_share"))
         free = tensors["oft_R.weight"]
+        if free.ndim != 2:
+            raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
         size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if shared else rows // max(free.shape[0], 1)
         blocks = rows // max(size, 1)
         require(tensors, {"oft_R.weight": (1 if shared else blocks, size * (size - 1) // 2)})
@@ -51,7 +56,7 @@ class OFTMethod(Method):
             terms = config["num_cayley_neumann_terms"]
             if terms < 3:
                 raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
-            stage = CayleyNeumann(max(int(terms) - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
+            stage = CayleyNeumann(max(terms - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
             return Layer((stage, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
         upper = np.zeros((*free.shape[:1], size, size), free.dtype)
         upper[:, *np.triu_indices(size, 1)] = free
@@ -77,7 +82,7 @@ class OFTMethod(Method):
 
 def _within(free: np.ndarray, radius: float) -> np.ndarray:
     """The free numbers where PEFT moves them before each use: in a ball around zero for each block."""
-    lengths = np.sqrt(2 * np.sum(np.square(free), axis=1, keepdims=True))
+    lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
     most = radius / math.sqrt(free.shape[0])
     return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from reparax._peft.ia3 import is_named
 from reparax._peft.method import Layer, Method, acting, require
 from reparax._peft.methods import METHODS
 from reparax._peft.patterns import pattern_of
-from reparax._peft.refused import MERGE, TYPES
-from reparax._peft.settings import check_settings
+from reparax._peft.refused import ATTENTION, MERGE, TYPES
+from reparax._peft.settings import ANY, check_settings, in_a_name
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, plain_name, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.entries import Index, join, require_known, restacked
 from reparax._torch.rules import Rules
-from reparax._torch.tensors import read_tensors
+from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.adapters import Gain
@@ -36,11 +36,14 @@ def from_peft(
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads an adapter that PEFT has saved, as a chain and its raw tree.
 
-    The chain begins with ``Freeze()``, so the same values train as in PEFT; ``p.fold(raw)`` merges the adapter. Neither
-    torch nor PEFT is needed. Dropout, of activations, ranks or modules, is ignored: it does not change what is saved.
+    The chain begins with ``Freeze()``, so the same values train as in PEFT, but for OFT without a series: for each
+    number of PEFT its rotations hold two, in square matrices whose diagonals have no effect. Steps of Adam are the same
+    there, and those of plain gradient descent half as long. ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT
+    is needed. Dropout, of activations, ranks or modules, is ignored: it does not change what is saved.
 
-    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions; LoHa too, except
-    convolution kernels with ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
+    LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
+    ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
+    ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
     FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning selects by ``Freeze``.
     Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train beside the adapters.
     OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are refused by name.
@@ -53,8 +56,8 @@ def from_peft(
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
-        the file does not tell them from others: PEFT finds them by their class. LoHa's tensors are matrices for
-        convolutions too, whose kernels need a layout.
+        the file does not tell them from others: PEFT finds them by their class. A factor with all axes of a ``kernel``
+        tells a convolution, but LoHa's tensors are matrices for convolutions too, whose kernels need a layout.
 
     Returns:
       The chain, and its raw tree.
@@ -81,12 +84,13 @@ def from_peft(
     method = _method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    _require_file(method, arrays)
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts)
     found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
     each: dict[str, dict[Index, Layer]] = {}
     for tensor, held in found.adapted.items():
-        target = replace(targets[tensor], table="lora_embedding_A" in held)
+        target = targets[tensor]
         try:
             each.setdefault(target.path, {})[target.index] = _layer(method, target, held | found.banks, config)
         except ValueError as error:
@@ -119,6 +123,20 @@ def _method(config: Any) -> Method:
         why = TYPES.get(name, f"it is not known here. {MERGE}")
         raise ValueError(f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}: {why}")
     return METHODS[name]
+
+
+def _require_file(method: Method, arrays: Collection[str]) -> None:
+    """Refuses the names of a model in memory, which hold the adapter's own name, and those of torch's attention."""
+    ends = [end.partition(".") for end in method.suffixes]
+    live = "|".join(rf"{head}\.(?!(?:weight|bias)$)[^.]+{re.escape(dot + rest)}" for head, dot, rest in ends)
+    for name in arrays:
+        if ends and re.search(rf"\.({live})$", name):
+            raise ValueError(
+                f"from_peft takes the tensors of an adapter's file, but {name!r} is that of a model in memory. Pass "
+                f"`peft.get_peft_model_state_dict(model)`."
+            )
+        if ".base_layer.out_proj.lora_" in name:
+            raise ValueError(f"from_peft does not read {name!r}: {ATTENTION}. {MERGE}")
 
 
 @dataclass(frozen=True)
@@ -170,7 +188,7 @@ def _no_numbers(x: np.ndarray, *, whole: bool) -> str | None:
     """What is wrong with the numbers of a tensor, or None."""
     if not jnp.issubdtype(x.dtype, jnp.integer if whole else jnp.floating):
         return f"expected {'whole' if whole else 'floating'} numbers, got {x.dtype}"
-    return None if np.isfinite(x).all() else "expected finite numbers, got infinite ones or NaN"
+    return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
 
 
 def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
@@ -199,23 +217,18 @@ def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
 
 
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
-    target = target.told(held.values())
+    target = target.told_by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    unclear = target.layout == "same" and not (target.said or target.table) and len(target.shape) == 2
-    if unclear and config.get("fan_in_fan_out"):
-        raise ValueError(
-            f"fan_in_fan_out may hold for some modules only. Give the layout of this one: layouts={{{target.path!r}: "
-            f"'conv1d'}} for a weight (in, out) of Conv1D, or 'same' for one of Linear, (out, in)"
-        )
-    rank = _by_pattern(config, "r", "rank_pattern", target.module)
-    alpha = _by_pattern(config, method.alpha, "alpha_pattern", target.module)
+    rank = _by_pattern(method, config, "r", "rank_pattern", target.module)
+    alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.module)
     return method.read(target, held, config, float(alpha or 0), rank or 1)
 
 
-def _by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
-    for pattern, number in (config.get(patterns) or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+    given = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
+    for pattern, number in (given or {}).items():
+        if re.fullmatch(in_a_name(pattern), module):
             return number
     return None if name is None else config.get(name)
 

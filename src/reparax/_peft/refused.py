@@ -13,6 +13,11 @@ TYPES = {
 }
 """For each ``peft_type`` that is not read the reason."""
 
+ATTENTION = (
+    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, also where it merges, and that of a Linear once"
+)
+"""Why adapters of torch's attention are not read or written, as in PEFT 0.21."""
+
 SETTINGS = {
     "layer_replication": "the model has more layers than its base",
     "target_parameters": "the file names neither the parameter that a tensor belongs to, nor its axis of inputs",

@@ -218,12 +218,25 @@ SHIRA = Chained(
     of_stage={"basis": "entries"},
 )
 
+
+def _tokens(target: Target) -> int:
+    """The axis of tokens: the inputs of a table, and the outputs of a head."""
+    return target.ins[0] if target.table else target.out
+
+
+def _by_token(target: Target, x: Any) -> Array:
+    """Rows for tokens as slices of ours, or back."""
+    return jnp.asarray(x) if _tokens(target) == 0 else jnp.asarray(x).T
+
+
 TOKENS = Chained(
     "TRAINABLE_TOKENS",
-    {"trainable_tokens_delta": Part("@slices/x", Target.flip, Target.flip)},
-    lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=target.out),),
+    {"trainable_tokens_delta": Part("@slices/x", _by_token, _by_token)},
+    lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=_tokens(target)),),
     lambda target, made: {"token_indices": made["slices"].index},
     {"token_indices": INDICES},
+    defaults={"token_indices": ()},
+    layouts=("kernel", "same", "embedding"),
 )
 
 VERA = Chained(

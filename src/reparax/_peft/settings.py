@@ -1,12 +1,13 @@
 """The settings of PEFT's configurations that are understood; all others must have no effect."""
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reparax._peft.refused import MERGE, SETTINGS
+from reparax._torch.shown import shown
+from reparax._torch.tensors import is_number
 
 
 @dataclass(frozen=True)
@@ -25,39 +26,56 @@ class Setting:
 def one_of(values: Sequence[Any]) -> Setting:
     """A setting of which a few values are understood; PEFT does not distinguish the cases of words."""
     known = [repr(value).lower() for value in values]
-    return Setting(lambda value: repr(value).lower() in known)
+    return Setting(lambda value: shown(value).lower() in known)
 
 
 def by_pattern(each: Setting) -> Setting:
     """A setting with a value for each of some regular expressions."""
     return Setting(
-        lambda value: isinstance(value, Mapping) and all(_is_pattern(x) and each.fits(value[x]) for x in value),
+        lambda value: (
+            isinstance(value, Mapping)
+            and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and each.fits(value[x]) for x in value)
+        ),
         f"a dict of regular expressions and, for each, {each.takes}",
     )
+
+
+def whole(least: int, most: int) -> Setting:
+    """A setting that is a whole number."""
+    return Setting(
+        lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+    )
+
+
+def in_a_name(pattern: str) -> str:
+    """The expression by which PEFT looks for a pattern at the end of a module's name."""
+    return rf"(.*\.)?({pattern})"
 
 
 def _is_pattern(text: object) -> bool:
     try:
         return isinstance(text, str) and bool(re.compile(text))
-    except re.error:
+    except (re.error, RecursionError, OverflowError):
         return False
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_names(value: Any) -> bool:
     return _is_pattern(value) or (isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value))
 
 
+def _is_indices(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
+
+
 ANY = Setting(lambda value: True)
 FLAG = Setting(lambda value: isinstance(value, bool), "True or False")
+
 RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
-NUMBER = Setting(_is_number, "a finite number")
-INDICES = Setting(
-    lambda value: isinstance(value, list | tuple) and all(type(x) is int and x >= 0 for x in value),
-    "a list of whole numbers",
+NUMBER = Setting(is_number, "a finite number")
+INDICES = Setting(_is_indices, "a list of whole numbers")
+INDICES_BY_NAME = Setting(
+    lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
+    "a list of whole numbers, or a dict of names and, for each, such a list",
 )
 SEED = Setting(lambda value: type(value) is int and 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
 NAMES = Setting(_is_names, "a list of names, or a regular expression")
@@ -106,9 +124,9 @@ def check_settings(name: str, config: Mapping[str, Any], understood: Mapping[str
     wrong = {key: x for key, x in given.items() if not (settings[key].fits(x) if key in settings else not x)}
     for key, value in wrong.items():
         if key in settings and (takes := settings[key].takes):
-            raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {value!r}. Correct `config`.")
+            raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {shown(value)}. Correct `config`.")
     if wrong:
-        shown = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        listed = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
         why = "".join(f": {SETTINGS[key]}" for key in wrong if key in SETTINGS)
-        raise ValueError(f"from_peft has no stage for {name} with {shown}{why}. {MERGE}")
+        raise ValueError(f"from_peft has no stage for {name} with {listed}{why}. {MERGE}")
     return given

@@ -14,13 +14,12 @@ from reparax._torch.entries import Entry
 
 @dataclass(frozen=True)
 class Target(Entry):
-    """One array of the model, or one of a stack.
+    """One array of the model, or one of a stack."""
 
-    Attributes:
-      table: Whether it is an embedding table; PEFT adapts the transposed matrix.
-    """
-
-    table: bool = False
+    @property
+    def table(self) -> bool:
+        """Whether it is an embedding table, whose inputs are its rows; PEFT adapts the transposed matrix."""
+        return self.layout == "embedding"
 
     @property
     def module(self) -> str:
@@ -29,13 +28,13 @@ class Target(Entry):
 
     @property
     def adapted(self) -> str:
-        """The layout of its adapter, which has the outputs first also for the ``Conv1D`` of transformers."""
-        return "kernel" if self.layout == "conv1d" else self.layout
+        """The layout of its adapter, which has the outputs first also for tables and transformers' ``Conv1D``."""
+        return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
     def out(self) -> int:
         """The axis of the outputs, in our array."""
-        return len(self.shape) - 1 if self.table else order(self.adapted, len(self.shape))[0]
+        return order(self.adapted, len(self.shape))[0]
 
     @property
     def ins(self) -> tuple[int, ...]:
@@ -45,7 +44,7 @@ class Target(Entry):
     @property
     def ones(self) -> tuple[int, ...]:
         """The axes of size 1 that PEFT adds to vectors of a convolution."""
-        return () if self.table else (1,) * (len(self.shape) - 2)
+        return (1,) * (len(self.shape) - 2)
 
     @property
     def sides(self) -> dict[str, Any]:
@@ -65,20 +64,14 @@ class Target(Entry):
 
     def read_inputs(self, factor: np.ndarray) -> Array:
         """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
-        if self.table:
-            return jnp.asarray(factor).T
         return jnp.moveaxis(read_layout(jnp.asarray(factor), self.adapted), self.out, -1)
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
-        if self.table:
-            return factor.T
         return write_layout(jnp.moveaxis(factor, -1, self.out), self.adapted)
 
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
-        if self.table:
-            return (rank, self.shape[0])
         return (rank, *permute(self.shape, self.adapted)[1:])
 
     def flip(self, matrix: Array) -> Array:

@@ -13,6 +13,7 @@ from reparax._core.calls import require_chains
 from reparax._peft.lora import BIAS
 from reparax._peft.method import Method, Node, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
+from reparax._peft.refused import ATTENTION
 from reparax._peft.rows import TOKENS
 from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
@@ -45,8 +46,7 @@ def to_peft(
       p: The chain, for one of the methods that :func:`from_peft` reads.
       raw: A raw tree of it.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model.
-      layouts: As for :func:`from_peft`. An adapted array with the layout ``"same"`` whose rows are its first axis is an
-        embedding table.
+      layouts: As for :func:`from_peft`.
 
     Returns:
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
@@ -72,6 +72,7 @@ def to_peft(
     written: dict[str, tuple[Method, Written]] = {}
     for tensor, node in nodes.items():
         try:
+            _require_no_attention(targets[tensor], targets)
             _require_bias(targets[tensor], node, targets, nodes)
             written |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write(node, targets[tensor])}
         except ValueError as error:
@@ -184,6 +185,13 @@ def _is_bias_gain(node: Node, target: Target) -> bool:
     return isinstance(node.stage, Gain) and len(target.shape) == 1
 
 
+def _require_no_attention(target: Target, targets: Mapping[str, Target]) -> None:
+    """Refuses an adapter of torch's attention, which has a weight of that name."""
+    owner = target.module.removesuffix("out_proj") if target.tensor.endswith("out_proj.weight") else f"{target.module}."
+    if target.tensor in (f"{owner}out_proj.weight", first := f"{owner}in_proj_weight") and first in targets:
+        raise ValueError(ATTENTION)
+
+
 def _require_bias(target: Target, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
@@ -206,17 +214,27 @@ def _is_on_outputs(node: Node, target: Target) -> bool:
 def _write(node: Node, target: Target) -> tuple[Method, Written]:
     method = method_of(node)
     method.require_layout(target)
-    held = node.values.get("v")
-    stage: Any = held.stage if isinstance(held, Node) else node.stage
-    table = method.name == "LORA" and target.layout == "same" and len(target.shape) == 2
-    return method, method.write(replace(target, table=table and stage.rows in (None, 0)), node)
+    written = method.write(target, node)
+    module, _, name = target.tensor.rpartition(".")
+    wanted = "bias" if BIAS in written.tensors else "weight"
+    if name != wanted or not module:
+        raise ValueError(
+            f"PEFT adapts the {wanted} of a module, such as 'dense.{wanted}', but this is {target.tensor!r} in torch. "
+            f"Name it by `names`"
+        )
+    return method, written
+
+
+def _is_bias(tensor: str) -> bool:
+    """Whether PEFT takes a tensor for a bias."""
+    return tensor.rpartition(".")[2] == "bias"
 
 
 def _beside(
     config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
-    saved = {targets[tensor].module for tensor in free if not tensor.endswith("bias")}
+    saved = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
     biases = {tensor for tensor in free if targets[tensor].module not in saved}
     if shared := sorted(saved & adapted):
         raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {shared[0]!r} needs both.")
@@ -226,7 +244,7 @@ def _beside(
                 f"to_peft: PEFT matches the names of saved modules with suffixes, but {module!r} is also a suffix of "
                 f"{also[0]!r}. Freeze {module!r}."
             )
-    known = {tensor for tensor, t in targets.items() if tensor.endswith("bias") and t.module not in saved}
+    known = {tensor for tensor, t in targets.items() if _is_bias(tensor) and t.module not in saved}
     rest = {tensor for tensor in known if targets[tensor].module in adapted}
     kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None
     if kind is None or (kind != "none" and config["peft_type"] != "LORA"):

@@ -14,6 +14,7 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "conv_transpose": ((-2, -1), True),
     "swapped": ((1, 0), True),
     "conv1d": (None, False),
+    "embedding": (None, False),
     "vector": (None, False),
 }
 LAYOUTS = tuple(_CHANNELS)

@@ -1,5 +1,6 @@
 """Reads models that others have quantized, with the file's own codes and scales."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,8 @@ from reparax._torch.axis_order import order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries, require_known
 from reparax._torch.quantized_files import READERS, WRITERS, Matrix, gguf, written
 from reparax._torch.rules import Rules
-from reparax._torch.tensors import read_tensors
+from reparax._torch.shown import shown
+from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, items, named, path_text
 from reparax._tree.raw import FIXED
@@ -85,11 +87,11 @@ def from_quantized(
     arrays = read_tensors("from_quantized", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
-        require_known(entry.told([x]) for entry in entries if (x := arrays.get(entry.tensor)) is not None)
+        tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
+        require_known(entry.told(x for _, x in held.values()) for entry, held in tensors_of.items() if held)
     stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
     used = set[str]()
-    for entry in entries:
-        held = _tensors_of(entry, arrays, config)
+    for entry, held in tensors_of.items():
         used |= {name for name, _ in held.values()}
         try:
             stage, found = _read(entry, {end: x for end, (_, x) in held.items()}, config)
@@ -114,11 +116,16 @@ def from_quantized(
 
 
 def _require_method(config: Any) -> None:
-    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"from_quantized takes a dict as config, but got {type(config).__name__}. Pass `quantization_config` of "
+            f"the model's config.json."
+        )
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in (*READERS, "gguf"):
         raise ValueError(
             f"from_quantized reads files of {', '.join(READERS)} and gguf, by config['quant_method'], but got "
-            f"{method!r}. Pass `quantization_config` of the model's config.json."
+            f"{shown(method)}. Pass `quantization_config` of the model's config.json."
         )
 
 
@@ -175,11 +182,12 @@ def _plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config
     x = held.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
     if x is None:
         raise ValueError("there is no tensor for it")
-    if x.dtype == np.uint8 and config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16":
+    halves = config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16"
+    if halves and x.dtype == np.uint8 and x.shape == (*shape[:-1], 2 * math.prod(shape[-1:])):
         x = np.ascontiguousarray(x).view(jnp.bfloat16)
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"expected floating numbers of shape {shape}, got {x.dtype.name}{list(x.shape)}")
-    if not np.all(np.isfinite(x.astype(np.float32))):
+    if not is_finite(x):
         raise ValueError("it holds numbers that are not finite")
     return x
 

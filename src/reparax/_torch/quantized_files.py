@@ -7,11 +7,13 @@ them. A file's own sizes are compared with the model's, and nothing is made in t
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 
+from reparax._torch.shown import shown
+from reparax._torch.tensors import is_finite, is_number
 from reparax.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
@@ -40,7 +42,7 @@ def take(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> n
     if x.shape != shape or (dtypes and x.dtype.name not in dtypes):
         wanted = f"{' or '.join(dtypes)}{list(shape)}" if dtypes else f"shape {shape}"
         raise ValueError(f"expected {name!r} of {wanted}, got {x.dtype.name}{list(x.shape)}")
-    if x.dtype.kind not in "iub" and not np.all(np.isfinite(x.astype(np.float32))):
+    if x.dtype.kind not in "iub" and not is_finite(x):
         raise ValueError(f"{name!r} holds numbers that are not finite")
     return x
 
@@ -48,12 +50,19 @@ def take(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> n
 def whole_parts(count: int, size: int, what: str) -> int:
     """How many parts of that size there are."""
     if size < 1 or count % size:
-        raise ValueError(f"its {count} inputs are no multiple of {what} {size}")
+        raise ValueError(f"its {count} inputs are no multiple of {what} {shown(size)}")
     return count // size
 
 
+def _words(count: int, bits: int, what: str) -> int:
+    """How many words of 32 bits so many numbers fill."""
+    if count * bits % 32:
+        raise ValueError(f"its {count} {what} of {bits} bits fill no whole words")
+    return count * bits // 32
+
+
 def words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """The numbers of ``bits`` bits in a stream of words along an axis."""
+    """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
     stream = np.unpackbits(rows, axis=-1, bitorder="little")
     each = stream.reshape(*rows.shape[:-1], -1, bits)
@@ -67,16 +76,21 @@ def signed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def _setting(config: Mapping[str, Any], name: str, *allowed: Any) -> Any:
     value = config.get(name)
-    if value not in allowed:
-        *most, last = map(repr, allowed)
-        raise ValueError(f"expected {name} of {', '.join(most)} or {last} in the configuration, got {value!r}")
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        wanted = " or ".join(filter(None, (", ".join(map(repr, allowed[:-1])), repr(allowed[-1]))))
+        raise ValueError(f"expected {name} of {wanted} in the configuration, got {shown(value)}")
     return value
+
+
+def _is_size(x: Any) -> TypeGuard[int]:
+    """Whether a file gives a size: a whole number of at least 1."""
+    return type(x) is int and x >= 1
 
 
 def _group(config: Mapping[str, Any], inputs: int) -> int:
     size = config.get("group_size", 128)
-    if not isinstance(size, int):
-        raise ValueError(f"expected a whole number as group_size in the configuration, got {size!r}")
+    if type(size) is not int:
+        raise ValueError(f"expected a whole number as group_size in the configuration, got {shown(size)}")
     return inputs if size == -1 else size
 
 
@@ -87,8 +101,8 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     (out, inputs), bits = shape, _setting(config, "bits", 2, 3, 4, 8)
     size = _group(config, inputs)
     groups = whole_parts(inputs, size, "group_size")
-    codes = words(take(tensors, "qweight", (inputs * bits // 32, out), "int32"), bits, 0)
-    zeros = words(take(tensors, "qzeros", (groups, out * bits // 32), "int32"), bits, 1)
+    codes = words(take(tensors, "qweight", (_words(inputs, bits, "inputs"), out), "int32"), bits, 0)
+    zeros = words(take(tensors, "qzeros", (groups, _words(out, bits, "outputs")), "int32"), bits, 1)
     scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
     first = config.get("checkpoint_format", "gptq") != "gptq_v2"
     zero = (zeros.astype(np.int32) + first).astype(scales.dtype)
@@ -116,13 +130,13 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
         return None
     (out, inputs), _ = shape, _setting(config, "bits", 4)
     if str(config.get("version", "gemm")).lower() != "gemm":
-        raise ValueError(f"expected version 'gemm' in the configuration, got {config['version']!r}")
+        raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group(config, inputs)
     groups = whole_parts(inputs, size, "group_size")
     scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
 
     def numbers(name: str, rows: int) -> np.ndarray:
-        apart = words(take(tensors, name, (rows, out // 8), "int32"), 4, 1).reshape(rows, -1, 8)
+        apart = words(take(tensors, name, (rows, _words(out, 4, "outputs")), "int32"), 4, 1).reshape(rows, -1, 8)
         return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)
 
     zero = numbers("qzeros", groups).astype(scales.dtype)
@@ -143,8 +157,8 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         return None
     said = _facts(tensors[state])
     size = said.get("blocksize")
-    if not isinstance(size, int) or list(said.get("shape") or []) != list(shape):
-        got = f"{size!r} and {said.get('shape')!r}"
+    if not _is_size(size) or said.get("shape") != list(shape):
+        got = f"{shown(size)} and {shown(said.get('shape'))}"
         raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {got}")
     blocks = out * whole_parts(inputs, size, "blocksize")
     if not np.array_equal(take(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
@@ -155,21 +169,27 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         scale = take(tensors, "weight.absmax", (blocks,), "float32")
         return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
     many, offset = said.get("nested_blocksize"), said.get("nested_offset")
-    if not isinstance(many, int) or many < 1 or not isinstance(offset, int | float) or not np.isfinite(offset):
-        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {many!r}, {offset!r}")
+    if not _is_size(many) or offset is None or not is_number(offset):
+        got = f"{shown(many)} and {shown(offset)}"
+        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {got}")
     table = take(tensors, "weight.nested_quant_map", (256,), "float32")
     units = take(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
     rounded = table[take(tensors, "weight.absmax", (blocks,), "uint8")]
-    scale = rounded * np.repeat(units, many)[:blocks] + np.float32(offset)
+    unit = units[np.arange(blocks) // min(many, max(blocks, 1))]
+    scale = rounded * unit + np.float32(offset)
     return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
 
 
 def _facts(x: np.ndarray) -> dict[str, Any]:
     """The JSON in a tensor of bytes."""
+    if x.dtype != np.uint8:
+        raise ValueError(f"its state is no text: expected bytes, got {x.dtype.name}{list(x.shape)}")
     try:
-        found = json.loads(x.astype(np.uint8).tobytes().decode())
-    except (ValueError, UnicodeDecodeError) as error:
+        found = json.loads(x.tobytes().decode())
+    except ValueError as error:
         raise ValueError(f"its state is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("its state is no JSON that can be read: it is nested too deeply") from error
     if not isinstance(found, dict):
         raise ValueError(f"its state is no dict, but {type(found).__name__}")
     return found
@@ -195,11 +215,10 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         q = take(tensors, "weight", shape, "int8", "float8_e4m3fn")
         return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
     bits = _bits(config)
-    packed = take(tensors, "weight_packed", (out, -(-inputs * bits // 32)), "int32")
-    codes = words(packed, bits, 1)[:, :inputs] if inputs * bits % 32 == 0 else None
-    if codes is None:
-        raise ValueError(f"its {inputs} inputs of {bits} bits fill no whole words")
+    codes = words(take(tensors, "weight_packed", (out, _words(inputs, bits, "inputs")), "int32"), bits, 1)
     if "weight_zero_point" not in tensors:
+        if bits == 1:
+            raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
         values |= {"q": signed(codes, bits)}
         return Matrix(f"int{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
     held = take(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
@@ -229,8 +248,8 @@ def _bits(config: Mapping[str, Any]) -> int:
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
     ]
-    if not found or found[0] not in range(1, 9) or any(bits != found[0] for bits in found):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {found}")
+    if not found or any(type(bits) is not int or bits != found[0] for bits in found) or found[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
     return found[0]
 
 
@@ -294,10 +313,10 @@ _GGUF: dict[str, tuple[int, int, Callable[[np.ndarray], dict[str, np.ndarray]]]]
 """For each type of GGUF: the entries and the bytes of a block, and what the bytes hold."""
 
 
-def gguf(tensors: Tensors, shape: tuple[int, int], kind: str) -> Matrix:
+def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
     """GGUF: blocks of bytes along the inputs."""
-    if kind not in _GGUF:
-        raise ValueError(f"expected a type of {', '.join(_GGUF)}, F32, F16 or BF16, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _GGUF:
+        raise ValueError(f"expected a type of {', '.join(_GGUF)}, F32, F16 or BF16, got {shown(kind)}")
     entries, size, read = _GGUF[kind]
     out, inputs = shape
     blocks = whole_parts(inputs, entries, "the block of")

@@ -47,16 +47,19 @@ def from_torch(
         array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
         along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
       layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
-        ``(out, in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"conv_transpose"``: the same
-        here, ``(in, out, *spatial)`` in torch, and flipped along the spatial axes; for flax's transposed convolutions
-        without ``transpose_kernel=True``, which read without an error as ordinary ones if they are square.
+        ``(out, in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here
+        too, ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in
+        torch, and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
-        ``"vector"``: ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions.
-        ``"same"``: the default for all other arrays. In modules of nnx and equinox, the classes of convolutions tell
-        their layouts. Other arrays named ``kernel``, ``embedding``, ``scale`` or ``bias`` that have more axes than
-        usual need a layout, or ``{i}`` in their names, unless a tensor that is read has as many axes: then a kernel is
-        that of a convolution, and the others are equal. For recurrent cells, use :func:`convert`.
+        ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
+        ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. Arrays of one axis
+        need none, and neither do modules of nnx and equinox, whose classes tell the layouts of linear layers,
+        convolutions and tables, ``w`` and ``embeddings`` of two axes in Haiku's modules inside of others, and
+        ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names, need a layout, or
+        ``{i}`` in their names: no shape tells a square matrix from its transposed one. A ``kernel`` of more axes needs
+        none to be read if a tensor has as many axes, as that is a convolution; with as many inputs as outputs it may
+        be a transposed one, and needs one too. For recurrent cells, use :func:`convert`.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -188,7 +191,9 @@ def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
         fits = []
     own = None if held.entry.by_class else own
     layouts = [
-        each for each in LAYOUTS if own and each not in ("conv1d", "vector", layout) and permute(own, each) == shape
+        each
+        for each in LAYOUTS
+        if own and each not in ("conv1d", "embedding", "vector", layout) and permute(own, each) == shape
     ]
     fits += [f"layouts={{{held.entry.path!r}: {each!r}}}" for each in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""

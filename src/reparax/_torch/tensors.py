@@ -8,6 +8,20 @@ import numpy as np
 
 from reparax._tree.paths import is_array
 
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of a file, as weights are computed in float32."""
+
+
+def is_number(x: object) -> bool:
+    """Whether a setting is a number, and finite in float32."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether all numbers are finite in float32."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(x.astype(np.float32)).all())
+
 
 def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
     """The tensors, or arrays, of a file as numpy arrays.

@@ -1,0 +1,88 @@
+"""What tells the axes of an array: a rule, the class of its module, or its name.
+
+Two matrices of the same shape, one (in, out) and one (out, in), cannot be told apart, and a square one loads into torch
+either way. So what nothing tells stays unknown, and whoever writes or reads such an array refuses it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from reparax._tree.paths import Names, PyTree, items, path_text
+
+Told = tuple[str | None, int]
+"""The layout of an array, None if it may be any, and the number of axes up to which that holds."""
+
+_NAMES: Mapping[str, Told] = {
+    "kernel": ("kernel", 2),
+    "embedding": ("embedding", 2),
+    "weight_ih": ("same", 2),  # torch's own names, which equinox has too
+    "weight_hh": ("same", 2),
+}
+
+
+def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Told | None) -> tuple[str, bool]:
+    """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
+    if said in ("conv1d", "embedding") and len(shape) != 2:
+        axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[said]
+        raise ValueError(f"the layout {said!r} is that of matrices {axes}, but {name!r} has shape {shape}.")
+    if said == "vector" and max(shape[1:], default=1) > 1:
+        raise ValueError(f"the layout 'vector' is that of arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
+    if said is not None:  # a kernel that is the same in torch has its inputs first there too
+        return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True
+    layout, axes = of_module or _NAMES.get(name, (None, 0))
+    if len(shape) < 2 or layout is None:
+        return "same", len(shape) < 2
+    return layout, len(shape) <= axes
+
+
+_Weights = Callable[[Any], dict[str, Told]]
+
+
+def _flax_convolution(layout: Callable[[Any], str]) -> _Weights:
+    return lambda module: {"kernel": (layout(module), np.size(module.kernel_size) + 2)}
+
+
+def _equinox_convolution(layout: str) -> _Weights:
+    return lambda module: {
+        "weight": (layout, module.num_spatial_dims + 2),
+        "bias": ("vector", module.num_spatial_dims + 1),
+    }
+
+
+# For the class of a module, its arrays.
+_CLASSES: dict[tuple[str, str], _Weights] = {
+    ("flax", "Conv"): _flax_convolution(lambda module: "kernel"),
+    ("flax", "ConvTranspose"): _flax_convolution(lambda m: "kernel" if m.transpose_kernel else "conv_transpose"),
+    ("flax", "Einsum"): lambda module: {"kernel": (None, 0)},  # the order of its axes is an argument
+    ("equinox", "Conv"): _equinox_convolution("same"),
+    ("equinox", "ConvTranspose"): _equinox_convolution("swapped"),
+    ("equinox", "Linear"): lambda module: {"weight": ("same", 2)},
+    ("equinox", "Embedding"): lambda module: {"weight": ("embedding", 2)},
+}
+
+
+def told_by_modules(tree: PyTree) -> dict[str, Told]:
+    """What the classes of modules, or Haiku, tell of arrays, by path."""
+    found = _told_by_haiku([names for names, _ in items(tree)])
+    for keys, node in items(tree, lambda x: _class_of(x) is not None):
+        if which := _class_of(node):
+            found |= {path_text((*keys, name)): told for name, told in _CLASSES[which](node).items()}
+    return found
+
+
+def _class_of(node: object) -> tuple[str, str] | None:
+    named = ((each.__module__.partition(".")[0], each.__name__) for each in type(node).__mro__)
+    return next((each for each in named if each in _CLASSES), None)
+
+
+def _told_by_haiku(paths: list[Names]) -> dict[str, Told]:
+    """What Haiku's names tell: its trees have two levels, and the names of modules inside of others have a slash.
+
+    A `w` of another tree may have either order. Kernels of convolutions may be transposed.
+    """
+    if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
+        return {}
+    told: dict[str, Told] = {"w": ("kernel", 2), "embeddings": ("embedding", 2)}
+    return {path_text(names): told[names[1]] for names in paths if names[1] in told}
