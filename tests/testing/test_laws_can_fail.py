@@ -396,15 +396,16 @@ class OtherContainer(Identity):
         return OrderedDict(raw)
 
 
-@on_whole_trees
-class Redundant(Identity):
-    """Many raw trees have one effective tree, and no marker tells the values."""
+class Redundant(rpx.Reparametrization):
+    """Many raw values have one array, and no two such stages are the same, so values never stay."""
 
-    def whole_init(self, params, key=None):
-        return {"w": params, "shift": jax.tree.map(jnp.zeros_like, params)}
+    unlike_itself: float = field(default=float("nan"), compare=False, repr=False)
 
-    def whole_apply(self, raw, key=None):
-        return jax.tree.map(jnp.add, raw["w"], raw["shift"])
+    def init_leaf(self, w):
+        return {"x": w, "shift": jnp.zeros_like(w)}
+
+    def apply_leaf(self, values):
+        return values["x"] + values["shift"]
 
 
 class AllAux(Start):
@@ -413,10 +414,12 @@ class AllAux(Start):
     raw_values = {"x": rpx.aux()}
 
 
+@on_whole_trees
 class Deaf(Identity):
     """It takes everything, whatever is selected."""
 
-    where: object = None
+    def whole_init(self, params, key=None, *, seen=None):
+        return params
 
 
 MEAN = (
@@ -522,7 +525,7 @@ BROKEN = {  # in the texts, # is a number
         rebase,
         "rebase: it makes 'a/@cast_rebase/@fixed/count' bfloat16[2], but it was float32[2].",
     ),
-    "redundant": (Redundant(), transfers, "transfer: `transfer(p, p, raw)` changes 'shift/a'."),
+    "redundant": (Redundant(), transfers, "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     "all auxiliary": (
         AllAux(),
         in_chains,
