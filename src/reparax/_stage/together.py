@@ -65,8 +65,9 @@ class Together(Reparametrization):
     """A stage whose formula takes all selected arrays at once, as one ranking of all weights does.
 
     Your subclass writes ``init_arrays({place: w}) -> {place: values}`` and ``apply_arrays(values) -> {place: w}``, and
-    may write ``update_arrays`` and ``penalty_arrays``. The places are those of the arrays in the tree; a formula must
-    take any number of them, as it is asked for the type of one array alone. Declare ``raw_values`` as for
+    may write ``update_arrays`` and ``penalty_arrays``. The places are those of the arrays in the tree. The formulas are
+    asked for the types of one array alone, at the place ``"w"``; where they cannot take one, write ``init_leaf`` and
+    ``apply_leaf``, of which only the types are read. Declare ``raw_values`` as for
     :class:`Reparametrization`. The raw values of each array are stored in its own place, so other stages, labels and
     weight decay find them under its path. It draws no noise.
 

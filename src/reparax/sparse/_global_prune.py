@@ -55,8 +55,11 @@ class GlobalPrune(Together):
     def refuse_leaf(self, w: Array) -> str | None:
         return refuse_infinite(w)
 
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return masking(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array
+
     def init_arrays(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
-        values = {place: masking(w, jnp.ones_like(w, bool)) for place, w in arrays.items()}
+        values = {place: self.init_leaf(w) for place, w in arrays.items()}
         return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
 
     def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
