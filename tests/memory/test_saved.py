@@ -171,7 +171,9 @@ def test_without_floating_parameters_there_is_no_gradient():
 
 
 def test_a_value_is_no_function():
-    with raises(TypeError, "saved takes a function, but got 'float32[]' of type ArrayImpl. Pass one, such as the loss."):
+    with raises(
+        TypeError, "saved takes a function, but got 'float32[]' of type ArrayImpl. Pass one, such as the loss."
+    ):
         rpx.saved(X[0, 0], PARAMS)
 
 
