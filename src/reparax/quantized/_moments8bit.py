@@ -62,8 +62,8 @@ class Moments8bit(Reparametrization):
       >>> kernel = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint8]
       >>> [x.shape for x in kernel]
       [(1024, 256), (1024, 256)]
-      >>> sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / (1024 * 256)
-      2.070346832275390625
+      >>> round(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / (1024 * 256), 2)  # bytes a weight
+      2.07
 
     References:
       Dettmers, Lewis, Shleifer and Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*, 2022; Li, Chen and Zhu,
