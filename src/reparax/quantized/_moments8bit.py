@@ -45,7 +45,8 @@ class Moments8bit(Reparametrization):
     is a multiple of 256; only positive second moments that are 0 there get the first number above.
 
     Raw values, all fixed: ``q``, the codes, in uint8; ``signed``, a boolean; and for each of the axes, such as 0,
-    ``scale_0`` in float32. ``init`` is exact for zeros.
+    ``scale_0`` in float32. Without negative numbers, rounding a second time changes nothing; the signed table ends at 1
+    and at -0.993, so there it may.
 
     Args:
       along: The axes along which blocks lie. Default: all axes of 16 or more entries; the longest, if there is none.
