@@ -234,6 +234,7 @@ CASES = {
         >> rpx.Stored("dynamic8", where="conv/kernel"),
         model,
     ),
+    "moments in eight bits": (rpx.Moments8bit(min_size=8), positive),
     "halved": (rpx.Halved(), flat),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")

@@ -18,7 +18,7 @@ from examples.smollm import model
 from examples.smollm.model import Config, Params
 
 LAST, STEPS, LENGTH, RATE = 2, 1000, 33, 3e-4
-STORED = rpx.Stored("dynamic8", block=256)
+STORED = rpx.Moments8bit()
 WAYS: dict[str, tuple[rpx.Parametrization, rpx.Parametrization | None]] = {
     "float32": (rpx.Chain(), None),
     "moments in 8 bits": (rpx.Chain(), STORED),

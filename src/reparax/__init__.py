@@ -93,6 +93,7 @@ from reparax.products import Explained as Explained
 from reparax.products import explain as explain
 from reparax.products import factored as factored
 from reparax.quantized import Halved as Halved
+from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Smooth as Smooth
 from reparax.quantized import Stored as Stored

@@ -11,11 +11,14 @@ import pytest
 from compiled import init, read
 from errors import raises
 from flax import nnx
+from grids import mostly_thorough
 from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import reparax as rpx
+from reparax.training._optimizer import has_columns
 
+EIGHT = rpx.Moments8bit(min_size=1)
 DYNAMIC = rpx.Stored("dynamic8", block=256)
 TWO = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*/kernel.*") >> rpx.Stored(
     "udynamic8", block=256, where=r".*/nu/.*/kernel.*"
@@ -47,19 +50,19 @@ def rounded(p, params):
 
 def test_a_step_decodes_steps_and_encodes():
     w, grads = {"w": normal(512, 2)}, [{"w": normal(512, 2, seed=i)} for i in (1, 2, 3)]
-    tx, plain = rpx.optimizer(optax.adam(0.1), state=DYNAMIC), optax.adam(0.1)
+    tx, plain = rpx.optimizer(optax.adam(0.1), state=EIGHT), optax.adam(0.1)
     state, numbers = jax.jit(tx.init)(w), jax.jit(plain.init)(w)
     for grad in grads:
         updates, state = jax.jit(tx.update)(grad, state, w)
         want, numbers = jax.jit(plain.update)(grad, numbers, w)
         np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-5, atol=1e-6)
         # What stands between two steps is the stage's own rounding of what the step made.
-        held = [rounded(DYNAMIC, m) for m in (numbers[0].mu, numbers[0].nu)]
+        held = [rounded(EIGHT, m) for m in (numbers[0].mu, numbers[0].nu)]
         numbers = (numbers[0]._replace(mu=held[0], nu=held[1]), *numbers[1:])
         np.testing.assert_allclose(by_name(state, "mu")["w"], held[0]["w"], rtol=0.02, atol=1e-6)
 
 
-@pytest.mark.parametrize(("p", "most"), [(DYNAMIC, 2.04), (TWO, 2.04), (rpx.Stored("int4", block=128), 1.07)])
+@pytest.mark.parametrize(("p", "most"), [(rpx.Moments8bit(), 2.08), (rpx.Moments8bit(along=-1), 2.05), (TWO, 2.04)])
 def test_bytes_for_each_weight(p, most):
     params = {"dense": {"kernel": jax.ShapeDtypeStruct((1024, 512), np.float32)}}
     params["conv"] = {"kernel": jax.ShapeDtypeStruct((3, 3, 256, 128), np.float32)}
@@ -111,7 +114,7 @@ def trained(tx, seed, steps=1000, p=None):
 
 @pytest.mark.thorough
 def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
-    held = rpx.optimizer(optax.adam(1e-3), state=DYNAMIC)
+    held = rpx.optimizer(optax.adam(1e-3), state=EIGHT)
     ways = {"float32": (optax.adam(1e-3), None), "held": (held, None)}
     ways |= {rest: (held, rpx.Halved(rest=rest, where=".*/kernel")) for rest in ("int16", "int8")}
     runs = {name: [trained(tx, seed, p=p) for seed in range(5)] for name, (tx, p) in ways.items()}
@@ -123,7 +126,7 @@ def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
 
 def test_states_in_few_bits_are_donated_saved_and_restored(tmp_path):
     w = {"w": normal(512, 2)}
-    tx = rpx.optimizer(optax.adam(0.1), state=DYNAMIC)
+    tx = rpx.optimizer(optax.adam(0.1), state=EIGHT)
     state = jax.jit(tx.init)(w)
     step = jax.jit(lambda state: tx.update(w, state, w)[1], donate_argnums=0)
     new = step(jax.tree.map(jnp.copy, state))
@@ -146,10 +149,11 @@ def test_states_in_few_bits_lie_as_their_weights_do():
     p, params = rpx.WeightNorm(), {"dense": {"kernel": normal(512, 8)}}
     specs = p.shardings({"dense": {"kernel": P("x", "y")}}, mesh, like=params)
     raw = jax.tree.map(jax.device_put, p.init(params), specs)
-    tx = rpx.optimizer(optax.adam(0.1), state=rpx.Stored("dynamic8", block=64))
+    tx = rpx.optimizer(optax.adam(0.1), state=rpx.Moments8bit(min_size=1))
     shardings = rpx.state_shardings(jax.eval_shape(tx.init, raw), raw, specs)
-    held = shardings[0].mu["dense"]["kernel"]["@weight_norm"]["v"].raw["@stored"]["@fixed"]
-    assert {name: x.spec for name, x in held.items()} == {"q": P("x", "y"), "scale": P("x", "y")}
+    held = shardings[0].mu["dense"]["kernel"]["@weight_norm"]["v"].raw["@moments8bit"]["@fixed"]
+    want = {"q": P("x", "y"), "signed": P(), "scale_0": P("x", "y")}
+    assert {name: x.spec for name, x in held.items()} == want
     state = jax.jit(tx.init, out_shardings=shardings)(raw)
     updates, _ = jax.jit(tx.update)(raw, state, raw)
     whole = p.init(params)
@@ -162,7 +166,7 @@ def test_states_in_few_bits_lie_as_their_weights_do():
 def test_moments_in_few_bits_are_reset_and_transferred():
     p = rpx.RigL(0.5, drop=0.5, where="w")
     before = init(p, {"w": normal(16, 16)}, jax.random.key(0))
-    tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9), state=rpx.Stored("dynamic8", block=16))
+    tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9), state=EIGHT)
 
     @jax.jit
     def stepped(raw):
@@ -185,7 +189,7 @@ def test_moments_in_few_bits_are_reset_and_transferred():
     assert not np.any(by_name(moved, "trace")["v"]["@weight_norm"]["v"])
 
 
-@pytest.mark.parametrize("held", [DYNAMIC, rpx.Chain()])
+@pytest.mark.parametrize("held", [EIGHT, rpx.Chain()])
 def test_half_precision_is_stepped_in_float32(held):
     w = {"w": normal(512, 2, dtype=jnp.bfloat16)}
     tx = rpx.optimizer(optax.adam(1e-3), state=held)
@@ -265,7 +269,7 @@ def test_errors():
     with raises(
         TypeError,
         "optimizer takes a parametrization as state, but got a value of type 'str'. Pass one, as in "
-        "`rpx.optimizer(tx, state=rpx.Stored('dynamic8', block=256))`.",
+        "`rpx.optimizer(tx, state=rpx.Moments8bit())`.",
     ):
         rpx.optimizer(optax.sgd(0.1), state="dynamic8")
     free = rpx.partition(rpx.Halved().init({"w": normal(4)}))[0]
@@ -316,3 +320,102 @@ def test_an_optimizer_takes_a_state_in_either_form():
     want = raw["w"] + 0.9 * DYNAMIC.apply(DYNAMIC.init(raw))["w"]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert jax.tree.structure(few.update(raw, plain.init(raw), raw)[1]) == jax.tree.structure(state)
+
+
+COARSE = {
+    "int8": rpx.Stored("int8", block=256),
+    "int4": rpx.Stored("int4", block=256),
+    "uint8": rpx.Stored("uint8", block=256),
+    "float8_e4m3fn": rpx.Stored("float8_e4m3fn", block=256),
+    "dynamic8": DYNAMIC,
+    "nf4": rpx.Stored("nf4", block=256),
+    "gguf:q8_0": rpx.Stored("gguf:q8_0", block=256),
+}
+
+
+def refused(tx, state, w, where, **extra):
+    held = rpx.optimizer(tx, state=state)
+    shown = rpx.Stored(state.format, block=state.block, where=state.where or has_columns)
+    with raises(
+        ValueError,
+        f"optimizer got state={shown!r} for {where!r}, by which the optimizer divides: in few bits small numbers "
+        f"become 0 there, and steps become too long by orders of magnitude. Write `state=rpx.Moments8bit()`, or select "
+        f"other arrays with `where`.",
+    ):
+        jax.eval_shape(lambda w: held.update(w, held.init(w), w, **extra), w)
+
+
+@pytest.mark.parametrize("name", mostly_thorough(COARSE, "int8", "dynamic8"))
+def test_a_format_in_which_small_numbers_become_zero_is_refused_for_what_the_optimizer_divides_by(name):
+    refused(optax.adam(1e-3), COARSE[name], {"w": jax.ShapeDtypeStruct((512, 2), np.float32)}, "0/nu/w")
+
+
+DIVIDING = {
+    "adamax": (optax.adamax(1e-3), "0/nu/w"),
+    "amsgrad": (optax.amsgrad(1e-3), "0/nu/w"),
+    "adabelief": (optax.adabelief(1e-3), "0/nu/w"),
+    "yogi": (optax.yogi(1e-3), "0/nu/w"),
+    "adagrad": (optax.adagrad(1e-3), "0/sum_of_squares/w"),
+    "adadelta": (optax.adadelta(1e-3), "1/e_g/w"),
+    "adan": (optax.adan(1e-3), "0/n/w"),
+    "rmsprop": (optax.rmsprop(1e-3, momentum=0.9, centered=True), "0/nu/w"),
+    "lamb": (optax.lamb(1e-3), "0/nu/w"),
+    "ademamix": (optax.contrib.ademamix(1e-3), "0/nu/w"),
+    "madgrad": (optax.contrib.madgrad(1e-3), "1/grad_sum_sq/w"),
+    "many steps": (optax.MultiSteps(optax.adam(1e-3), 4), "inner_opt_state/0/nu/w"),
+    "injected": (optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), "inner_state/0/nu/w"),
+    "by label": (optax.multi_transform({"a": optax.adam(1e-3)}, {"w": "a"}), "inner_states/a/inner_state/0/nu/w"),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(DIVIDING, "adagrad", "many steps", "injected"))
+def test_what_an_optimizer_divides_by_is_read_from_its_program(name):
+    tx, path = DIVIDING[name]
+    refused(tx, COARSE["int8"], {"w": jax.ShapeDtypeStruct((512, 2), np.float32)}, path)
+
+
+@pytest.mark.parametrize(
+    ("tx", "state"),
+    [
+        (optax.sgd(1e-3, momentum=0.9), COARSE["int8"]),
+        (optax.lion(1e-3), COARSE["int8"]),
+        (optax.adam(1e-3), rpx.Stored("int8", block=256, where="0/mu/w")),
+        (optax.adam(1e-3), rpx.Stored("udynamic8", block=256)),
+        (optax.sm3(1e-3), COARSE["int8"]),
+    ],
+)
+def test_other_arrays_may_have_any_format(tx, state):
+    w = {"w": jax.ShapeDtypeStruct((512, 2), np.float32)}
+    held = rpx.optimizer(tx, state=state)
+    types = jax.eval_shape(lambda w: held.update(w, held.init(w), w)[1], w)
+    assert any(x.dtype in (np.int8, np.uint8) for x in jax.tree.leaves(types))
+
+
+def test_a_state_in_float32_is_refused_too_when_it_would_be_stored_so():
+    w = {"w": jax.ShapeDtypeStruct((512, 2), np.float32)}
+    plain, few = optax.adam(1e-3), rpx.optimizer(optax.adam(1e-3), state=COARSE["int8"])
+    with pytest.raises(ValueError, match="by which the optimizer divides"):
+        jax.eval_shape(lambda w: few.update(w, plain.init(w), w), w)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: optax.MultiSteps(tx, 2), lambda tx: tx])
+def test_eight_bits_work_in_and_around_other_transformations(wrap):
+    w, grads = {"w": normal(64, 64)}, {"w": normal(64, 64, seed=1)}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))
+    labelled = optax.multi_transform({"a": inner}, {"w": "a"})
+    tx, plain = rpx.optimizer(wrap(labelled), state=rpx.Moments8bit()), rpx.optimizer(wrap(labelled))
+
+    @jax.jit
+    def two(w, grads):
+        found = []
+        for each in (tx, plain):
+            state = each.init(w)
+            for _ in range(2):
+                updates, state = each.update(grads, state, w)
+            found.append(updates["w"])
+        return found, state
+
+    (got, want), _ = two(w, grads)
+    assert np.any(np.asarray(want))
+    assert np.all(np.abs(got) <= 1.7 * np.abs(want))  # small second moments are rounded up
+    assert np.mean(np.abs(got - want)) < 0.05 * np.mean(np.abs(want))

@@ -68,7 +68,7 @@ def _dynamic(*, signed: bool) -> Numbers:
         edges = np.where(i < (parts + 1) // 2, start + step * i, end - step * (parts - i)).astype(np.float32)
         middles = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
         numbers += [*middles, *(-middles if signed else ())]
-    return listed(sorted(numbers))
+    return listed(sorted(numbers), keeps_positive=not signed)
 
 
 POWERS = Scales("exponent")

@@ -28,8 +28,8 @@ class Halved(Reparametrization):
     and zero where ``w`` is.
 
     Optax keeps moments in the dtype of the weights, and in bfloat16, 0.999 is 1, so that Adam's second moments would
-    never fall. Hold them in few bits or, with ``rpx.Chain()``, in float32: ``rpx.optimizer(tx, state=rpx.Stored(
-    "dynamic8", block=256))``. With that, Adam takes 6.04 bytes a weight, or 5.04 with ``"int8"``, in place of 12.
+    never fall. Hold them in few bits or, with ``rpx.Chain()``, in float32: ``rpx.optimizer(tx,
+    state=rpx.Moments8bit())``. With that, Adam takes 6.06 bytes a weight, or 5.06 with ``"int8"``, in place of 12.
 
     Args:
       rest: The dtype of the correction, ``"int16"`` or ``"int8"``.

@@ -45,14 +45,20 @@ def store(p: Parametrization, state: PyTree) -> PyTree:
     _tell_flax()
     paths, leaves, treedef = named(state)
     numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
-    raw = p.init({_text(path): _matrix(x) for path, x in numbers}) if numbers else {}
+    raw = p.init({text(path): _matrix(x) for path, x in numbers}) if numbers else {}
 
     def held(path: Names, x: Any) -> Any:
-        values = raw.get(_text(path))
+        values = raw.get(text(path))
         smaller = holds_markers(values) and sum(y.nbytes for y in jax.tree.leaves(values)) < x.nbytes
-        return Held(values, p, _text(path), tuple(x.shape)) if smaller else x
+        return Held(values, p, text(path), tuple(x.shape)) if smaller else x
 
     return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def held_paths(p: Parametrization, state: PyTree) -> set[str]:
+    """The paths of the arrays that ``store`` would hold in another form."""
+    held = jax.tree.leaves(jax.eval_shape(lambda state: store(p, state), state), is_leaf=_is_held)
+    return {node.path for node in held if _is_held(node)}
 
 
 def _tell_flax() -> None:
@@ -88,7 +94,7 @@ def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return treedef.unflatten(plain), lambda state: store(p, state)
 
 
-def _text(path: Names) -> str:
+def text(path: Names) -> str:
     """The path of an array of a state, in which markers are plain names: they belong to the raw tree of the model."""
     return path_text(tuple(name.removeprefix("@") for name in path))
 

@@ -12,6 +12,7 @@ from reparax._core.calls import parts_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
+from reparax.training._divided import require_positive_kept
 from reparax.training._held import holding, open_state, store
 from reparax.training._partition import combine, partition, require_tree
 from reparax.training._told import told
@@ -37,29 +38,35 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
     **In few bits.** ``state`` holds arrays of the state as raw values of a parametrization between two steps:
-    ``state=rpx.Stored("dynamic8", block=256)`` keeps the moments of Adam in two bytes a weight in place of eight. Each
-    update decodes and encodes them. Then weights and gradients in half precision go to ``tx`` as float32, and so do
-    the updates come back: add them by :func:`apply_updates`; ``state=rpx.Chain()`` does that alone, with moments in
-    float32. A state in few bits is a pytree of arrays, with a node ``Held`` for each array that is stored;
-    checkpoints, ``nnx.Optimizer``, :func:`transfer` and :func:`reset_moments` take it. An optimizer takes a state in
-    either form, and gives it in its own. bitsandbytes uses another table for second moments::
+    ``state=rpx.Moments8bit()`` keeps the moments of Adam in two bytes a weight in place of eight, as the 8-bit
+    optimizers of bitsandbytes do. Each update decodes and encodes them. Then weights and gradients in half precision
+    go to ``tx`` as float32, and so do the updates come back: add them by :func:`apply_updates`;
+    ``state=rpx.Chain()`` does that alone, with moments in float32. A state in few bits is a pytree of arrays, with a
+    node ``Held`` for each array that is stored; checkpoints, ``nnx.Optimizer``, :func:`transfer` and
+    :func:`reset_moments` take it. An optimizer takes a state in either form, and gives it in its own.
 
-        state = rpx.Stored("dynamic8", block=256, where=r".*/mu/.*") >> rpx.Stored(
-            "udynamic8", block=256, where=r".*/nu/.*"
-        )
+    Other formats are for arrays by which ``tx`` does not divide, such as a momentum: ``state=rpx.Stored("int8",
+    block=256, where=".*/mu/.*")``. In them small numbers become 0, and Adam, dividing by its second moments, would make
+    steps of any length. ``update`` reads from the program of ``tx`` by which
+    arrays it divides, and refuses these. Arrays that are
+    no moments but weights, such as those of ``schedule_free`` or an average of them, lose by few bits what weights
+    lose: leave them out with ``where``.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
       state: A parametrization for the arrays of the state, by their paths there, such as ``0/mu/dense/kernel``; markers
-        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default it
-        acts on all arrays of two or more axes, embeddings too. An array that would not be smaller stays as it is.
+        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default
+        ``Moments8bit`` acts on arrays of 4096 numbers or more, and ``Stored`` on all of two or more axes, embeddings
+        too. An array that would not be smaller stays as it is.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
 
     Raises:
       TypeError: If ``tx`` is not a transformation, or ``state`` no parametrization.
+      ValueError: From ``update``, if ``state`` would store an array by which ``tx`` divides in a format in which small
+        numbers become 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -82,7 +89,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     if state is not None and not isinstance(state, Parametrization):
         raise TypeError(
             f"optimizer takes a parametrization as state, but got a value of type {type(state).__name__!r}. "
-            f"Pass one, as in `rpx.optimizer(tx, state=rpx.Stored('dynamic8', block=256))`."
+            f"Pass one, as in `rpx.optimizer(tx, state=rpx.Moments8bit())`."
         )
 
     stored = state and Chain(tuple(map(_on_tables_too, parts_of(state))))
@@ -100,7 +107,12 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             moved, held = inner.update(free[0], open_state(held)[0], free[1], **given)
         else:
             plain = open_state(holding(held, lambda: init(whole)))[0]
-            moved, plain = inner.update(_wide(free[0]), plain, _wide(free[1]), **given)
+
+            def stepped(plain: PyTree) -> tuple[PyTree, PyTree]:
+                return inner.update(_wide(free[0]), plain, _wide(free[1]), **given)
+
+            require_positive_kept(stored, plain, stepped)
+            moved, plain = stepped(plain)
             held = store(stored, plain)
         return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
@@ -108,8 +120,9 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
 
 
 def _on_tables_too(stage: Any) -> Any:
-    """The stage, whose default leaves out no matrix: moments of embeddings are as large as any."""
-    return replace(stage, where=has_columns) if getattr(stage, "where", "") is None else stage
+    """The stage, whose default leaves out no table: moments of embeddings are as large as any."""
+    leaves_out = getattr(stage, "where", "") is None and not stage.tables
+    return replace(stage, where=has_columns) if leaves_out else stage
 
 
 def has_columns(path: str, x: Any) -> bool:
