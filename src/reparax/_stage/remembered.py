@@ -14,20 +14,23 @@ from reparax._tree.markers import Types
 
 
 def together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
-    """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type."""
-    return _run_traced(_traced_once, method, stage, args)
+    """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type.
+
+    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    """
+    return _run_traced(_traced_once, method, stage, args, traces=stage.stacked != ())
 
 
 def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
     """The same, for a few operations, which stand in the program by themselves."""
-    return _run_traced(_traced_inline, method, stage, args)
+    return _run_traced(_traced_inline, method, stage, args, traces=False)
 
 
-def _run_traced(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any) -> Any:
+def _run_traced(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any, *, traces: bool) -> Any:
     held = {each.name: getattr(stage, each.name) for each in fields(stage)}
     # A function may read values that change between calls.
     impure = any(callable(value) for name, value in held.items() if name != "where")
-    if impure or not any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
+    if impure or not (traces or any(isinstance(x, Tracer) for x in jax.tree.leaves(args))):
         return method(stage, *args)
     try:
         hash(stage)

@@ -59,8 +59,10 @@ class Reflected(RowsAndColumns):
         return {"u": jnp.repeat(half, 2, axis=1).astype(w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        def reflect(w: Array, u: Array) -> tuple[Array, None]:
-            return w - 2 * product(u, product(adjoint(u), w)), None
-
         units = unit(widened(values["u"]), (0,))
-        return jax.lax.scan(reflect, widened(values["w"]), units.T[:, :, None])[0].astype(values["w"].dtype)
+        return jax.lax.scan(_reflect, widened(values["w"]), units.T[:, :, None])[0].astype(values["w"].dtype)
+
+
+def _reflect(w: Array, u: Array) -> tuple[Array, None]:
+    """A matrix, reflected in the plane that a unit vector stands on: the body of a scan, one object for all calls."""
+    return w - 2 * product(u, product(adjoint(u), w)), None
