@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax._numerics.shortest import shortest
 from reparax._tree.paths import is_array
 
 
@@ -35,8 +36,10 @@ def check_number(value: Any, who: str, name: str) -> Any:
         ...
       ValueError: SignFlip got rate=1.5, but takes a number from 0 to below 1.
     """
-    if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
+    if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
+    if isinstance(value, np.floating):
+        return shortest(value)
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
@@ -45,7 +48,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
             )
         got = f"an array of dtype {value.dtype} and shape {value.shape}" if is_array(value) else repr(value)
         raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {got}.")
-    return value if isinstance(value, Tracer) else float(value)
+    return value if isinstance(value, Tracer) else shortest(value)
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
