@@ -275,7 +275,7 @@ OF_SCALARS = {
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
     "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
-        (jnp.int32(1), np.float16(0.5)), axis=np.int8(1)
+        (jnp.float32(1), np.float16(0.5)), axis=np.int8(1)
     ),
     "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
