@@ -106,7 +106,7 @@ STAGES = {
     "Skew": [rpx.Skew()],
     "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],
     "SpecialOrthogonal": [rpx.SpecialOrthogonal("householder")],
-    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, axis=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
+    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, columns=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
     "Sphere": [rpx.Sphere(radius=2, along=None)],
     "Split": [
         rpx.Split({"W": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
