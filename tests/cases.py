@@ -121,7 +121,7 @@ PATTERNS = [rpx.Symmetric(), rpx.Skew(), rpx.Triangular(), rpx.Diagonal(), rpx.C
 SPHERES_AND_BALLS = (
     rpx.Sphere(radius=2.0, where="dense/kernel")
     >> rpx.MaxNorm(5.0, where="out/kernel")
-    >> rpx.PoincareBall(0.01, where="conv/kernel")
+    >> rpx.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
     rpx.Bounded(-1, 3, outside="project", where="dense/bias")
@@ -146,11 +146,11 @@ CASES = {
     "dropout": (rpx.WeightDropout(0.3), model),
     "dropout of rows": (rpx.WeightDropout(0.3, broadcast=-1), model),
     "dropout of blocks": (rpx.WeightDropout(0.3, broadcast=(0, 1), where="conv/kernel"), model),
-    "spectral norm": (rpx.SpectralNorm(), model),
-    "spectral norm of rows": (rpx.SpectralNorm(n_steps=3, axis=0), model),
+    "spectral norm": (rpx.SpectralNorm(columns=-1), model),
+    "spectral norm of rows": (rpx.SpectralNorm(n_steps=3, columns=0), model),
     "positive": (rpx.Positive(), positive),
     "spheres and balls": (SPHERES_AND_BALLS, model),
-    "standardization with a gain": (rpx.WeightStandardization() >> rpx.WeightNorm(), model),
+    "standardization with a gain": (rpx.WeightStandardization(axis=-1) >> rpx.WeightNorm(), model),
     "maps of numbers": (MAPS, model),
     "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
     "masks": (MASKS, model),
@@ -256,7 +256,7 @@ CASES = {
     "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), model),
     "low rank >> weight norm": (LOW_RANK >> rpx.WeightNorm(), model),
     "weight norm twice": (rpx.WeightNorm(axis=0) >> rpx.WeightNorm(axis=-1), model),
-    "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(), model),
+    "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(columns=-1), model),
     "noise >> tie": (rpx.VarNoise(0.1) >> TIE, tied),
     "tie >> noise": (TIE >> rpx.VarNoise(0.1), tied),
     "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),

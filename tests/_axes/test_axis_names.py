@@ -100,7 +100,7 @@ def test_what_a_box_says_of_its_axes() -> None:
 # What takes names. ------------------------------------------------------------------------------------------------
 
 BY_NAME = [
-    lambda axis, **where: rpx.SpectralNorm(3, axis=axis, **where),
+    lambda axis, **where: rpx.SpectralNorm(3, columns=axis, **where),
     lambda axis, **where: rpx.WeightStandardization(axis=axis, **where),
     lambda axis, **where: rpx.MaxNorm(2.0, axis=axis, **where),
     lambda axis, **where: rpx.Sphere(along=axis, **where),

@@ -59,7 +59,7 @@ SPEC = repr(P()).removesuffix("()")  # P, and PartitionSpec in older versions of
             {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P("data")}, "w": BOTH}},
         ),
         (
-            rpx.SpectralNorm(),
+            rpx.SpectralNorm(columns=-1),
             P(None, "data", "model"),
             (3, 8, 16),
             {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P(None)}, "w": P(None, "data", "model")}},

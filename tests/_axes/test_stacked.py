@@ -249,9 +249,9 @@ def test_columns_before_rows():
     [
         (
             rpx.LowRank(2),
-            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Give the axes of rows and columns "
-            "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it "
-            "out with `where`.",
+            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Say which axes are columns, such "
+            "as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or "
+            "along which axes matrices are stacked (stacked=0), or leave it out with `where`.",
         ),
         (
             rpx.Orthogonal(rows=0, columns=1),
@@ -259,9 +259,9 @@ def test_columns_before_rows():
             "in columns, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
         ),
         (
-            rpx.LowRank(2, rows=(0, 0)),
-            "LowRank(2, rows=(0, 0)).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or in "
-            "columns, got rows=(0, 0) and columns=None. Name each axis once; `stacked` axes do not count.",
+            rpx.LowRank(2, rows=(0, -3)),
+            "LowRank(2, rows=(0, -3)).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or in "
+            "columns, got rows=(0, -3) and columns=None. Name each axis once; `stacked` axes do not count.",
         ),
         (
             rpx.Symmetric(rows=0),
@@ -321,11 +321,25 @@ def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
         jax.eval_shape(lambda w: read.apply(made.init({"w": w})), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
-@pytest.mark.parametrize("axes", [-1, (0, 0)], ids=repr)
-def test_stacked_axes_count_once_from_the_front(axes):
-    text = f"WeightNorm got stacked={axes!r}, but takes different axes, counted from the front (at least 0)."
+def test_stacked_axes_count_from_the_front():
+    with raises(ValueError, "WeightNorm got stacked=-1, but takes axes counted from the front (at least 0)."):
+        rpx.WeightNorm(stacked=-1)
+
+
+@pytest.mark.parametrize("name", ["axis", "stacked"])
+@pytest.mark.parametrize("axes", [(0, 0), ("mlp", "mlp")], ids=repr)
+def test_no_axis_is_named_twice(name, axes):
+    with raises(ValueError, f"WeightNorm got {name}={axes!r}, which names an axis twice. Name each axis once."):
+        rpx.WeightNorm(**{name: axes})
+
+
+def test_no_axis_is_named_from_the_front_and_from_the_back():
+    text = (
+        "WeightNorm(axis=(0, -2)).init at 'w': axis=(0, -2) names an axis twice for an array of shape (3, 2). Name "
+        "each axis once."
+    )
     with raises(ValueError, text):
-        rpx.WeightNorm(stacked=axes)
+        rpx.WeightNorm(axis=(0, -2)).init({"w": jnp.ones((3, 2))})
 
 
 def test_global_pruning_takes_no_stacked_axes():

@@ -253,8 +253,8 @@ CONFIGURATIONS = {
     ),
     '{"reparax": 1, "stages": [{"class": "reparax.WeightNorm", "axis": [0, 1]}]}': rpx.WeightNorm(axis=(0, 1)),
     '{"reparax": 1, "stages": [{"class": "reparax.WeightNorm", "axis": null}]}': rpx.WeightNorm(axis=None),
-    '{"reparax": 1, "stages": [{"class": "reparax.SpectralNorm", "n_steps": 3, "axis": 0}]}': rpx.SpectralNorm(
-        3, axis=0
+    '{"reparax": 1, "stages": [{"class": "reparax.SpectralNorm", "n_steps": 3, "columns": 0}]}': rpx.SpectralNorm(
+        3, columns=0
     ),
     '{"reparax": 1, "stages": [{"class": "reparax.LowRank", "rank": 2}]}': rpx.LowRank(2),
     '{"reparax": 1, "stages": [{"class": "reparax.VarNoise", "std": 0.075}]}': rpx.VarNoise(0.075),

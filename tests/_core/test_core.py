@@ -80,6 +80,18 @@ def test_the_left_stage_runs_first():
     assert (Double() >> Shift(1.0)).apply(ONES)["w"][0, 0] == 3
 
 
+def test_a_stage_is_a_chain_of_one():
+    stage, other = rpx.WeightNorm(), rpx.VarNoise(0.1)
+    assert (len(stage), [*stage], stage[0], stage[-1]) == (1, [stage], stage, stage)
+    assert (stage[:], stage[1:]) == (rpx.Chain((stage,)), rpx.Chain())
+    assert stage in stage
+    assert other not in stage
+    with pytest.raises(IndexError):
+        stage[1]
+    for p in (stage, stage >> other):  # a loop over any chain
+        assert rpx.Chain(tuple(each for each in p))._parts == p._parts
+
+
 def test_a_chain_is_the_composition_of_its_stages():
     params = {"w": jnp.arange(6.0).reshape(2, 3) + 1}
     a, b = Affine(2.0), Affine(5.0)

@@ -770,13 +770,13 @@ CONSTRUCTORS = {
         "WeightNorm takes an axis or a tuple of axes as axis, but got True.",
     ),
     "spectral_axis_tuple": Fault(
-        lambda axis: rpx.SpectralNorm(axis=axis),
+        lambda axis: rpx.SpectralNorm(columns=axis),
         lambda: ((0, 1),),
         TypeError,
         "SpectralNorm takes one axis as axis, a number or a name, but got (0, 1).",
     ),
     "spectral_axis_none": Fault(
-        lambda axis: rpx.SpectralNorm(axis=axis),
+        lambda axis: rpx.SpectralNorm(columns=axis),
         lambda: (None,),
         TypeError,
         "SpectralNorm takes one axis as axis, a number or a name, but got None.",

@@ -106,7 +106,7 @@ STAGES = {
     "Skew": [rpx.Skew()],
     "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],
     "SpecialOrthogonal": [rpx.SpecialOrthogonal("householder")],
-    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, axis=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
+    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, columns=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
     "Sphere": [rpx.Sphere(radius=2, along=None)],
     "Split": [
         rpx.Split({"W": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
@@ -197,6 +197,14 @@ SCALARS = [
     (jnp.float32(0.25), 0.25),
     (jnp.bfloat16(0.25), 0.25),
     (jnp.bfloat16.dtype.type(0.25), 0.25),
+    (np.float32(0.0025), 0.0025),  # as a float of Python 0.0024999999441206455
+    (jnp.float32(-1e-3), -1e-3),
+    (np.array(16777216.0, np.float32), 16777216.0),
+    (np.finfo(np.float32).max, 3.4028235e38),
+    (np.float32(1e-45), 1e-45),
+    (jnp.bfloat16(0.1), 0.100097656),  # in float32, where it is read, as before
+    (np.float64(0.1) + 1e-16, 0.1 + 1e-16),
+    (np.complex64(0.1 - 0.2j), 0.1 - 0.2j),
     (np.int8(3), 3),
     (jnp.uint8(3), 3),
     (np.bool_(1), True),
@@ -219,6 +227,22 @@ def test_known_scalars_in_fields_are_values_of_python(given, plain):
     assert p == Anything(value=plain) == dataclasses.replace(Anything(), value=given)
     assert hash(p) == hash(Anything(plain))
     assert eval(repr(p), {"Anything": Anything}) == p
+
+
+def test_numbers_of_float32_print_and_store_as_they_were_written():
+    p = rpx.VarNoise(jnp.float32(0.0025)) >> rpx.MagnitudePrune({"w": np.float32(0.1)})
+    assert repr(p) == "VarNoise(0.0025) >> MagnitudePrune(sparsity={'w': 0.1})"
+    assert rpx.from_json(p.to_json()) == p == rpx.VarNoise(0.0025) >> rpx.MagnitudePrune({"w": 0.1})
+    drawn = rpx.VarNoise(lambda path, w: jnp.float32(0.0025)).for_array("w", jnp.zeros(2))
+    assert drawn.std == 0.0025
+
+
+def test_a_float32_reads_back_to_itself():
+    words = np.random.default_rng(0).integers(0, 2**32, 2000, np.uint32).view(np.float32)
+    found = [rpx.check_number(x, "", "") for x in words]
+    np.testing.assert_array_equal(np.array(found).astype(np.float32), words)
+    known = [x for x in words if np.isfinite(x)]
+    assert [repr(x) for x in found if np.isfinite(x)] == [repr(float(str(x))) for x in known]  # as numpy prints them
 
 
 def test_defaults_and_what_post_init_computes_are_values_of_python():
@@ -252,7 +276,7 @@ OF_SCALARS = {
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
     "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
-        (jnp.int32(1), np.float16(0.5)), axis=np.int8(1)
+        (jnp.float32(1), np.float16(0.5)), axis=np.int8(1)
     ),
     "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),

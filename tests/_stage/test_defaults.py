@@ -34,21 +34,21 @@ OF_ALL = [
     rpx.Positive(outside="project"),
     rpx.Bounded(-9.0, 9.0),
     rpx.Elementwise(jnp.sinh, jnp.arcsinh),
-    rpx.Simplex(outside="project"),
+    rpx.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
     rpx.Halved(),
 ]
 
 OF_KERNELS = [
     rpx.WeightNorm(),
-    rpx.SpectralNorm(),
-    rpx.WeightStandardization(),
-    rpx.MaxNorm(1.0),
-    rpx.Sphere(),
-    rpx.PoincareBall(),
+    rpx.SpectralNorm(columns=-1),
+    rpx.WeightStandardization(axis=-1),
+    rpx.MaxNorm(1.0, axis=-1),
+    rpx.Sphere(along=-1),
+    rpx.PoincareBall(along=-1),
     rpx.WeightDropout(0.5),
     rpx.Mask(),
-    rpx.NofM(1, 3),
+    rpx.NofM(1, 3, along=-1),
     rpx.MagnitudePrune(0.5),
     rpx.RandomPrune(0.5),
     rpx.RigL(0.5),
@@ -322,9 +322,9 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 @pytest.mark.parametrize("name", mostly_thorough(["linen attention", "nnx attention"], "linen attention"))
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
     error = (
-        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Give the axes of rows and "
-        f"columns (rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
-        f"with `where`."
+        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are "
+        f"columns, such as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, "
+        f"or along which axes matrices are stacked (stacked=0), or leave it out with `where`."
     )
     with raises(ValueError, error):
         stage.init(models[name], jax.random.key(0))
@@ -367,11 +367,40 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
         assert np.array_equal(x, y) == (path_text(path) not in paths), path_text(path)
 
 
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (rpx.MaxNorm(1.0), "axis"),
+        (rpx.WeightStandardization(), "axis"),
+        (rpx.Sphere(), "along"),
+        (rpx.PoincareBall(), "along"),
+        (rpx.NofM(1, 3), "along"),
+        (rpx.Simplex(outside="project"), "along"),
+    ],
+    ids=repr,
+)
+def test_an_axis_that_nobody_named_is_the_last_one_of_matrices_alone(stage: Any, name: str) -> None:
+    w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 2, 3)
+    text = (
+        f"expected a matrix, as no {name} is given, got shape (6, 2, 3). Write {name}=-1 for the last axis, or the one "
+        f"that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it out with `where`."
+    )
+    with raises(ValueError, f"{stage!r}.init at 'key/kernel': {text}"):
+        stage.init({"key": {"kernel": w}})
+    for method in (stage.project, stage.contains):
+        with raises(ValueError, f"{stage!r}.{method.__name__}: {text}"):
+            method(w)
+    with raises(ValueError, f"{stage!r}.sample: {text}"):
+        stage.sample(jax.random.key(0), (6, 2, 3))
+    said = replace(stage, **{name: -1})
+    assert stage.sample(jax.random.key(0), (6, 3)).tolist() == said.sample(jax.random.key(0), (6, 3)).tolist()
+
+
 def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) -> None:
     params, key = models["haiku layers"], jax.random.key(0)
     assert_same_but(KERNELS["haiku layers"], jax.jit(rpx.WeightDropout(0.5).apply)(params, key), params)
     assert_same_but(list(ARRAYS["haiku layers"]), jax.jit(rpx.VarNoise(0.1).apply)(params, key), params)
-    raw = jax.eval_shape(rpx.SpectralNorm().init, models["linen attention"], key)
+    raw = jax.eval_shape(rpx.SpectralNorm(columns=-1).init, models["linen attention"], key)
     markers = {path_text(path).partition("/@")[0] for path in named(raw)[0] if any(name[0] == "@" for name in path)}
     assert markers == set(FLAX_KERNELS)
 
@@ -379,7 +408,7 @@ def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) ->
 def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
     params, heads = models["linen attention"], {"rows": 0, "columns": (1, 2), "where": rpx.all_but("out/.*")}
     params = {**params, "query": {**params["query"], "bias": jnp.asarray(np.zeros((2, 3), np.float32))}}
-    for p in (rpx.Sphere(), rpx.Orthogonal(**heads), rpx.SpectralNorm()):
+    for p in (rpx.Sphere(along=-1), rpx.Orthogonal(**heads), rpx.SpectralNorm(columns=-1)):
 
         @jax.jit
         def bias(by: float, p: rpx.Parametrization = p) -> Array:

@@ -220,7 +220,7 @@ def test_singular_vectors_follow_the_axes_of_the_weight(layout, axis, rest):
     w = numbers(2, 3, 4, 5)
     u, v = numbers(w.shape[axis]), numbers(w.size // w.shape[axis])
     tree = {"kernel": dense("spectral_norm", w=w, **{"@fixed": {"u": u, "v": v}})}
-    p = rpx.SpectralNorm(axis=axis)
+    p = rpx.SpectralNorm(columns=axis)
     got = rpx.to_torch(p, tree, layouts={"kernel": layout})
     turned = np.einsum(rest, v.reshape(np.delete(w.shape, axis)))
     turned = turned[:, ::-1, ::-1] if layout == "conv_transpose" else turned
@@ -314,7 +314,7 @@ def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make)
 
 @STYLES
 @pytest.mark.parametrize(
-    "p", [rpx.WeightNorm(), rpx.WeightNorm() >> rpx.SpectralNorm(), rpx.Mask(), rpx.Freeze()], ids=repr
+    "p", [rpx.WeightNorm(), rpx.WeightNorm() >> rpx.SpectralNorm(columns=-1), rpx.Mask(), rpx.Freeze()], ids=repr
 )
 def test_the_values_of_a_stage_tell_a_convolution(p, style, column):
     del column

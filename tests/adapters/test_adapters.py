@@ -469,10 +469,6 @@ def test_a_rank_may_exceed_the_sizes_of_the_matrix():
     np.testing.assert_allclose(fold(p, raw)["w"], w + a @ b, rtol=1e-5)
 
 
-def test_gain_counts_an_axis_once():
-    assert rpx.Gain(axis=(-1, 1)).init({"w": normal(4, 6)})["w"]["@gain"]["g"].shape == (6,)
-
-
 # Errors. -----------------------------------------------------------------------------------------------------------
 
 ERRORS = {
@@ -482,13 +478,19 @@ ERRORS = {
         "LoRA(7, start='pissa', where='dense/kernel').init at 'dense/kernel': expected 1 <= rank <= min(8, 6) = 6, got "
         "rank 7. Narrow the stage with `where`, or change `rank`.",
     ),
+    "an axis twice": (
+        lambda: rpx.Gain(axis=(-1, 1)).init({"w": normal(4, 6)}),
+        ValueError,
+        "Gain(axis=(-1, 1)).init at 'w': axis=(-1, 1) names an axis twice for an array of shape (4, 6). Name each axis "
+        "once.",
+    ),
     "no rank": (lambda: rpx.LoRA(0), ValueError, "LoRA got rank=0, but takes at least 1."),
     "ambiguous axes": (
         lambda: rpx.LoRA(2).init({"query": normal(8, 2, 4)}, jax.random.key(0)),
         ValueError,
-        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Give the axes of rows and columns "
-        "(rows=0, columns=(1, 2)) or the axes along which matrices are stacked (stacked=0), or leave it out "
-        "with `where`.",
+        "LoRA(2).init at 'query': expected a matrix, got shape (8, 2, 4). Say which axes are columns, such "
+        "as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or "
+        "along which axes matrices are stacked (stacked=0), or leave it out with `where`.",
     ),
     "pissa of nothing": (
         lambda: rpx.LoRA(2, 0.0, start="pissa"),

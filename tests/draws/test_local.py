@@ -393,6 +393,7 @@ SQUARE = normal(3, 3)
 SHARED = {
     "a formula mixes entries": (lambda w, x: x @ w["w"], NOISE >> rpx.WeightNorm(), "custom_jvp_call"),
     "low rank": (lambda w, x: x @ w["w"], rpx.VarNoise(0.3, rank=1), "dot_general"),
+    "factorized": (lambda w, x: x @ w["w"], rpx.Gaussian(0.3, noise="factorized"), "sign"),
     "turned over": (lambda w, x: x @ (w["w"] + w["w"][::-1]), NOISE, "dot_general"),
     "symmetric": (lambda w, x: x @ (w["w"] + w["w"].T), NOISE, "dot_general"),
     "repeated": (lambda w, x: x @ jnp.broadcast_to(w["w"][:, :1], (3, 3)), NOISE, "dot_general"),
@@ -410,7 +411,9 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(SHARED, "low rank", "carried", "repeated", "more digits", "a square"))
+@pytest.mark.parametrize(
+    "name", mostly_thorough(SHARED, "low rank", "factorized", "carried", "repeated", "more digits", "a square")
+)
 def test_one_draw_for_all(name):
     network, p, reader = SHARED[name]
     raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import init, read
+from errors import raises
 from grids import mostly_thorough
 from one_array import normal
 
@@ -161,14 +162,22 @@ def test_low_rank_refuses_a_rank_below_one(rank):
 
 
 def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows_in_the_other():
-    p, w = rpx.LowRank(5), np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    p, w = rpx.LowRank(5, outside="project"), np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
     values = jax.tree.map(np.asarray, init(p, {"w": w})["w"]["@low_rank"])
     np.testing.assert_allclose(values["u"] @ values["v"], w, atol=1e-5)
     assert (values["u"].shape, values["v"].shape) == ((6, 5), (5, 4))
     assert not values["u"][:, 4].any()
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
-    stacked = init(rpx.LowRank(5, stacked=0), {"w": np.stack([w, w])})["w"]["@low_rank"]
-    assert (stacked["u"].shape, stacked["v"].shape) == ((2, 6, 5), (2, 5, 4))
+
+
+@pytest.mark.parametrize("p", [rpx.LowRank(5), rpx.FixedRank(5)], ids=repr)
+def test_a_rank_above_that_of_the_matrix_is_refused(p):
+    text = (
+        f"{p!r}.init at 'w': expected 1 <= rank <= min(6, 4) = 4, got rank 5. Narrow the stage with `where`, or change "
+        f"`rank`."
+    )
+    with raises(ValueError, text):
+        p.init({"w": np.ones((6, 4), np.float32)})
 
 
 @pytest.mark.parametrize("rank", [1.5, "2", None], ids=str)

@@ -61,6 +61,70 @@ def test_gaussian_has_its_mean_and_its_standard_deviations(axis):
     np.testing.assert_array_equal(fold(p, raw)["w"], held["mean"])
 
 
+def test_factorized_noise_is_that_of_noisynet():
+    """Fortunato et al., (10) and (11), as in dopamine's NoisyNetwork and dqn_zoo's noisy_linear: f(p) f(q)."""
+    p = rpx.Gaussian(0.5 / 3**0.5, noise="factorized")
+    raw = init(p, {"w": normal(3, 2)})
+    held = raw["w"]["@gaussian"]
+    np.testing.assert_allclose(softplus(held["rho"]), 0.5 / np.sqrt(3), rtol=1e-5)
+    held["rho"] = np.asarray(held["rho"]) + np.abs(np.asarray(normal(3, 2, seed=1)))
+    noise = (draws(p, raw) - np.asarray(held["mean"])) / softplus(held["rho"])
+    products = np.sign(noise) * noise**2  # of two normal numbers
+    n = len(KEYS)
+    singular = np.linalg.svd(products, compute_uv=False)
+    assert np.all(singular[:, 1] < 1e-4 * singular[:, 0])
+    assert np.all(np.abs(products.mean(0)) < 5 / np.sqrt(n))
+    assert np.all(np.abs((products**2).mean(0) - 1) < 5 * np.sqrt(8 / n))
+    # The variances of E|x|^k for a product of two normal numbers are those of their even moments, 1, 3, 15, 105.
+    assert np.all(np.abs((products**4).mean(0) - 9) < 5 * np.sqrt((105**2 - 81) / n))
+    assert np.all(np.abs((noise**2).mean(0) - 2 / np.pi) < 5 * np.sqrt(1 / n))
+    flat = noise.reshape(n, -1)
+    assert np.all(np.abs(np.cov(flat.T) - np.diag(flat.var(0))) < 5 / np.sqrt(n))
+
+
+def test_factorized_noise_of_a_bias_is_the_root_of_one_normal_number():
+    p = rpx.Gaussian(0.5, noise="factorized")
+    noise = (draws(p, init(p, {"w": np.zeros(3, np.float32)}))) / 0.5
+    found = np.sort((np.sign(noise) * noise**2).ravel())
+    assert stats.kstest(found, "norm").statistic < 1.63 / np.sqrt(len(found))  # one in a hundred is larger
+
+
+def test_factorized_noise_of_stacked_complex_and_half_precision_matrices():
+    for w in (np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.complex64), jnp.zeros((2, 3, 4), jnp.bfloat16)):
+        p = rpx.Gaussian(1.0, noise="factorized", stacked=0)
+        found = p.apply(p.init({"w": w}), jax.random.key(1))["w"]
+        assert found.dtype == w.dtype
+        for one in np.asarray(found).astype(np.complex64):
+            singular = np.linalg.svd(one * np.abs(one), compute_uv=False)
+            assert singular[1] < 0.02 * singular[0]
+        assert not np.array_equal(found[0], found[1])
+
+
+NO_NOISE = {
+    "three axes": (
+        lambda: rpx.Gaussian(noise="factorized").init({"conv": np.zeros((2, 3, 4), np.float32)}),
+        "Gaussian(noise='factorized').init at 'conv': expected a matrix or a vector for factorized noise, got shape "
+        "(2, 3, 4). Leave it out with `where`, or give the axes along which matrices are stacked (stacked=0).",
+    ),
+    "penalty": (
+        lambda: penalty_at_start(rpx.Gaussian(noise="factorized"), {"w": normal(3, 2)}),
+        "Gaussian(noise='factorized').penalty at 'w': expected independent noise, got noise='factorized', whose "
+        "divergence from the prior is not known. Leave the penalty out of the loss, or noise='factorized' out of the "
+        "stage.",
+    ),
+    "word": (
+        lambda: rpx.Gaussian(0.1, noise="factorised"),
+        "Gaussian takes noise='independent' or 'factorized', but got 'factorised'.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "text"), NO_NOISE.values(), ids=NO_NOISE)
+def test_factorized_noise_is_of_matrices_and_has_no_penalty(build, text):
+    with raises(ValueError, text):
+        build()
+
+
 def test_the_divergence_is_that_of_scipy_and_of_a_whole_std_over_its_axis():
     p = rpx.Gaussian(std=0.3, prior=0.7)
     raw = init(p, {"w": normal(3, 2)})

@@ -80,7 +80,7 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
     flat, whole = (
         np.asarray(projected(p, kernel))[0, 0, 0, 0]
         for p in (
-            rpx.SpectralNorm(),
+            rpx.SpectralNorm(columns=-1),
             rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"),
         )
     )
@@ -97,7 +97,7 @@ def test_one_and_three_axes_and_the_layout_of_torch():
     assert init(q, {"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
     kernel = normal(3, 3, 2, 4)
     ours = projected(rpx.SpectralNorm(window=(5, 5)), kernel)
-    theirs = np.asarray(projected(rpx.SpectralNorm(axis=0, window=(5, 5)), kernel.transpose(3, 2, 0, 1)))
+    theirs = np.asarray(projected(rpx.SpectralNorm(columns=0, window=(5, 5)), kernel.transpose(3, 2, 0, 1)))
     np.testing.assert_array_equal(ours, theirs.transpose(2, 3, 1, 0))
 
 
@@ -173,10 +173,10 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
             "window=(3, 3), got (1, 1, 2). Correct it.",
         ),
         (
-            lambda: rpx.SpectralNorm(axis=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
+            lambda: rpx.SpectralNorm(columns=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
             ValueError,
-            "SpectralNorm(axis=1, window=(3, 3)).init at 'w': expected the first or the last axis of a convolution's "
-            "kernel, got axis=1. Use one.",
+            "SpectralNorm(columns=1, window=(3, 3)).init at 'w': expected the first or the last axis of a "
+            "convolution's kernel, got columns=1 for shape (2, 2, 3, 3). Use one.",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3)).init({"w": jnp.ones((0, 3, 1, 1))}),

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import contained, projected, pulled, read
+from compiled import contained, init, projected, pulled, read
+from errors import raises
 from flax import nnx
 
 import reparax as rpx
@@ -312,7 +313,7 @@ def spectral(w, u, v):
 
 def settled(p, w):
     """The raw tree of ``w`` after many updates from vectors that have nothing to do with it."""
-    features, rest = matrix(w, p.axis).shape
+    features, rest = matrix(w, -1 if p.columns is None else p.columns).shape
     accurate = np.result_type(w.dtype, np.float32)
     return updated(p, spectral(w, unit(features).astype(accurate), unit(rest, seed=1).astype(accurate)))
 
@@ -333,12 +334,50 @@ def unit(*shape, seed=0):
         pytest.param(normal(6, 4, scale=1e-25), -1, id="1e-25"),
         pytest.param(normal(6, 4, scale=1e30), -1, id="1e30"),
         pytest.param(rotated(6, 4), -1, id="complex"),
-        pytest.param(normal(7), -1, id="vector"),
     ],
 )
 def test_spectral_norm_brings_the_largest_singular_value_to_one(w, axis):
-    p = rpx.SpectralNorm(axis=axis, where="w")
+    p = rpx.SpectralNorm(columns=axis, where="w")
     assert top(read(p, settled(p, w)), axis) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"columns": (1, 2)}, {"rows": 0}, {"rows": (2, 1), "columns": 0}], ids=repr)
+def test_spectral_norm_of_a_kernel_of_attention_is_that_of_its_map(axes):
+    # The worst case of four heads: one input feeds another direction in each. By heads, the norm of the map is 2.
+    w = 1e-3 * normal(16, 4, 8)
+    w[0, np.arange(4), np.arange(4)] += 1
+    assert np.linalg.norm(w.reshape(64, 8), 2) < 1.02
+    p = rpx.SpectralNorm(15, where="w", **axes)
+    raw = updated(p, init(p, {"w": w}, jax.random.key(0)))
+    assert np.linalg.norm(np.asarray(read(p, raw)).reshape(16, 32), 2) == pytest.approx(1, rel=1e-3)
+    projection = np.asarray(projected(p, w))
+    np.testing.assert_allclose(projection, w / np.linalg.norm(w.reshape(16, 32), 2), rtol=1e-5)
+    assert [bool(contained(p, x)) for x in (projection, w / np.linalg.norm(w.reshape(64, 8), 2))] == [True, False]
+
+
+UNSAID = (
+    "expected a matrix, got shape (6, 2, 3). Say which axes are columns, such as columns=(1, 2) for (in, heads, dim) "
+    "and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices are stacked (stacked=0), or "
+    "leave it out with `where`."
+)
+
+
+@pytest.mark.parametrize("p", [rpx.SpectralNorm(), rpx.LowRank(2), rpx.Orthogonal()], ids=repr)
+def test_nobody_guesses_which_axes_of_a_kernel_are_multiplied_with_its_inputs(p):
+    w = normal(6, 2, 3)
+    calls = {"init": lambda: p.init({"w": w}), "project": lambda: p.project(w), "contains": lambda: p.contains(w)}
+    for name, attempt in calls.items():
+        with raises(ValueError, f"{p!r}.{name}{' at ' + repr('w') if name == 'init' else ''}: {UNSAID}"):
+            attempt()
+
+
+def test_spectral_norm_of_a_convolution_takes_no_rows():
+    text = (
+        "SpectralNorm got rows=0 with `window`, whose convolution has one axis of outputs and its neighbour of inputs. "
+        "Leave `rows` out, and give the outputs, such as columns=-1."
+    )
+    with raises(ValueError, text):
+        rpx.SpectralNorm(window=(3, 3), rows=0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
@@ -356,7 +395,7 @@ def test_spectral_norm_keeps_the_direction_of_the_weight():
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 2, 4)], ids=str)
 def test_spectral_norm_starts_near_one_without_any_update(shape):
-    p, w = rpx.SpectralNorm(), normal(*shape)
+    p, w = rpx.SpectralNorm(columns=-1), normal(*shape)
     assert top(reproduced(p, w)) == pytest.approx(1, rel=0.05)
 
 
@@ -436,7 +475,7 @@ def test_spectral_norm_of_a_layer_that_was_zero_for_one_update_is_one_afterwards
     ids=["dense", "conv kernel", "1e30", "complex"],
 )
 def test_spectral_norm_projects_by_the_singular_value_decomposition(w, axis):
-    p = rpx.SpectralNorm(axis=axis)
+    p = rpx.SpectralNorm(columns=axis)
     got = np.asarray(projected(p, w))
     np.testing.assert_allclose(got, w / top(w, axis), rtol=1e-5)
     assert [bool(contained(p, x)) for x in (w, got, 1.01 * got, np.zeros_like(w))] == [False, True, False, True]

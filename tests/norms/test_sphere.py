@@ -238,7 +238,7 @@ def test_standardized_weights_have_mean_zero_and_variance_one(axis, inputs):
 
 
 def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_standardization():
-    p, v, g = rpx.WeightStandardization() >> rpx.WeightNorm(), normal(3, 3, 4, 5), normal(1, 1, 1, 5, seed=1)
+    p, v, g = rpx.WeightStandardization(axis=-1) >> rpx.WeightNorm(), normal(3, 3, 4, 5), normal(1, 1, 1, 5, seed=1)
     raw = {"w": {"@weight_norm": {"g": g, "v": {"@weight_standardization": {"v": v}}}}}
     # Brock, De and Smith 2021, equation 1: (W - mean) / (sqrt(N) std), times the gain.
     inputs = (0, 1, 2)

@@ -191,7 +191,7 @@ def spectral_norm_raw(peer):
 def test_spectral_norm_has_the_effective_weight_of_torch_in_evaluation(shape, dim, dtype, precision, rtol):
     peer = spectral_normed(normal(*shape, dtype=dtype), dim).eval()
     with precision():
-        got = read(rpx.SpectralNorm(axis=dim), spectral_norm_raw(peer))
+        got = read(rpx.SpectralNorm(columns=dim), spectral_norm_raw(peer))
     np.testing.assert_allclose(got, seen(peer.weight), rtol=5 * rtol)
 
 
@@ -203,7 +203,7 @@ def test_spectral_norm_has_the_gradient_of_torch(shape, dim, dtype, precision, r
     peer.weight.backward(torch.tensor(dw))
     expected = seen(peer.parametrizations.weight.original.grad)
     with precision():
-        got = pulled(rpx.SpectralNorm(axis=dim), spectral_norm_raw(peer), jnp.asarray(dw))["@spectral_norm"]["w"]
+        got = pulled(rpx.SpectralNorm(columns=dim), spectral_norm_raw(peer), jnp.asarray(dw))["@spectral_norm"]["w"]
     np.testing.assert_allclose(got, expected, rtol=5 * rtol, atol=5 * rtol * np.abs(expected).max())
 
 
@@ -213,7 +213,7 @@ def test_one_update_moves_the_singular_vectors_as_one_access_in_torch_training_d
     peer = spectral_normed(normal(*shape), dim, n_steps).train()
     raw = spectral_norm_raw(peer)
     _ = peer.weight
-    got = rpx.SpectralNorm(n_steps, axis=dim).update(raw)["w"]["@spectral_norm"]["@fixed"]
+    got = rpx.SpectralNorm(n_steps, columns=dim).update(raw)["w"]["@spectral_norm"]["@fixed"]
     np.testing.assert_allclose(got["u"], seen(peer.parametrizations.weight[0]._u), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["v"], seen(peer.parametrizations.weight[0]._v), rtol=1e-5, atol=1e-6)
 
@@ -221,13 +221,13 @@ def test_one_update_moves_the_singular_vectors_as_one_access_in_torch_training_d
 @pytest.mark.parametrize("n_steps", [1, 5])
 @pytest.mark.parametrize(("shape", "dim"), SPECTRAL)
 def test_update_then_apply_is_one_access_in_torch_training(shape, dim, n_steps):
-    p, peer = rpx.SpectralNorm(n_steps, axis=dim), spectral_normed(normal(*shape), dim, n_steps).train()
+    p, peer = rpx.SpectralNorm(n_steps, columns=dim), spectral_normed(normal(*shape), dim, n_steps).train()
     raw = spectral_norm_raw(peer)
     np.testing.assert_allclose(p.apply(p.update(raw))["w"], seen(peer.weight), rtol=1e-5, atol=1e-6)
 
 
 def test_torch_iterates_at_each_access_in_training_and_on_removal_and_spectral_norm_in_update_alone():
-    p, peer = rpx.SpectralNorm(axis=0), spectral_normed(normal(5, 3), 0).train()
+    p, peer = rpx.SpectralNorm(columns=0), spectral_normed(normal(5, 3), 0).train()
     raw = spectral_norm_raw(peer)
     first, second = seen(peer.weight), seen(peer.weight)
     removed = seen(torch.nn.utils.parametrize.remove_parametrizations(peer, "weight").weight)
@@ -242,7 +242,7 @@ def test_torch_iterates_at_each_access_in_training_and_on_removal_and_spectral_n
 def test_spectral_norm_is_right_from_step_zero_as_that_of_torch():
     w = normal(5, 3)
     peer = parametrizations.spectral_norm(module(w)).eval()
-    ours = rpx.SpectralNorm(axis=0).fold(rpx.SpectralNorm(axis=0).init({"w": jnp.asarray(w)}))["w"]
+    ours = rpx.SpectralNorm(columns=0).fold(rpx.SpectralNorm(columns=0).init({"w": jnp.asarray(w)}))["w"]
     # From different random starts, 15 iterations of both come to the same singular value.
     np.testing.assert_allclose(ours, seen(peer.weight), rtol=1e-4)
 
@@ -250,24 +250,24 @@ def test_spectral_norm_is_right_from_step_zero_as_that_of_torch():
 def test_spectral_norm_of_a_transposed_convolution_has_the_axis_of_torch():
     torch.manual_seed(0)
     peer = parametrizations.spectral_norm(torch.nn.ConvTranspose2d(4, 3, 2)).eval()
-    got = read(rpx.SpectralNorm(axis=1), spectral_norm_raw(peer))
+    got = read(rpx.SpectralNorm(columns=1), spectral_norm_raw(peer))
     np.testing.assert_allclose(got, seen(peer.weight), rtol=1e-5)
 
 
-def test_spectral_norm_of_a_vector_is_that_of_torch_which_divides_by_the_length():
-    w, p = normal(5), rpx.SpectralNorm(axis=0, where="w")
+def test_spectral_norm_of_a_vector_in_torch_is_a_sphere():
+    w, p = normal(5), rpx.Sphere(along=None, where="w")
     got = p.apply(p.init({"w": jnp.asarray(w)}))["w"]
     np.testing.assert_allclose(got, seen(parametrizations.spectral_norm(module(w)).weight), rtol=1e-6)
 
 
 def test_torch_turns_a_zero_matrix_into_nan_and_spectral_norm_keeps_it():
-    w, p = np.zeros((5, 3), np.float32), rpx.SpectralNorm(axis=0)
+    w, p = np.zeros((5, 3), np.float32), rpx.SpectralNorm(columns=0)
     assert np.isnan(seen(parametrizations.spectral_norm(module(w)).weight)).all()
     np.testing.assert_array_equal(p.apply(p.init({"w": jnp.asarray(w)}))["w"], w)
 
 
 def test_torch_cannot_normalize_a_tiny_matrix_and_spectral_norm_can():
-    w, p = normal(5, 3, scale=1e-25), rpx.SpectralNorm(axis=0)
+    w, p = normal(5, 3, scale=1e-25), rpx.SpectralNorm(columns=0)
     assert not np.isfinite(seen(parametrizations.spectral_norm(module(w)).weight)).all()
     got = np.asarray(p.apply(p.init({"w": jnp.asarray(w)}))["w"], np.float64)
     assert np.linalg.norm(got, 2) == pytest.approx(1, rel=0.05)

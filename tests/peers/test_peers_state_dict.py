@@ -96,7 +96,7 @@ def norm(axis):
 
 
 def spectral(axis):
-    return lambda where: rpx.SpectralNorm(axis=axis, where=where)
+    return lambda where: rpx.SpectralNorm(columns=axis, where=where)
 
 
 def matrix(map):

@@ -4,7 +4,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compiled import fold, init
+from errors import raises
 from one_array import gradient, normal, reproduced
 
 import reparax as rpx
@@ -63,3 +65,62 @@ def test_frozen_weights_that_were_folded_are_computed_no_more():
 
 
 # ---- Cast
+
+
+CODES = {
+    "all that trains": rpx.Freeze() >> rpx.Stored("nf4", block=64) >> rpx.LoRA(2),
+    "the base by its path": rpx.Freeze(where=".*kernel") >> rpx.Stored("nf4", block=64) >> rpx.LoRA(2),
+    "all": rpx.Freeze() >> rpx.Stored("int8", axis=-1),
+    "codes by their path": rpx.Freeze(where=".*kernel") >> rpx.Stored("int8", axis=-1),
+}
+
+
+@pytest.mark.parametrize("p", CODES.values(), ids=CODES)
+def test_codes_are_fixed_already_so_there_is_nothing_to_freeze(p):
+    params = {"a": {"kernel": np.ones((64, 8), np.float32)}, "b": {"kernel": np.zeros((64, 8), np.float32)}}
+    like = jax.eval_shape(p.init, params, jax.random.key(0))
+    without = jax.eval_shape(p[1:].init, params, jax.random.key(0))
+    assert jax.tree.structure(like) == jax.tree.structure(without)
+    assert jax.tree.map(jnp.shape, jax.eval_shape(p.apply, like)) == jax.tree.map(jnp.shape, params)
+    p.check(like, params)
+
+
+def test_freeze_leaves_codes_alone_and_freezes_what_is_beside_them():
+    p, params = rpx.Freeze() >> rpx.Stored("int8", axis=-1), {"dense": LAYER}
+    like = jax.eval_shape(p.init, params)["dense"]
+    assert set(like["kernel"]) == {"@stored"}
+    assert set(like["bias"]) == {"@freeze"}
+
+
+def test_a_model_in_which_nothing_trains_has_nothing_to_freeze():
+    params = {"count": np.ones(3, np.int32)}
+    assert jax.tree.map(jnp.shape, rpx.Freeze().apply(rpx.Freeze().init(params))) == {"count": (3,)}
+
+
+ERRORS = {
+    "no array": (
+        lambda: rpx.Freeze().init({}),
+        "Freeze().init selects nothing: the tree holds no array. Pass the model's parameters.",
+    ),
+    "a path": (
+        lambda: (rpx.Freeze(where="kernl") >> rpx.Stored("int8", where="kernel")).init(LAYER),
+        "Freeze(where='kernl').init selects nothing: no path matches 'kernl' as a whole. The nearest of 2 paths are "
+        "'kernel', 'bias'. Correct the expression; `.*` matches any text.",
+    ),
+    "never through init": (
+        lambda: rpx.Freeze().apply(LAYER),
+        "Freeze().apply got a tree that never went through init: it holds no '@freeze'. Call `raw = p.init(params)` "
+        "once, with the whole chain, and pass `raw`.",
+    ),
+    "another chain": (
+        lambda: (rpx.Freeze() >> rpx.LoRA(1)).apply(rpx.LoRA(1).init(LAYER, jax.random.key(0))),
+        "Freeze().apply found no '@freeze' in a raw tree that holds '@lora' at 'kernel': another chain made this raw "
+        "tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "text"), ERRORS.values(), ids=ERRORS)
+def test_freeze_where_there_is_something_else(build, text):
+    with raises(ValueError, text):
+        build()

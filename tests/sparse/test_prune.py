@@ -52,7 +52,7 @@ def mask_of(raw, kind):
         pytest.param(rpx.MagnitudePrune(0.52), 16, marks=pytest.mark.thorough),
         (rpx.MagnitudePrune(0.95), 28),
         pytest.param(rpx.MagnitudePrune(0.99), 30, marks=pytest.mark.thorough),
-        (rpx.MagnitudePrune(1), 30),
+        (rpx.MagnitudePrune(1.0), 30),
         pytest.param(rpx.MagnitudePrune(count=0), 0, marks=pytest.mark.thorough),
         pytest.param(rpx.MagnitudePrune(count=1), 1, marks=pytest.mark.thorough),
         (rpx.MagnitudePrune(count=7), 7),
@@ -279,6 +279,30 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             ValueError,
             "MagnitudePrune got sparsity=90, but takes a share of weights from 0 to 1. For a number of weights, write "
             "`MagnitudePrune(count=...)`.",
+        ),
+        (
+            lambda: rpx.MagnitudePrune(1),  # torch's amount=1 is one weight
+            ValueError,
+            "MagnitudePrune got sparsity=1, which may be all weights or one of them. For all, write sparsity=1.0; for "
+            "one, `MagnitudePrune(count=1)`.",
+        ),
+        (
+            lambda: rpx.GlobalPrune((0.5, np.int32(1))),
+            ValueError,
+            "GlobalPrune got sparsity=1, which may be all weights or one of them. For all, write sparsity=1.0; for "
+            "one, `GlobalPrune(count=1)`.",
+        ),
+        (
+            lambda: rpx.RigL({"dense/.*": 1}),
+            ValueError,
+            "RigL got sparsity['dense/.*']=1, which may be all weights or one of them. For all, write "
+            "sparsity['dense/.*']=1.0; for one, `RigL(count=1)`.",
+        ),
+        (
+            lambda: jax.eval_shape(lambda share: rpx.SET(share).init({"w": normal(2, 2)}, jax.random.key(0)), 1),
+            TypeError,
+            "SET takes a share of weights as sparsity, but got a traced integer of dtype int32. Make it a floating "
+            "number, `jnp.float32(...)`; for a number of weights, write `SET(count=...)`.",
         ),
         (
             lambda: rpx.RandomPrune((0.5, -0.1)),

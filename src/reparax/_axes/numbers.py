@@ -14,6 +14,10 @@ Axes = Axis | tuple[Axis, ...]
 EACH = "each"
 """Given as feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
 
+LAST = "last"
+"""The default where one axis counts and the user named none: the last axis of a matrix or a vector. An array with more
+axes is refused, as nobody knows which one is meant. No axis can have this name."""
+
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
     """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
@@ -21,6 +25,8 @@ def check_axes(axes: Any, who: str, name: str) -> Axes:
     if not all(map(_is_axis, several)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
     plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    if len(set(plain)) < len(plain):
+        raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
     return plain[0] if len(plain) == 1 else plain
 
 
@@ -51,16 +57,33 @@ def check_axis(axis: Any, who: str, name: str) -> Axis:
     return axis if isinstance(axis, str) else int(axis)
 
 
+def check_along(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_optional_axes`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axes) else check_optional_axes(axes, who, name)
+
+
+def check_one_along(axis: Any, who: str, name: str) -> Axis:
+    """Like :func:`check_axis`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axis) else check_axis(axis, who, name)
+
+
+def check_channels(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_features`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axes) else check_features(axes, who, name)
+
+
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
     found = check_axes(axes, who, name)
-    numbers = [axis for axis in _each(found) if isinstance(axis, int)]
-    if any(axis < 0 for axis in numbers) or len(set(_each(found))) < len(_each(found)):
-        raise ValueError(f"{who} got {name}={axes!r}, but takes different axes, counted from the front (at least 0).")
+    if any(axis < 0 for axis in _each(found) if isinstance(axis, int)):
+        raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
     return found
 
 
-AXIS_CHECKS = (check_axes, check_optional_axes, check_features, check_slices, check_axis)
+AXIS_CHECKS = (
+    *(check_axes, check_optional_axes, check_features, check_slices, check_axis),
+    *(check_along, check_one_along, check_channels),
+)
 """The checks of fields that hold axes of the array, which users may give by name."""
 
 
@@ -100,11 +123,15 @@ def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | N
 
 
 def _is_axis(value: object) -> bool:
-    return (isinstance(value, str) and value != EACH) or is_whole(value)
+    return (isinstance(value, str) and value not in (EACH, LAST)) or is_whole(value)
 
 
 def _is_each(axes: object) -> bool:
     return isinstance(axes, str) and axes == EACH
+
+
+def _is_last(axes: object) -> bool:
+    return isinstance(axes, str) and axes == LAST
 
 
 def _each(axes: Axes) -> tuple[Axis, ...]:
@@ -113,7 +140,7 @@ def _each(axes: Axes) -> tuple[Axis, ...]:
 
 def has_names(axes: Axes | None) -> bool:
     """Whether any axis is given by name."""
-    return axes is not None and axes != EACH and any(isinstance(axis, str) for axis in _each(axes))
+    return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _each(axes))
 
 
 def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
@@ -149,19 +176,36 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
 
 def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
-    if axes is None or axes == EACH or all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
+    if axes is None or axes == EACH:
         return None
+    if axes == LAST:
+        if w.ndim > 2:
+            return (
+                f"expected a matrix, as no {name} is given, got shape {w.shape}. Write {name}=-1 for the last axis, or "
+                f"the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
+                f"out with `where`."
+            )
+        axes = as_number(axes)
+    if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
+        if len(set(count_from_front(axes, w))) == len(list_axes(axes)):
+            return None
+        return f"{name}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
     return (
         f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
         f"Leave it out with `where`, or use a separate stage for it."
     )
 
 
+def as_number(axes: Axes) -> Axes:
+    """``axes`` with a number in place of ``"last"``."""
+    return -1 if _is_last(axes) else axes
+
+
 def count_from_front(axes: Axes, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front; all of them for ``"each"``."""
     if axes == EACH:
         return tuple(range(w.ndim))
-    return tuple(sorted(axis % w.ndim for axis in list_axes(axes)))
+    return tuple(sorted(axis % w.ndim for axis in list_axes(as_number(axes))))
 
 
 def position(axis: Axis, w: Array) -> int:

@@ -249,6 +249,19 @@ class Parametrization(Static, ABC):
             raise other_than_stages(self, ">>", got)
         return compose((self, got))
 
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator["Parametrization"]:
+        return iter(self._parts)
+
+    @overload
+    def __getitem__(self, i: int) -> "Parametrization": ...
+    @overload
+    def __getitem__(self, i: slice) -> "Chain": ...
+    def __getitem__(self, i: int | slice) -> "Parametrization":
+        return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
+
     def __repr__(self) -> str:
         return expression(self)
 
@@ -307,7 +320,8 @@ refuse_others(Parametrization)
 class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
-    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work.
+    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work, also for a stage alone,
+    which counts as a chain of one.
 
     Args:
       stages: The stages. A chain among them is replaced by its stages.
@@ -344,21 +358,8 @@ class Chain(Parametrization):
             return " >> ".join(map(repr, self.stages))
         return f"Chain({self.stages!r})" if self.stages else "Chain()"
 
-    def __len__(self) -> int:
-        return len(self.stages)
-
     def __bool__(self) -> bool:
         return True  # also for the identity, whose length is 0
-
-    def __iter__(self) -> Iterator[Parametrization]:
-        return iter(self.stages)
-
-    @overload
-    def __getitem__(self, i: int) -> Parametrization: ...
-    @overload
-    def __getitem__(self, i: slice) -> "Chain": ...
-    def __getitem__(self, i: int | slice) -> Parametrization:
-        return Chain(self.stages[i]) if isinstance(i, slice) else self.stages[i]
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax._numerics.shortest import shortest, shortest_parts
+
 _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.bool_, bool),
     (np.integer, int),
-    (np.floating, float),
-    (np.complexfloating, complex),
+    (np.floating, shortest),
+    (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax._numerics.shortest import shortest
 from reparax._tree.paths import is_array
 
 
@@ -44,8 +45,10 @@ def check_number(value: Any, who: str, name: str) -> Any:
         ...
       ValueError: SignFlip got rate=1.5, but takes a number from 0 to below 1.
     """
-    if type(value) in (int, float) or isinstance(value, np.integer | np.floating):
+    if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
+    if isinstance(value, np.floating):
+        return shortest(value)
     if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
         if callable(value):
             raise TypeError(
@@ -53,7 +56,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
                 f"`{who}(schedule(step))`."
             )
         raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {shown(value)}.")
-    return value if isinstance(value, Tracer) else float(value)
+    return value if isinstance(value, Tracer) else shortest(value)
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:

@@ -37,7 +37,7 @@ class LoHaMethod(Method):
         ins = target.inputs_shape(rank)
         shapes = {f"hada_w{i}_{end}": s for i in (1, 2) for end, s in (("a", _outs(target, rank)), ("b", _flat(ins)))}
         require(tensors, shapes)
-        stages = (LowRank(rank, **target.sides), Hadamard(), Scale(alpha / rank), Delta())
+        stages = (LowRank(rank, outside=target.outside(rank), **target.sides), Hadamard(), Scale(alpha / rank), Delta())
         values = {
             f"@delta/x/@scale/x/@hadamard/{name}/@low_rank/{factor}": x
             for name, i in (("x", 1), ("y", 2))

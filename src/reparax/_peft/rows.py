@@ -145,10 +145,15 @@ GRALORA = Chained(
     defaults={"r": 32, "alpha": 64, "gralora_k": 2},
 )
 
+
+def _low_rank(target: Target, rank: int) -> LowRank:
+    return LowRank(rank, outside=target.outside(rank), **target.sides)
+
+
 HIRA = Chained(
     "HIRA",
     {"hira_A": inputs("@delta/x/@low_rank/u"), "hira_B": turned("@delta/x/@low_rank/v")},
-    lambda target, shapes, config: (LowRank(_size(shapes["hira_A"], 0), **target.sides), Delta(relative=True)),
+    lambda target, shapes, config: (_low_rank(target, _size(shapes["hira_A"], 0)), Delta(relative=True)),
     lambda target, made: {"r": made["low_rank"].rank},
     {"hira_dropout": NUMBER},
     silent="rank_pattern",

@@ -1,5 +1,6 @@
 """An array that PEFT adapts: its name there, and its axes of inputs and outputs."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ class Target(Entry):
         """The arguments for a stage whose rows are the inputs; none for a plain kernel ``(in, out)``."""
         ins, out = self.ins, self.out
         return {} if (ins, out) == ((0,), 1) else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}
+
+    def outside(self, rank: int) -> str:
+        """The argument ``outside`` for a rank, which PEFT's usual 8 exceeds on a narrow layer."""
+        outs = self.shape[self.out]
+        return "project" if rank > min(outs, math.prod(self.shape) // max(outs, 1)) else "nearest"
 
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""

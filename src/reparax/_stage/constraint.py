@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax._core.calls import call
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import is_inexact, widened
@@ -58,8 +59,11 @@ def _numbers(w: Array) -> Array:
 def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def project(self: Any, w: Array) -> Array:
-        one = self._alone
-        return method(self, _numbers(w)) if one is self else self._over(one.project)(_numbers(w))
+        w, one = _numbers(w), self._alone
+        if one is not self:
+            return self._over(one.project)(w)
+        self._require_axes_in("project", w)
+        return method(self, w)
 
     return project
 
@@ -67,10 +71,11 @@ def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
 def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
-        one = self._alone
-        if one is self:
-            return method(self, _numbers(w), tolerance)
-        return jnp.all(self._over(lambda w: one.contains(w, tolerance))(_numbers(w)))
+        w, one = _numbers(w), self._alone
+        if one is not self:
+            return jnp.all(self._over(lambda w: one.contains(w, tolerance))(w))
+        self._require_axes_in("contains", w)
+        return method(self, w, tolerance)
 
     return contains
 
@@ -80,6 +85,7 @@ def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         one = self._alone
         if one is self:
+            self._require_axes_in("sample", jax.ShapeDtypeStruct(shape, dtype))
             return method(self, key, shape, dtype)
         like = jnp.zeros(shape, dtype)  # only its shape is read
         return self._over(lambda w, key: one.sample(key, w.shape, w.dtype))(like, self._each_key(key, like))
@@ -138,6 +144,11 @@ class Constraint(Reparametrization):
                 f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
         return self._unstacked
+
+    def _require_axes_in(self, method: str, w: Any) -> None:
+        """Refuses an array whose axes the stage does not know, as ``init`` does."""
+        if why := self._misplaced(w):
+            raise ValueError(f"{call(self, method)}: {why}")
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.

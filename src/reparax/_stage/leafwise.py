@@ -69,7 +69,7 @@ class Leafwise(Parametrization):
 
     def _refuse(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, or None if it can."""
-        return self._wrong_dtype(w) or self._out_of_bounds(w) or self.refuse_leaf(w)
+        return self._wrong_dtype(w) or self._misplaced(w) or self.refuse_leaf(w)
 
     def _wrong_dtype(self, w: Array) -> str | None:
         """What is wrong with the dtype of ``w``, or None."""
@@ -78,7 +78,7 @@ class Leafwise(Parametrization):
         wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
 
-    def _out_of_bounds(self, w: Array) -> str | None:
+    def _misplaced(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
         reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields if name in self._checks)
         return next(filter(None, reasons), None)

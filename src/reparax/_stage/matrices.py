@@ -25,7 +25,53 @@ Places = tuple[int, ...]
 Sizes = tuple[int, ...]
 
 
-class RowsAndColumns(Reparametrization):
+class MatrixAxes(Reparametrization):
+    """A stage that reads an array as a matrix; of more than two axes, the user says which are rows and columns."""
+
+    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+
+    def _misplaced(self, w: Array) -> str | None:
+        return super()._misplaced(w) or self._no_matrix(w)
+
+    def _no_matrix(self, w: Array) -> str | None:
+        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
+        if w.ndim < 2:
+            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+        if self.rows is None and self.columns is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}. Say which axes are columns, such as columns=(1, 2) for "
+                f"(in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices "
+                f"are stacked (stacked=0), or leave it out with `where`."
+            )
+        if self._share(w.ndim):
+            return None
+        return (
+            f"expected each axis of shape {w.shape} to be in rows or in columns, got rows={self.rows} "
+            f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
+        )
+
+    def _share(self, ndim: int) -> bool:
+        """Whether each axis of an array is either a row or a column axis."""
+        given = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
+        named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
+        once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
+        return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
+
+    def axes_of(self, ndim: int) -> tuple[Places, Places]:
+        """The row axes and the column axes of an array."""
+        given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
+        if rows is None and columns is None:
+            return (0,), (1,)
+        taken = rows if rows is not None else columns
+        rest = tuple(axis for axis in range(ndim) if axis not in (taken or ()))
+        return (rest if rows is None else rows), (rest if columns is None else columns)
+
+
+class RowsAndColumns(MatrixAxes):
     """A stage on matrices.
 
     A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has
@@ -33,10 +79,6 @@ class RowsAndColumns(Reparametrization):
     the array itself. Several row or column axes need raw values with rows and with columns, which tell their sizes.
     """
 
-    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
-    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
-
-    min_ndim: ClassVar[int] = 2
     square: ClassVar[bool] = False
     """Whether rows and columns have the same sizes, so that values with rows tell both."""
 
@@ -47,23 +89,12 @@ class RowsAndColumns(Reparametrization):
         return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
 
     def _refuse(self, w: Array) -> str | None:
-        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(_merged(w, *self._groups(w.ndim)))
+        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(merged(w, *self.axes_of(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
-        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
-        if w.ndim < 2:
-            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
-        if self.rows is None and self.columns is None and w.ndim > 2:
-            return (
-                f"expected a matrix, got shape {w.shape}. Give the axes of rows and columns (rows=0, columns=(1, 2)) "
-                f"or the axes along which matrices are stacked (stacked=0), or leave it out with `where`."
-            )
-        if not self._share(w.ndim):
-            return (
-                f"expected each axis of shape {w.shape} to be in rows or in columns, got rows={self.rows} "
-                f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
-            )
-        rows, columns = self._groups(w.ndim)
+        if why := super()._no_matrix(w):
+            return why
+        rows, columns = self.axes_of(w.ndim)
         if len(rows) == len(columns) == 1:
             return None
         said = self.raw_values.values()
@@ -75,36 +106,19 @@ class RowsAndColumns(Reparametrization):
             f"{w.shape}. Leave the array out with `where`, or reshape it."
         )
 
-    def _share(self, ndim: int) -> bool:
-        """Whether each axis of an array is either a row or a column axis."""
-        given = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
-        named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
-        once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
-        return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
-
-    def _groups(self, ndim: int) -> tuple[Places, Places]:
-        """The row axes and the column axes of an array."""
-        given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
-        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
-        if rows is None and columns is None:
-            return (0,), (1,)
-        taken = rows if rows is not None else columns
-        rest = tuple(axis for axis in range(ndim) if axis not in (taken or ()))
-        return (rest if rows is None else rows), (rest if columns is None else columns)
-
     def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         def each(x: Any, *others: Any) -> Any:
             if isinstance(x, Mapping):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
-                groups, sizes = self._groups(sum(counts.values())), self._sizes(x, counts)
+                groups, sizes = self.axes_of(sum(counts.values())), self._sizes(x, counts)
                 self._require_sizes(x, counts)
                 taken = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
                 made = formula(taken, *others)
             else:
-                groups = self._groups(x.ndim)
-                merged = [each.as_matrix(*groups) if isinstance(each, Seen) else each for each in others]
-                made, sizes = formula(_merged(x, *groups), *merged), _sizes(x, groups)
+                groups = self.axes_of(x.ndim)
+                others = tuple(each.as_matrix(*groups) if isinstance(each, Seen) else each for each in others)
+                made, sizes = formula(merged(x, *groups), *others), _sizes(x, groups)
             if isinstance(made, Mapping):
                 return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
             if isinstance(x, Mapping) and made.ndim not in (0, 2):
@@ -116,7 +130,7 @@ class RowsAndColumns(Reparametrization):
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """The numbers of row and column axes of the array, from its raw values."""
         if (base := self._base(values)) is not None:
-            rows, columns = self._groups(base.ndim)
+            rows, columns = self.axes_of(base.ndim)
             return {"rows": len(rows), "columns": len(columns)}
         given = {"rows": self.rows, "columns": self.columns}
         known = {group: len(list_axes(axes)) for group, axes in given.items() if axes is not None}
@@ -140,7 +154,7 @@ class RowsAndColumns(Reparametrization):
         """Refuses raw values whose rows or columns differ from those of the base."""
         if (base := self._base(values)) is None:
             return
-        rows, columns = _sizes(base, self._groups(base.ndim))
+        rows, columns = _sizes(base, self.axes_of(base.ndim))
         known = {"rows": rows, "columns": columns}
         for name in values:
             for axis, size in self._axis_sizes(name, values[name], counts).items():
@@ -162,14 +176,14 @@ class RowsAndColumns(Reparametrization):
         if set(counts.values()) == {1}:
             return None
         if (base := self._base(values)) is not None:
-            return _sizes(base, self._groups(base.ndim))
+            return _sizes(base, self.axes_of(base.ndim))
         found = {axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
     def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
-            return _merged(value, *groups)
+            return merged(value, *groups)
         parts = self._axis_sizes(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
@@ -192,7 +206,7 @@ def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
     return rows, columns
 
 
-def _merged(w: Any, rows: Places, columns: Places) -> Any:
+def merged(w: Any, rows: Places, columns: Places) -> Any:
     """An array, or the type of one, as a matrix."""
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
@@ -202,7 +216,7 @@ def _merged(w: Any, rows: Places, columns: Places) -> Any:
 
 
 def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
-    """The inverse of :func:`_merged`: the array for a matrix."""
+    """The inverse of :func:`merged`: the array for a matrix."""
     rows, columns = groups
     whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
     order = (*rows, *columns)

@@ -1,6 +1,6 @@
 """Which arrays a stage acts on, and with which numbers and axes."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
@@ -13,6 +13,7 @@ from reparax._stage.where import (
     Candidate,
     Selected,
     choose,
+    chose_nothing,
     is_bias_or_scale,
     is_state,
     is_table,
@@ -63,13 +64,26 @@ class Selection(Planner):
 
         require_known(who, self.stage.where, list(slots.values()), nest(tree))
         state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
-        flags = [state[tree.root(at)] for at in slots]
-        chosen = choose(who, self.stage.where, list(map(candidate, slots)), flags, self.stage.stacked)
+        candidates = list(map(candidate, slots))
+        chosen = choose(who, self.stage.where, candidates, [state[tree.root(at)] for at in slots])
+        if not any(chosen) and not self.may_choose_nothing(candidates):
+            raise chose_nothing(who, self.stage.where, candidates, self.stage.stacked)
         chosen = without_unmatched(who, self.stage._varied, chosen, [slot.path for slot in slots.values()])
-        found = [at for at, flag in zip(slots, chosen, strict=True) if flag]
+        flags = zip(slots, chosen, candidates, strict=True)
+        found = [at for at, flag, each in flags if flag and not self.is_done(each)]
         if method == "init":  # in the body of a scan over the layers, no array has their axis any more
             require_axes(who, "stacked", self.stage.stacked, [names[at] for at in found])
         return found
+
+    def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether it is no error that the stage acts on none of these places."""
+        del candidates
+        return False
+
+    def is_done(self, chosen: Candidate) -> bool:
+        """Whether the stage has nothing to do at a place that it acts on."""
+        del chosen
+        return False
 
     def axis_names(self, tree: Flat) -> dict[Names, AxisNames | None]:
         """The axis names of each array, if this stage needs any."""

@@ -275,30 +275,36 @@ class Candidate:
     by_default: Callable[[], bool]
 
 
-def choose(
-    who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool], stacked: object = ()
-) -> list[bool]:
-    """Whether each place is selected; ``stacked`` are axes that do not count, for an error.
-
-    Raises:
-      ValueError: If nothing is selected.
-    """
-    by_place = isinstance(where, str) and "@" in where
-    visible = [place.slot.visible and place.present and (by_place or not place.slot.added) for place in places]
+def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool]) -> list[bool]:
+    """Whether each place is selected."""
     if where is None or isinstance(where, AllBut):
-        flags = [
-            seen and place.slot.main and not held and not _left_out(where, place) and place.by_default()
-            for seen, place, held in zip(visible, places, state, strict=True)
+        return [
+            _visible(where, place)
+            and place.slot.main
+            and not held
+            and not _left_out(where, place)
+            and place.by_default()
+            for place, held in zip(places, state, strict=True)
         ]
-    else:
-        flags = [seen and _matches(who, where, place) for seen, place in zip(visible, places, strict=True)]
-    if not any(flags):
-        seen_slots = [place.slot for place, seen in zip(places, visible, strict=True) if seen]
-        paths = [slot.place if by_place else slot.path for slot in seen_slots]
-        by_stacked = where is None and paths and stacked != ()
-        why = nothing_stacked(stacked, paths) if by_stacked else nothing(where, paths)
-        raise ValueError(f"{who} selects nothing: {why}")
-    return flags
+    return [_visible(where, place) and _matches(who, where, place) for place in places]
+
+
+def chose_nothing(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
+    """The error for a selection without any place; ``stacked`` are axes that do not count."""
+    slots = [place.slot for place in places if _visible(where, place)]
+    paths = [slot.place if _is_by_place(where) else slot.path for slot in slots]
+    by_stacked = where is None and paths and stacked != ()
+    why = nothing_stacked(stacked, paths) if by_stacked else nothing(where, paths)
+    return ValueError(f"{who} selects nothing: {why}")
+
+
+def _is_by_place(where: Where) -> bool:
+    """Whether an expression is for places in the raw tree, not for paths."""
+    return isinstance(where, str) and "@" in where
+
+
+def _visible(where: Where, place: Candidate) -> bool:
+    return place.slot.visible and place.present and (_is_by_place(where) or not place.slot.added)
 
 
 def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -> None:

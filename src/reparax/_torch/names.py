@@ -45,7 +45,7 @@ TWINS: dict[type[Parametrization], Twin] = {
     SpectralNorm: Twin(
         {"w": "original", "u": "_u", "v": "_v"},
         {"w": "_orig", "u": "_u", "v": "_v"},
-        ("where", "outside", "axis", "n_steps"),
+        ("where", "outside", "rows", "columns", "n_steps"),
     ),
     Orthogonal: Twin({"x": "original", "base": "base"}, {}),
     Freeze: Twin({}, {"w": ""}),

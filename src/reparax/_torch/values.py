@@ -60,8 +60,8 @@ def _written(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array
             return x.reshape(()) if axis is None else write_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
-        case SpectralNorm(axis=axis), "v":
-            return write_layout(x.reshape(_without(axis, entry.shape)), entry.layout).reshape(-1)
+        case SpectralNorm(), "v":
+            return write_layout(x.reshape(_rows(stage, entry.shape)), entry.layout).reshape(-1)
         case _, "mask":
             return write_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
         case _:
@@ -74,8 +74,8 @@ def _read(stage: Parametrization | None, name: str, x: Array, entry: Entry, shap
             return x.reshape(shape)
         case SpectralNorm(), "u":
             return x
-        case SpectralNorm(axis=axis), "v":
-            rest = permute(_without(axis, entry.shape), entry.layout)
+        case SpectralNorm(), "v":
+            rest = permute(_rows(stage, entry.shape), entry.layout)
             return read_layout(x.reshape(rest), entry.layout).reshape(-1)
         case _, "mask":
             return _of_slices(_binary(read_layout(x, entry.layout)), shape)
@@ -83,9 +83,11 @@ def _read(stage: Parametrization | None, name: str, x: Array, entry: Entry, shap
             return read_layout(x, entry.layout)
 
 
-def _without(axis: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array without its feature axis."""
-    return tuple(1 if i == axis % len(shape) else size for i, size in enumerate(shape))
+def _rows(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array without its column, of which torch has one axis."""
+    columns = stage.axes_of(len(shape))[1]
+    _require_one_axis(stage, columns[0] if len(columns) == 1 else columns)
+    return tuple(1 if i in columns else size for i, size in enumerate(shape))
 
 
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:

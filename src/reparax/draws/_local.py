@@ -72,11 +72,11 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     same in both; the mean and the variance of each entry of the result are those of such weights. Each use of a weight
     draws for itself too: both uses of a tied table, and each step of a loop in time.
 
-    All else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank,
-    :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights of which a formula
-    mixes entries after the noise, such as ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend on named
-    arguments only; and what is read otherwise, such as the square of a weight. So does a ``shard_map`` with
-    ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` says which, where and why.
+    All else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank and
+    factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights of
+    which a formula mixes entries after the noise, such as ``VarNoise(0.1) >> WeightNorm()``; products with arrays that
+    depend on named arguments only; and what is read otherwise, such as the square of a weight. So does a ``shard_map``
+    with ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` says which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both. Apply ``jax.grad``,
     ``jax.jit``, :func:`remat` and :func:`factored` outside of it. ``jax.vmap`` outside of it with one key for all gives

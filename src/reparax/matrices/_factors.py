@@ -28,8 +28,8 @@ class LowRank(RowsAndColumns, Constraint):
     Half-precision matrices are computed in float32.
 
     Args:
-      rank: Largest rank of the effective matrix, at least 1. Above ``min(n, m)``, further columns of ``u`` start at
-        zero.
+      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="project"`` it may be
+        larger, as in adapters of PEFT on narrow layers: further columns of ``u`` start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -58,7 +58,7 @@ class LowRank(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w) if 0 in w.shape else None
+        return no_rank(self.rank, w) if self.outside != "project" or 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         u, v = _nearest(widened(w), self.rank)

@@ -75,7 +75,7 @@ class VarNoise(Drawn):
       >>> def scheduled(step):  # from step 20000 on, on kernels of the decoder only; call it in the training step
       ...     return rpx.VarNoise({"decoder/.*kernel": jnp.where(step < 20000, 0.0, 0.075)})
       >>> scheduled(30000)
-      VarNoise({'decoder/.*kernel': 0.07500000298023224})
+      VarNoise({'decoder/.*kernel': 0.075})
 
     References:
       Graves, *Practical Variational Inference for Neural Networks*, 2011; Sarkar et al., *Evolution Strategies at the

@@ -1,47 +1,58 @@
 """Spectral norm: the largest singular value of matrices and convolutions."""
 
 import functools
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axis, check_axis, position
+from reparax._axes.numbers import list_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import inverse, unit
 from reparax._stage.constraint import Constraint
+from reparax._stage.matrices import MatrixAxes, merged
 from reparax._tree.values import Values, fixed, main
 from reparax.norms._convolution import Convolution, Padding, Sizes, check_padding, check_sizes, check_window
 
 _OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1}
 
 
-class SpectralNorm(Constraint):
+class SpectralNorm(MatrixAxes, Constraint):
     r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
 
-    Raw values: ``w`` (main), the matrix itself; ``u`` of shape ``(features,)`` and ``v`` of shape ``(rest,)``
-    (fixed), power-iteration estimates of the singular vectors, in float32 for half-precision weights. No gradient
+    Raw values: ``w`` (main), the matrix itself; ``u`` and ``v`` (fixed), vectors with a number for each column and each
+    row, power-iteration estimates of the singular vectors, in float32 for half-precision weights. No gradient
     passes through ``u`` and ``v``. ``init`` keeps ``w`` and iterates 15 times from a random start, as torch does.
     ``update`` iterates ``n_steps`` times; call it once per training step. ``apply`` and ``fold`` never iterate, so all
-    calls in a step give the same weight. Arrays of more than two dimensions become matrices of ``axis`` against all
-    other axes. A zero matrix stays zero. ``apply(init(w))`` is ``w`` if :math:`\sigma(w) = 1`; otherwise it is ``w``
-    divided by the estimate of :math:`\sigma`. ``project`` divides by the singular value from the SVD.
+    calls in a step give the same weight. A zero matrix stays zero. ``apply(init(w))`` is ``w`` if
+    :math:`\sigma(w) = 1`; otherwise it is ``w`` divided by the estimate of :math:`\sigma`. ``project`` divides by the
+    singular value from the SVD.
 
-    A convolution is a linear map of images. Its norm can exceed that of the kernel as a matrix, by up to the square
-    root of the kernel's area, and it depends on strides and padding. With ``window``, the shape of the input images,
-    :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window, in)``, ``u`` that of the output image, and
-    ``project`` iterates 500 times. The largest singular values are close to each other, so use more steps, such as
-    ``n_steps=5``.
+    The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. While the weights move,
+    one iteration per step lags behind, and the norm overshoots: 1.09 was seen at usual learning rates, more where steps
+    are large. Raise ``n_steps``, to 5 or 15, if the bound matters; ``project`` divides by the exact value.
+
+    A matrix has the same norm as its transpose. Of an array of more than two dimensions, you say what is multiplied
+    with the inputs: ``columns=(1, 2)`` for a kernel of attention ``(in, heads, dim)``, ``columns=-1`` for its output
+    ``(heads, dim, out)``. With one norm for the rows ``(in, heads)``, the norm of the map could be the square root of
+    the number of heads.
+
+    A convolution is a linear map of images. Its norm can exceed that of the kernel as a matrix, which ``columns=-1``
+    and other libraries take, by up to the square root of the kernel's area, and it depends on strides and padding. With
+    ``window``, the shape of the input images, :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window,
+    in)``, ``u`` that of the output image, and ``project`` iterates 500 times. The largest singular values are close to
+    each other, so use more steps, such as ``n_steps=5``.
 
     Args:
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
-      axis: The feature axis: ``-1`` for flax's kernels. It is torch's ``dim``: 0, and 1 for transposed convolutions.
-        With ``window``, the first or the last axis; its neighbour (1 or -2) is the input axis. A transposed convolution
-        has the norm of its adjoint: use ``axis=0`` for torch's, and the shape of its output images as ``window``.
+      rows: As for :class:`LowRank`.
+      columns: As for :class:`LowRank`. One axis is torch's ``dim``: 0, and 1 for transposed convolutions. With
+        ``window``, the axis of outputs, the first or the last one, which is the default; its neighbour (1 or -2) is the
+        input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the shape
+        of its output images as ``window``.
       window: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
       strides: The strides of the convolution, a number or one for each axis of the image.
       padding: ``"SAME"`` and ``"VALID"`` as in flax, ``"CIRCULAR"``, a number of zeros on each side, or a pair
@@ -51,7 +62,7 @@ class SpectralNorm(Constraint):
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales; with ``window``, those with two dimensions more than the image.
-      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+      stacked: As for :class:`Reparametrization`.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -72,7 +83,6 @@ class SpectralNorm(Constraint):
     """
 
     n_steps: int = argument(check_positive_whole, default=1)
-    axis: Axis = argument(check_axis, default=-1, kw_only=True)
     window: tuple[int, ...] | None = argument(optional(check_window), default=None, kw_only=True)
     strides: Sizes = argument(check_sizes, default=1, kw_only=True)
     padding: Padding = argument(check_padding, default="SAME", kw_only=True)
@@ -80,7 +90,6 @@ class SpectralNorm(Constraint):
     groups: int = argument(check_positive_whole, default=1, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
-    min_ndim: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +99,26 @@ class SpectralNorm(Constraint):
                 f"SpectralNorm got {given[0]}={getattr(self, given[0])!r} without `window`, the shape of the input "
                 f"images. Give it, such as window=(32, 32)."
             )
+        if self.window is not None and self.rows is not None:
+            raise ValueError(
+                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one axis of outputs and its "
+                f"neighbour of inputs. Leave `rows` out, and give the outputs, such as columns=-1."
+            )
 
     def default(self, w: Array) -> bool:
         return super().default(w) and (self.window is None or w.ndim == len(self.window) + 2)
 
+    def _no_matrix(self, w: Array) -> str | None:
+        return super()._no_matrix(w) if self.window is None else None
+
     def refuse_leaf(self, w: Array) -> str | None:
         if self._convolution is None:
             return None
-        if 0 < position(self.axis, w) < w.ndim - 1:
-            return f"expected the first or the last axis of a convolution's kernel, got axis={self.axis}. Use one."
+        if not self._outputs(w):
+            return (
+                f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
+                f"{w.shape}. Use one."
+            )
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
     @property
@@ -139,12 +159,19 @@ class SpectralNorm(Constraint):
         return Convolution(self.window, self.strides, self.padding, self.dilation, self.groups)
 
     def _matrix(self, w: Array) -> Array:
-        """``w`` as a matrix of shape ``(rest, features)``, or as a kernel ``(..., in, out)``."""
-        axis = position(self.axis, w)
+        """``w`` as a matrix, or as a kernel ``(..., in, out)``."""
+        if why := self._misplaced(w):
+            raise ValueError(why)
         if self.window is not None:
+            axis = self._outputs(w)[0]
             return jnp.moveaxis(widened(w), (axis - 1 if axis else 1, axis), (-2, -1))
-        rest = math.prod(w.shape[:axis] + w.shape[axis + 1 :])
-        return jnp.moveaxis(widened(w), axis, -1).reshape(rest, w.shape[axis])
+        rows, columns = (tuple(sorted(axes)) for axes in self.axes_of(w.ndim))
+        return merged(widened(w), rows, columns)
+
+    def _outputs(self, w: Array) -> list[int]:
+        """The output axis of a convolution's kernel; none if it cannot be the given one."""
+        axes = [axis % w.ndim for axis in list_axes(-1 if self.columns is None else self.columns)]
+        return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
 
 def _forward(matrix: Array, v: Array, convolution: Convolution | None) -> Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, along, check_features, check_optional_axes, other_axes
+from reparax._axes.numbers import LAST, Axes, along, check_along, check_channels, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
@@ -26,7 +26,8 @@ class Sphere(Constraint):
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
-        output of a dense kernel ``(in, out)``. None for the whole array.
+        output of a dense kernel ``(in, out)``. None for the whole array. Default: the last axis of a vector or a
+        matrix; arrays of more axes are refused.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -44,7 +45,7 @@ class Sphere(Constraint):
     """
 
     radius: Any = argument(per_array(check_positive_number), default=1.0)
-    along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
+    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
@@ -69,8 +70,9 @@ class MaxNorm(Constraint):
     Args:
       max: The largest norm :math:`c`, a number or a traced scalar.
       axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
-        output of a dense kernel ``(in, out)`` or of a convolution, ``0`` each row of an embedding. None bounds the norm
-        of the whole array.
+        output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
+        attention kernel ``(in, heads, dim)``, ``0`` each row of an embedding. None bounds the norm of the whole array.
+        Default: the last axis of a matrix; arrays of more axes are refused.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -89,7 +91,7 @@ class MaxNorm(Constraint):
     """
 
     max: Any = argument(per_array(check_positive_number))
-    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
@@ -143,7 +145,7 @@ class PoincareBall(Constraint):
     """
 
     curvature: Any = argument(per_array(check_positive_number), default=1.0)
-    along: Axes | None = argument(check_optional_axes, default=-1, kw_only=True)
+    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, other_axes
+from reparax._axes.numbers import LAST, Axes, as_number, check_channels, other_axes
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
@@ -26,7 +26,8 @@ class WeightStandardization(Constraint):
     channel, and is exact if its mean is 0; a channel of zeros stays zero, and still trains.
 
     Args:
-      axis: The feature axes, with one mean and one variance per index, as for :class:`WeightNorm`.
+      axis: The feature axes, with one mean and one variance per index: ``-1`` for a convolution's ``(height, width, in,
+        out)``. By number or by name. Default: the last axis of a matrix; arrays of more axes are refused.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -46,15 +47,16 @@ class WeightStandardization(Constraint):
       2021.
     """
 
-    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:
+            axis = None if self.axis is None else as_number(self.axis)
             return (
-                f"expected several inputs for each index of axis {self.axis}, got one in shape {w.shape}. "
+                f"expected several inputs for each index of axis {axis}, got one in shape {w.shape}. "
                 f"Leave it out with `where`, or use a separate stage for it."
             )
         return None

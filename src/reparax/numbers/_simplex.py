@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axis, check_axis, position
+from reparax._axes.numbers import LAST, Axis, check_one_along, position
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
@@ -29,7 +29,8 @@ class Simplex(Constraint):
     is a density whose points of the simplex have the given prior.
 
     Args:
-      along: The axis along which the numbers sum to 1.
+      along: The axis along which the numbers sum to 1. Default: the last axis of a vector or a matrix; arrays of more
+        axes are refused.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
@@ -47,7 +48,7 @@ class Simplex(Constraint):
       Dimensions*, 2008.
     """
 
-    along: Axis = argument(check_axis, default=-1, kw_only=True)
+    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 1

@@ -4,8 +4,9 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
-from reparax._numerics.arguments import check_number, check_whole
+from reparax._numerics.arguments import check_number, check_whole, is_whole
 
 
 class Pruning(Protocol):
@@ -25,6 +26,16 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
+    if is_whole(value) and value == 1:
+        raise ValueError(
+            f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
+            f"`{who}(count=1)`."
+        )
+    if isinstance(value, Tracer) and jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{who} takes a share of weights as {name}, but got a traced integer of dtype {value.dtype}. Make it a "
+            f"floating number, `jnp.float32(...)`; for a number of weights, write `{who}(count=...)`."
+        )
     share = check_number(value, who, name)
     if isinstance(share, float) and not 0 <= share <= 1:
         raise ValueError(

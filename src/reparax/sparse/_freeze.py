@@ -1,12 +1,35 @@
 """Frozen weights."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from reparax._core.layers import Layer
+from reparax._core.planner import Planner
+from reparax._numerics.arithmetic import is_inexact
 from reparax._stage.leaf import Reparametrization
+from reparax._stage.nodes import find_nodes
+from reparax._stage.on_arrays import OnArrays
+from reparax._stage.where import Candidate
+from reparax._tree.flat import Flat
 from reparax._tree.values import Values, main
+
+
+class _Freezing(OnArrays):
+    """The planner of a stage that has nothing to do where a later stage, such as ``Stored``, left fixed codes."""
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        if not find_nodes(tree, self.stage.kind) and not self.present(method, tree):
+            return self.layer(method, [])
+        return super().plan(method, tree)
+
+    def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
+        return self.stage.where is None and any(place.present for place in candidates)
+
+    def is_done(self, chosen: Candidate) -> bool:
+        return chosen.slot.fixed and not is_inexact(chosen.array())
 
 
 class Freeze(Reparametrization):
@@ -26,10 +49,12 @@ class Freeze(Reparametrization):
     To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the
     weights. ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the
     optimizer again with the new raw tree, or convert its state by :func:`transfer`. If an array has an adapter,
-    ``Freeze`` acts on the base only: ``Freeze() >> LoRA(8)`` trains only the adapters.
+    ``Freeze`` acts on the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages
+    leave: codes of ``Stored`` are fixed anyway, so ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` freezes biases
+    and scales, if the model has any.
 
     Args:
-      where: Which arrays to act on. Default: every floating or complex parameter.
+      where: Which arrays to act on. Default: every floating or complex parameter, if there is one.
       stacked: As for :class:`Reparametrization`.
 
     Example:
@@ -40,6 +65,7 @@ class Freeze(Reparametrization):
 
     raw_values: ClassVar[Values] = {"w": main(fixed=True)}
     _takes_base: ClassVar[bool] = True
+    _planner: ClassVar[type[Planner]] = _Freezing
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}

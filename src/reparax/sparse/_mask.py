@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axis, check_axis, position
+from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
 from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
@@ -78,7 +78,8 @@ class NofM(Constraint):
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed.
+      along: The axis along which groups are formed. Default: the last axis of a matrix; arrays of more axes are
+        refused.
       fit: How weights are chosen: ``"magnitude"``, or from data ``"wanda"`` or ``"sparsegpt"``.
       percdamp: As for :class:`MagnitudePrune`.
       outside: As for :class:`Constraint`.
@@ -98,7 +99,7 @@ class NofM(Constraint):
 
     n: int = argument(check_whole)
     m: int = argument(check_whole)
-    along: Axis = argument(check_axis, default=-1, kw_only=True)
+    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
     fit: str = argument(one_of(*FITS), default="magnitude", kw_only=True)
     percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
@@ -114,7 +115,7 @@ class NofM(Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[position(self.along, w)] % self.m:
             return (
-                f"expected an axis {self.along} whose length is divisible by {self.m}, got shape {w.shape}. "
+                f"expected an axis {as_number(self.along)} whose length is divisible by {self.m}, got shape {w.shape}. "
                 f"Leave it out with `where`, or choose another axis."
             )
         return None
