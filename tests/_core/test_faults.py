@@ -163,8 +163,8 @@ OF_MANY_DIMENSIONS = {
         rpx.SpectralNorm(where=".*").init,
         lambda: ({"x": jnp.float32(1)},),
         ValueError,
-        "SpectralNorm(where='.*').init at 'x': axis=-1 is out of bounds for an array of shape (). Leave it out "
-        "with `where`, or use a separate stage for it.",
+        "SpectralNorm(where='.*').init at 'x': expected an array of two or more dimensions, got shape (). Leave it out "
+        "with `where`.",
     ),
     "weight_dropout": Fault(
         lambda w: rpx.WeightDropout(0.5, broadcast=(1, 2)).apply(w, _key()),
@@ -768,18 +768,6 @@ CONSTRUCTORS = {
         lambda: (True,),
         TypeError,
         "WeightNorm takes an axis or a tuple of axes as axis, but got True.",
-    ),
-    "spectral_axis_tuple": Fault(
-        lambda axis: rpx.SpectralNorm(columns=axis),
-        lambda: ((0, 1),),
-        TypeError,
-        "SpectralNorm takes one axis as axis, a number or a name, but got (0, 1).",
-    ),
-    "spectral_axis_none": Fault(
-        lambda axis: rpx.SpectralNorm(columns=axis),
-        lambda: (None,),
-        TypeError,
-        "SpectralNorm takes one axis as axis, a number or a name, but got None.",
     ),
     "no_steps": Fault(
         rpx.SpectralNorm,

@@ -729,6 +729,15 @@ REFUSED = {
         "to_torch: 'dense/kernel': torch has norms along one axis, but no equivalent of WeightNorm(axis=(0, 1)). "
         f"{PLAIN}",
     ),
+    "columns of two axes": (
+        lambda: rpx.to_torch(
+            rpx.SpectralNorm(columns=(1, 2)),
+            zeros(lambda w: rpx.SpectralNorm(columns=(1, 2)).init(w, jax.random.key(0)), CUBE),
+            layouts={"w": "kernel"},
+        ),
+        ValueError,
+        f"to_torch: 'w': torch has one axis as columns, but no equivalent of SpectralNorm(columns=(1, 2)). {PLAIN}",
+    ),
     "orthogonal kernels of convolutions": (
         lambda: rpx.to_torch(
             rpx.Orthogonal(stacked=(0, 1)),

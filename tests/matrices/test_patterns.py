@@ -109,7 +109,7 @@ def test_a_unit_diagonal_stays_and_is_no_free_number():
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"), [(rpx.Skew(), 0.0), (rpx.Triangular(unit_diagonal=True), 1.0)], ids=repr
+    ("stage", "expected"), [(rpx.Skew(stacked=0), 0.0), (rpx.Triangular(unit_diagonal=True, stacked=0), 1.0)], ids=repr
 )
 def test_a_matrix_of_one_entry_may_have_no_free_number(stage, expected):
     np.testing.assert_array_equal(projected(stage, np.full((2, 1, 1), 3, np.float32)), np.full((2, 1, 1), expected))
@@ -169,7 +169,7 @@ def test_the_nearest_kronecker_product_leaves_all_but_the_first_singular_value()
 
 def test_batches_and_half_precision_have_kronecker_products_too():
     w = np.stack([np.kron(normal(2, 2, seed=s), normal(1, 2, seed=s + 9)) for s in range(3)])
-    got = projected(rpx.Kronecker((2, 2)), jnp.asarray(w, jnp.bfloat16))
+    got = projected(rpx.Kronecker((2, 2), stacked=0), jnp.asarray(w, jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.02 * np.abs(w).max())
 

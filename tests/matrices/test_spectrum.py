@@ -237,7 +237,7 @@ def test_contains_tells_the_image_from_other_matrices(stage, w, member):
 
 def test_samples_of_low_rank_have_that_rank(key):
     low = jax.jit(lambda key: rpx.LowRank(2).sample(key, (5, 4)))(key)
-    fixed = jax.jit(lambda key: rpx.FixedRank(3).sample(key, (2, 4, 5)))(key)
+    fixed = jax.jit(lambda key: rpx.FixedRank(3, stacked=0).sample(key, (2, 4, 5)))(key)
     assert np.linalg.matrix_rank(low, tol=1e-5) == 2
     assert np.linalg.matrix_rank(fixed, tol=1e-5).tolist() == [3, 3]
 

@@ -85,8 +85,9 @@ def _read(stage: Parametrization | None, name: str, x: Array, entry: Entry, shap
 
 def _rows(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array without its column, of which torch has one axis."""
-    columns = stage.axes_of(len(shape))[1]
-    _require_one_axis(stage, columns[0] if len(columns) == 1 else columns)
+    _, columns = stage.axes_of(len(shape))
+    if len(columns) > 1:
+        raise ValueError(f"torch has one axis as columns, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
 
 
