@@ -370,10 +370,6 @@ UNREADABLE = {
         STAGE % '{"class": "reparax.VarNoise", "std": {"float": "inf"}}',
         "VarNoise got std=inf, but a standard deviation is a finite number.",
     ),
-    "old_argument": (
-        STAGE % '{"class": "reparax.Simplex", "axis": 0}',
-        "from_json cannot build reparax.Simplex from {'axis': 0}: the argument 'axis' is now `along`.",
-    ),
     "foreign_function": (
         STAGE % '{"class": "reparax.Tie", "ties": [["a", "b", {"function": "os.system"}]]}',
         "from_json takes public functions of jax.numpy, jax.nn, jax.lax and jax.scipy only, but got 'os.system'.",

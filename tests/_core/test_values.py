@@ -20,7 +20,6 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax._core.renamed import OLD_ARGUMENTS
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
 
@@ -778,13 +777,7 @@ def test_numbers_that_must_be_known_are_not_traced(who, name, build):
     jax.eval_shape(traced, jnp.float32(0.5))
 
 
-OLD = {
-    "axis": (lambda: rpx.Sphere(axis=0), "Sphere: the argument 'axis' is now `along`."),
-    "scale": (lambda: rpx.Quantize("int8", scale="learned"), "Quantize: the argument 'scale' is now `step`."),
-    "keep": (
-        lambda: rpx.HardConcrete(keep=0.9),
-        "HardConcrete: the argument 'keep' is now `rate`, the probability that a gate is closed, which is 1 - keep.",
-    ),
+UNNAMED = {
     "by position": (
         lambda: rpx.WeightNorm(0),
         "WeightNorm takes 0 of its arguments by position, but got 1. Write the others by name: axis=, detach=, where=, "
@@ -806,9 +799,9 @@ OLD = {
 }
 
 
-@pytest.mark.parametrize("case", OLD)
-def test_old_arguments_and_arguments_without_their_name_are_refused(case):
-    build, text = OLD[case]
+@pytest.mark.parametrize("case", UNNAMED)
+def test_arguments_without_their_name_are_refused(case):
+    build, text = UNNAMED[case]
     with raises(TypeError, text):
         build()
 
@@ -831,15 +824,8 @@ def test_functions_of_a_chain_take_it_first(usage):
         SWAPPED[usage]()
 
 
-def test_each_old_argument_is_of_a_public_stage_that_has_the_new_one_alone():
-    for cls, words in OLD_ARGUMENTS.items():
-        taken = {each.name for each in dataclasses.fields(getattr(rpx, cls.removeprefix("reparax.")))}
-        assert taken.isdisjoint(words)
-        assert taken > {new.split("`")[1] for new in words.values()}
-
-
 @pytest.mark.parametrize("build", [rpx.Gaussian, rpx.HardConcrete, functools.partial(rpx.MagnitudePrune, 0.5)])
-def test_none_no_longer_means_single_weights(build):
+def test_none_does_not_mean_single_weights(build):
     name = type(build()).__name__
     with raises(
         ValueError,

@@ -8,16 +8,6 @@ from errors import raises
 import reparax as rpx
 
 
-@pytest.mark.parametrize("name", ["main", "fixed", "base_values"])
-def test_one_name_is_no_tuple_of_names(name):
-    with raises(
-        TypeError,
-        f"OneName got {name}='base', but takes a tuple of names: ('base',). Or declare each raw value: raw_values = "
-        f"{{'base': rpx.main()}}.",
-    ):
-        type("OneName", (rpx.Reparametrization,), {name: "base"})
-
-
 @pytest.mark.parametrize("given", [None, {"v": "main"}, {1: rpx.main()}, ("v",), {"a/b": rpx.main()}, {"": rpx.main()}])
 def test_raw_values_are_names_with_what_each_is(given):
     with raises(
@@ -26,107 +16,6 @@ def test_raw_values_are_names_with_what_each_is(given):
         f"`rpx.aux()` or `rpx.fixed()` for each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}.",
     ):
         type("Said", (rpx.Reparametrization,), {"raw_values": given})
-
-
-OLD = r"The old words work in this version only\.$"
-OLD_WORDS = [
-    ({"main": ("v",)}, {"v": rpx.main()}),
-    ({"main": ("v",), "aligned": True, "decays": False}, {"v": rpx.main(aligned=True, decays=False)}),
-    ({"fixed": ("mask",)}, {"mask": rpx.fixed()}),
-    ({"main": ("q",), "fixed": ("q", "scale")}, {"q": rpx.main(fixed=True), "scale": rpx.fixed()}),
-    (
-        {"main": ("a",), "fixed": ("w",), "base_values": ("w",)},
-        {"a": rpx.main(), "w": rpx.fixed(base=True)},
-    ),
-    ({"main": ()}, {"*": rpx.aux()}),
-    ({"fixed": ["mask"]}, {"mask": rpx.fixed()}),
-    ({"parts": True}, {"*": rpx.main(part=True)}),
-    ({"fixed": ("base",), "decays": False}, {"*": rpx.main(decays=False), "base": rpx.fixed()}),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_WORDS)
-def test_the_old_words_for_raw_values_still_work_and_warn_with_the_new_line(old, new):
-    with pytest.warns(DeprecationWarning, match=OLD) as caught:
-        cls = type("OldWords", (rpx.Reparametrization,), {"kind": "old_words", **old})
-    assert cls.raw_values == new
-    assert str(caught[0].message) == (
-        f"OldWords sets {', '.join(old)}, which one declaration replaces: raw_values = {cls.raw_values!r}. The old "
-        f"words work in this version only."
-    )
-    assert eval(repr(cls.raw_values), {"main": rpx.main, "aux": rpx.aux, "fixed": rpx.fixed}) == new
-
-
-def test_the_old_words_for_axes_and_for_what_an_update_reads_still_work_and_warn():
-    def flip(self, w, key):
-        return jnp.flip(w, self.axis)
-
-    with pytest.warns(DeprecationWarning, match=OLD) as caught:
-        cls = type(
-            "Flipped",
-            (rpx.Perturbation,),
-            {
-                "__annotations__": {"axis": int},
-                "axis": 0,
-                "axis_fields": ("axis",),
-                "stochastic": False,
-                "apply_leaf": flip,
-            },
-        )
-    assert str(caught[0].message) == (
-        "Flipped sets axis_fields=('axis',). Declare each so: `axis: int = rpx.axes(default=-1)`. The old words work "
-        "in this version only."
-    )
-    nn = pytest.importorskip("flax.linen")
-    boxed = {"w": nn.Partitioned(jnp.arange(2.0), ("units",))}
-    assert cls("units").apply(boxed)["w"].value.tolist() == [1.0, 0.0]
-
-    with pytest.warns(DeprecationWarning, match=OLD) as caught:
-        cls = type(
-            "Descended",
-            (rpx.Mask,),
-            {"kind": "descended", "update_reads": ("grad",), "update_leaf": lambda self, values, g: {"mask": g}},
-        )
-    assert str(caught[0].message) == (
-        "Descended sets update_reads=('grad',). Name the arguments of `update_leaf` so, and leave it out. The old "
-        "words work in this version only."
-    )
-    params = {"w": jnp.ones((2, 2))}
-    after = cls().update(cls().init(params), grads={"w": jnp.full((2, 2), 3.0)})
-    assert after["w"]["@descended"]["@fixed"]["mask"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def test_a_subclass_says_with_old_words_what_differs_from_its_parent():
-    with pytest.warns(DeprecationWarning, match=OLD):
-        cls = type("FreeBase", (rpx.LoRA,), {"fixed": (), "kind": "free_base"})
-    assert cls.raw_values["a"] == rpx.LoRA.raw_values["a"]
-    assert not any(value.fixed for value in cls.raw_values.values())
-
-
-def test_old_words_of_a_parent_and_of_a_mixin_count_too():
-    with pytest.warns(DeprecationWarning, match=OLD):
-        parent = type("OldParent", (rpx.Reparametrization,), {"decays": False, "aligned": True, "fixed": ("m",)})
-    with pytest.warns(DeprecationWarning, match=OLD) as caught:
-        child = type("OldChild", (parent,), {"main": ("x",), "fixed": ("k",)})
-    assert child.raw_values == {"x": rpx.main(aligned=True, decays=False), "k": rpx.fixed()}
-    assert caught[0].filename == __file__
-    mixin = type("Fixes", (), {"fixed": ("m",)})
-    with pytest.warns(DeprecationWarning, match=OLD):
-        mixed = type("OldMixed", (mixin, rpx.Reparametrization), {})
-    assert mixed.raw_values == {"m": rpx.fixed()}
-
-
-def test_a_field_may_have_the_name_of_an_old_word():
-    class Parted(rpx.Perturbation):
-        parts: bool = True
-        fixed: int = 2
-        stochastic = False
-
-        def apply_leaf(self, w, key):
-            return w * self.fixed
-
-    assert Parted.raw_values == {}
-    assert Parted(fixed=3).apply({"w": jnp.ones(1)})["w"].tolist() == [3.0]
 
 
 def test_the_type_of_the_array_is_that_of_the_first_aligned_value_that_is_declared():

@@ -27,6 +27,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 COMING_FROM = ROOT / "docs" / "coming_from.md"
 VERSIONS = ROOT / "docs" / "versions.md"
 CITATION = ROOT / "CITATION.cff"
+CHANGELOG = ROOT / "CHANGELOG.md"
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 PROSE = [README, CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md")), *NOTEBOOKS]
 
@@ -267,10 +268,24 @@ def test_links_to_the_project_are_made_from_one_place():
     assert named == ([f"repository-code: {address}"] if address else [])
 
 
-def test_the_changelog_has_one_list_for_this_version_after_what_is_not_released():
-    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert headings[:2] == ["Unreleased", rpx.__version__]
-    assert len(headings) == len(set(headings))
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (.*)$", CHANGELOG.read_text(), flags=re.MULTILINE)
+    assert re.fullmatch(rf"\[{re.escape(rpx.__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)", versions[0])
+    assert len(versions) == len({version.partition(" ")[0] for version in versions})
+
+
+def test_the_list_of_the_first_version_has_a_line_for_each_thing_and_names_it_once():
+    whole = CHANGELOG.read_text()
+    first = whole.partition("## [0.1.0] - ")[2].partition("\n## ")[0]
+    assert len(first.split()) <= 1500
+    lines = first.partition("### Added\n")[2].splitlines()
+    assert [line for line in lines if line and not line.startswith(("- ", "#### "))] == []
+    named, in_first = (
+        [name for code in re.findall(r"`(.*?)`", text) for name in re.findall(r"\w+", code)] for text in (whole, first)
+    )
+    public = [name for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
+    assert [name for name in public if name not in named] == []
+    assert [name for name in public if in_first.count(name) > 1] == []
 
 
 def test_the_citation_names_this_version():

@@ -378,6 +378,11 @@ CHAINS = {
         TypeError,
         "WeightNorm takes no argument 'axes'. Write `axis=`.",
     ),
+    "axis of a vector": (
+        lambda: rpx.Sphere(axis=0),
+        TypeError,
+        "Sphere takes no argument 'axis'. Write `along=`.",
+    ),
     "an unknown argument": (
         lambda: rpx.WeightNorm(foo=1),
         TypeError,
@@ -1034,7 +1039,7 @@ def test_the_words_of_others_lead_to_words_that_exist():
     stages = [x for x in vars(rpx).values() if isinstance(x, type) and issubclass(x, rpx.Parametrization)]
     taken = {field.name for stage in filter(dataclasses.is_dataclass, stages) for field in dataclasses.fields(stage)}
     assert {word for words in ARGUMENTS.values() for word in words} <= taken
-    assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "scale"})
+    assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
     for name, text in OF_OTHERS.items():
         assert not hasattr(rpx, name)
         assert all(hasattr(rpx, word) for word in re.findall(r"rpx\.(\w+)", text)), text

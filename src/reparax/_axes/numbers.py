@@ -41,7 +41,7 @@ def check_features(axes: Any, who: str, name: str) -> Axes | None:
 
 
 def check_slices(axes: Any, who: str, name: str) -> Axes:
-    """Like :func:`check_features`, but None is refused: it once meant each number, and now means the whole array."""
+    """Like :func:`check_features`, but None is refused, which means the whole array."""
     if axes is None:
         raise ValueError(
             f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on slices. "

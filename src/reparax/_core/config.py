@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 
 from reparax._core.known import everywhere, holds_array, plain
-from reparax._core.renamed import renamed
 from reparax._tree.paths import describe
 
 FORMAT = 1
@@ -220,8 +219,6 @@ def _build(entry: Mapping[str, Any]) -> Any:
 
 def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with the argument names; None if they fit."""
-    if (old := renamed(class_name(cls), arguments)) is not None:
-        return old
     taken = [field.name for field in declared(cls)]
     if unknown := [name for name in arguments if name not in taken]:
         return f"it takes {', '.join(taken)}, but not {unknown[0]}"

@@ -209,7 +209,7 @@ class Layer:
 
     def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
         """The tree with the values after one training step."""
-        reads = getattr(self.stage, "_update_reads", {}).values()
+        reads = getattr(self.stage, "_update_reads", ())
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.given):
             return tree
         seeds = [str(site.seed) for site in self.sites]

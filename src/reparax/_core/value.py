@@ -10,10 +10,9 @@ from typing import Any, ClassVar, dataclass_transform
 import jax
 
 from reparax._axes.numbers import check_optional_axes
-from reparax._core.config import class_name, declared, find_functions, name_functions, register_class
+from reparax._core.config import declared, find_functions, name_functions, register_class
 from reparax._core.kinds import kind_of_class
 from reparax._core.known import holds_array, plain
-from reparax._core.renamed import renamed, take_old_declaration
 from reparax._core.words import instead_of
 from reparax._tree.raw import register_kind
 from reparax._tree.values import Values, check_values
@@ -90,7 +89,6 @@ class Static:
             return
         if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
             _refuse_init(cls)
-            take_old_declaration(cls)
             check_values(cls.__name__, cls.raw_values)
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
@@ -203,9 +201,7 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses old names, and arguments by position that must have their names."""
-    if (wrong := renamed(class_name(cls), kwargs)) is not None:
-        raise TypeError(f"{cls.__name__}: {wrong}.")
+    """Refuses unknown and missing arguments, and those by position that must have their names."""
     unnamed = [each for each in _fields(cls) if each.init and not each.kw_only]
     if len(args) > len(unnamed):
         named = ", ".join(f"{each.name}=" for each in declared(cls) if each.kw_only)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 OF_OTHERS = {
     "amount": ("sparsity",),
     "axes": ("axis", "along"),
+    "axis": ("along",),
     "bits": ("format",),
     "dim": ("axis", "along"),
     "dropout": ("rate",),

@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.planner import Planner
-from reparax._core.renamed import old_update_reads
 from reparax._numerics.terms import Term, summed
 from reparax._stage.leafwise import Leafwise
 from reparax._stage.mean import Mean
@@ -124,8 +123,8 @@ class Reparametrization(Leafwise):
     """
 
     _planner: ClassVar[type[Planner]] = OnArrays
-    _update_reads: ClassVar[Mapping[str, str]] = {}
-    """For each argument of ``update_leaf`` after the values what it is: ``"grad"`` or ``"key"``."""
+    _update_reads: ClassVar[tuple[str, ...]] = ()
+    """What ``update_leaf`` takes after the values: ``"grad"``, ``"key"``, both or none."""
     _tells: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -288,17 +287,14 @@ def _further(cls: type[Any], method: str) -> list[str]:
     return _required(getattr(cls, method))[1 if bound else 2 :]
 
 
-def _read_by_update(cls: type[Any]) -> dict[str, str]:
-    """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand; those of old words by their order."""
-    further = _further(cls, "update_leaf")
-    if old := old_update_reads(cls):
-        return dict(zip(further, old, strict=True))
-    if odd := [name for name in further if name not in ("grad", "key")]:
+def _read_by_update(cls: type[Any]) -> tuple[str, ...]:
+    """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
+    if odd := [name for name in _further(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
             f"{cls.__name__}.update_leaf takes {', '.join(odd)} after the values, but can have `grad` and `key`. "
             f"Rename the arguments."
         )
-    return {name: name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key")}
+    return tuple(name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key"))
 
 
 def _written_in(cls: type[Any], method: str) -> type[Any]:

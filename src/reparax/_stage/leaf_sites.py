@@ -79,7 +79,7 @@ class Values(OneArray):
         def updated(held: dict[str, Array], *given: Any) -> dict[str, Array]:
             return stage.update_leaf(held, **dict(zip(names, given, strict=True)))
 
-        new = stage._over(updated)(values["w"], *(read[what] for what in names.values()))
+        new = stage._over(updated)(values["w"], *(read[name] for name in names))
         require_fixed("update_leaf", stage, {"w": new})
         return {"w": new}
 

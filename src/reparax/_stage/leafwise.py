@@ -22,7 +22,6 @@ from reparax._axes.stacked import map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.keys import split_key
 from reparax._core.planner import Planner
-from reparax._core.renamed import old_axis_fields
 from reparax._core.value import argument
 from reparax._stage.selection import Selection
 from reparax._stage.varied import TYPICAL, ByArray, ByPath
@@ -55,8 +54,7 @@ class Leafwise(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        checked = tuple(name for name, check in cls._checks.items() if check in AXIS_CHECKS)
-        cls._axis_fields = (*checked, *old_axis_fields(cls))
+        cls._axis_fields = tuple(name for name, check in cls._checks.items() if check in AXIS_CHECKS)
 
     def default(self, w: Array) -> bool:
         """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
@@ -80,7 +78,7 @@ class Leafwise(Parametrization):
 
     def _misplaced(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields if name in self._checks)
+        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields)
         return next(filter(None, reasons), None)
 
     def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ class OnArrays(Selection):
 
     @property
     def reads_grads(self) -> bool:
-        return "grad" in self.stage._update_reads.values()
+        return "grad" in self.stage._update_reads
 
     def plan_init(self, tree: Flat) -> Layer:
         return self.at_arrays("init", tree)
