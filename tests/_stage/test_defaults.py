@@ -98,7 +98,7 @@ OF_MATRICES = [
 
 OF_TALL_MATRICES = [rpx.Grassmann()]
 
-OF_OTHERS = {rpx.CudnnLSTM, rpx.Fibration}  # flat vectors of one size; whatever its functions take
+OF_OTHERS = {rpx.CudnnLSTM, rpx.Fibration, rpx.Moments8bit}  # of one size, of functions, of 4096 numbers or more
 NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.Together}
 
 
