@@ -1,4 +1,6 @@
-"""All that reparax assumes about jaxprs, and the versions of JAX with which it was tested.
+"""All that reparax assumes about programs, and the versions of JAX with which it was tested.
+
+What it assumes about one equation is in ``equations``.
 
 JAX documents little of this, so each assumption has a test in ``tests/_programs/test_jaxprs.py``, which names the
 version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
@@ -213,6 +215,11 @@ def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     return lambda *args: function.call_wrapped(*args), operands
 
 
+def own_parameters(eqn: JaxprEqn) -> Env:
+    """The parameters of an equation of our own, for the module that wrote them."""
+    return eqn.params
+
+
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation."""
     return [_open(program) for program in _held(eqn)]
@@ -385,11 +392,6 @@ def sharded(
         return tuple(outs), state
 
     return jax.shard_map(shards, **settings)(state, *args)
-
-
-def varied(eqn: JaxprEqn, x: Any) -> Any:
-    """Another array, marked as varying over the mesh axes of ``eqn``."""
-    return as_varying(x, eqn.params["axes"])
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:
