@@ -19,6 +19,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
+from reparax._programs.equations.bodies import Cond, Jit, Scan, ShardMap
+from reparax._programs.equations.kinds import kind_of, view_of
+from reparax._programs.equations.moves import Named
+from reparax._programs.equations.view import View
+
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
 T = TypeVar("T")
@@ -258,17 +263,18 @@ def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
     """Whether an equation gives a value this name, by ``jax.ad_checkpoint.checkpoint_name``."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == name
+    view = view_of(eqn)
+    return isinstance(view, Named) and view.name == name
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan."""
-    return eqn.primitive.name == "scan"
+    return kind_of(eqn) is Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
     """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
-    return eqn.primitive.name == "cond"
+    return kind_of(eqn) is Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
@@ -278,7 +284,7 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def is_jit(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of ``jax.jit``."""
-    return eqn.primitive.name == "jit"
+    return kind_of(eqn) is Jit
 
 
 def counts(scan: JaxprEqn) -> tuple[int, int]:
@@ -320,7 +326,8 @@ def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 def threaded(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
     """As :func:`rebound`, with a state that each run of the body takes, and returns after its outputs."""
-    function = {"jit": _jit, "scan": _scan, "shard_map": _shard_map}.get(eqn.primitive.name)
+    functions: dict[type[View], Callable[..., Any]] = {Jit: _jit, Scan: _scan, ShardMap: _shard_map}
+    function = functions.get(kind_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 

@@ -11,11 +11,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax._programs.equations.elementwise import Cast, Negate, StopGradient
+from reparax._programs.equations.elementwise import Cast, Copy, Negate, StopGradient
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.moves import (
     Broadcast,
-    Copy,
     DynamicSlice,
     Reshape,
     Reverse,

@@ -20,6 +20,7 @@ from reparax._programs.equations.elementwise import (
     Bitwise,
     Cast,
     Comparison,
+    Copy,
     Divide,
     Multiply,
     Negate,
@@ -30,7 +31,6 @@ from reparax._programs.equations.elementwise import (
 from reparax._programs.equations.kinds import kind_of
 from reparax._programs.equations.moves import (
     Broadcast,
-    Copy,
     Iota,
     ReadInStep,
     Reshape,

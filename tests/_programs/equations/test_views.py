@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from reparax._numerics.tie import read_in_step
 from reparax._programs import jaxprs
-from reparax._programs.equations.bodies import Checkpoint, Cond, Jit, Scan, ShardMap
+from reparax._programs.equations.bodies import Checkpoint, Cond, CustomJvp, Jit, Scan, ShardMap
 from reparax._programs.equations.contractions import Conv, Dot, Gather
 from reparax._programs.equations.elementwise import (
     Add,
@@ -18,9 +19,11 @@ from reparax._programs.equations.elementwise import (
     Bitwise,
     Cast,
     Comparison,
+    Copy,
     Divide,
     Multiply,
     Negate,
+    ReducePrecision,
     Select,
     StopGradient,
     Subtract,
@@ -28,18 +31,22 @@ from reparax._programs.equations.elementwise import (
 from reparax._programs.equations.kinds import KINDS, kind_of, view_of
 from reparax._programs.equations.moves import (
     Broadcast,
-    Copy,
+    Concatenate,
     DynamicSlice,
     Iota,
+    Named,
+    Pad,
     ReadInStep,
     Reshape,
     Reverse,
     Slice,
     Split,
     Squeeze,
+    Stack,
     Transpose,
     Vary,
 )
+from reparax._programs.equations.reductions import Collective, CumulativeSum, Reduce, ReduceSum
 from reparax._programs.equations.view import View
 
 X, N = np.ones((2, 3, 4), np.float32), np.ones((2, 3), np.int32)
@@ -73,7 +80,11 @@ KINDS_OF = {
     Select: lambda x, n: lax.select_n(x > 0, x, x),
     Copy: lambda x, n: jnp.array(x, copy=True),
     ReadInStep: lambda x, n: read_in_step(x),
-    Iota: lambda x, n: lax.iota(jnp.int32, 3),
+    ReducePrecision: lambda x, n: lax.reduce_precision(x, 5, 2),
+    ReduceSum: lambda x, n: jnp.sum(x),
+    CumulativeSum: lambda x, n: lax.cumsum(x),
+    Pad: lambda x, n: jnp.pad(n, 1),
+    CustomJvp: lambda x, n: jax.nn.relu(x),
 }
 
 
@@ -109,7 +120,7 @@ def test_kinds_of_several_primitives(kind, functions):
 
 
 def test_what_is_not_known_is_a_view_of_any_kind():
-    (view,) = views(jnp.sin, X)
+    (view,) = views(lax.cumprod, X)
     assert type(view) is View
     assert view.type.shape == X.shape
     assert len(view.operands) == 1
@@ -190,6 +201,31 @@ def test_moves_say_where_axes_go():
     view = the(Broadcast, lambda x: lax.broadcast_in_dim(x, (3, 5, 2), (2, 0)), N)
     assert (view.shape, view.broadcast_dimensions) == ((3, 5, 2), (2, 0))
     assert the(Reverse, lambda x: lax.rev(x, (0, 2)), X).dimensions == (0, 2)
+
+
+def test_what_counts_joins_or_reduces_says_its_axis():
+    view = the(Iota, lambda: lax.broadcasted_iota(jnp.int32, (3, 2), 1))
+    assert (view.shape, view.dimension) == ((3, 2), 1)
+    assert the(Concatenate, lambda x: lax.concatenate([x, x], 2), X).dimension == 2
+    assert the(Reduce, lambda x: jnp.max(x, (0, 2)), X).axes == (0, 2)
+    assert the(ReduceSum, lambda x: jnp.sum(x, (0, 2)), X).axes == (0, 2)
+
+
+def test_a_name_of_a_value():
+    assert the(Named, lambda x: checkpoint_name(x, "mine"), X).name == "mine"
+
+
+@pytest.mark.parametrize("function", [lax.psum, lax.all_gather])
+def test_what_goes_over_shards_is_collective(function):
+    program = jax.make_jaxpr(lambda x: function(x, "a"), axis_env=[("a", 2)])(X)
+    (view,) = _views(program.jaxpr)
+    assert type(view) is Collective
+
+
+def test_arrays_along_a_new_axis():
+    (view,) = [view for view in views(lambda x: jnp.stack([x, x], 1), X) if type(view) in (Stack, Concatenate)]
+    # An older JAX concatenates.
+    assert (view.axis if isinstance(view, Stack) else view.dimension) == 1
 
 
 def test_cuts_say_where_they_are():

@@ -17,6 +17,12 @@ class Jit(View):
         return self.eqn.params["name"]
 
 
+class CustomJvp(View):
+    """A call of a ``jax.custom_jvp``."""
+
+    names = ("custom_jvp_call",)
+
+
 class Checkpoint(View):
     """A call of ``jax.checkpoint``."""
 

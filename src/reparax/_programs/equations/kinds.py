@@ -2,12 +2,12 @@
 
 from jax.extend.core import JaxprEqn
 
-from reparax._programs.equations import bodies, contractions, elementwise, moves
+from reparax._programs.equations import bodies, contractions, elementwise, moves, reductions
 from reparax._programs.equations.view import View
 
 KINDS: dict[str, type[View]] = {
     name: kind
-    for module in (contractions, moves, elementwise, bodies)
+    for module in (contractions, reductions, moves, elementwise, bodies)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, View)
     for name in kind.names

@@ -110,12 +110,6 @@ class Reverse(View):
         return self.eqn.params["dimensions"]
 
 
-class Copy(View):
-    """A copy of an array."""
-
-    names = ("copy",)
-
-
 class ReadInStep(View):
     """An array that is read in a step: ``_numerics/tie.py``."""
 
@@ -137,3 +131,52 @@ class Iota(View):
     """A ``jax.lax.broadcasted_iota``."""
 
     names = ("iota",)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape."""
+        return self.eqn.params["shape"]
+
+    @property
+    def dimension(self) -> int:
+        """The axis along which it counts."""
+        return self.eqn.params["dimension"]
+
+
+class Concatenate(View):
+    """A ``jax.lax.concatenate``."""
+
+    names = ("concatenate",)
+
+    @property
+    def dimension(self) -> int:
+        """The axis along which the operands follow each other."""
+        return self.eqn.params["dimension"]
+
+
+class Stack(View):
+    """Arrays along a new axis."""
+
+    names = ("stack",)
+
+    @property
+    def axis(self) -> int:
+        """The new axis."""
+        return self.eqn.params["axis"]
+
+
+class Pad(View):
+    """A ``jax.lax.pad``."""
+
+    names = ("pad",)
+
+
+class Named(View):
+    """A ``jax.ad_checkpoint.checkpoint_name``."""
+
+    names = ("name",)
+
+    @property
+    def name(self) -> str:
+        """The name of the value."""
+        return self.eqn.params["name"]
