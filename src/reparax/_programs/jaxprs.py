@@ -1,4 +1,6 @@
-"""All that reparax assumes about jaxprs, and the versions of JAX with which it was tested.
+"""All that reparax assumes about programs, and the versions of JAX with which it was tested.
+
+What it assumes about one equation is in ``equations``.
 
 JAX documents little of this, so each assumption has a test in ``tests/_programs/test_jaxprs.py``, which names the
 version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
@@ -16,6 +18,11 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
+
+from reparax._programs.equations.bodies import Cond, Jit, Scan, ShardMap
+from reparax._programs.equations.kinds import kind_of, view_of
+from reparax._programs.equations.moves import Named
+from reparax._programs.equations.view import View
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -213,6 +220,11 @@ def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     return lambda *args: function.call_wrapped(*args), operands
 
 
+def own_parameters(eqn: JaxprEqn) -> Env:
+    """The parameters of an equation of our own, for the module that wrote them."""
+    return eqn.params
+
+
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation."""
     return [_open(program) for program in _held(eqn)]
@@ -251,17 +263,18 @@ def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
     """Whether an equation gives a value this name, by ``jax.ad_checkpoint.checkpoint_name``."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == name
+    view = view_of(eqn)
+    return isinstance(view, Named) and view.name == name
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan."""
-    return eqn.primitive.name == "scan"
+    return kind_of(eqn) is Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
     """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
-    return eqn.primitive.name == "cond"
+    return kind_of(eqn) is Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
@@ -271,7 +284,7 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def is_jit(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of ``jax.jit``."""
-    return eqn.primitive.name == "jit"
+    return kind_of(eqn) is Jit
 
 
 def divisor(eqn: JaxprEqn) -> int | None:
@@ -330,7 +343,8 @@ def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 def threaded(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
     """As :func:`rebound`, with a state that each run of the body takes, and returns after its outputs."""
-    function = {"jit": _jit, "scan": _scan, "shard_map": _shard_map}.get(eqn.primitive.name)
+    functions: dict[type[View], Callable[..., Any]] = {Jit: _jit, Scan: _scan, ShardMap: _shard_map}
+    function = functions.get(kind_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 
@@ -402,11 +416,6 @@ def sharded(
         return tuple(outs), state
 
     return jax.shard_map(shards, **settings)(state, *args)
-
-
-def varied(eqn: JaxprEqn, x: Any) -> Any:
-    """Another array, marked as varying over the mesh axes of ``eqn``."""
-    return as_varying(x, eqn.params["axes"])
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:

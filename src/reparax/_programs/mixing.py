@@ -11,6 +11,35 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import dependence, jaxprs
+from reparax._programs.equations.contractions import Dot
+from reparax._programs.equations.elementwise import (
+    Add,
+    Cast,
+    Copy,
+    Divide,
+    Multiply,
+    Negate,
+    ReducePrecision,
+    Select,
+    Subtract,
+)
+from reparax._programs.equations.kinds import kind_of
+from reparax._programs.equations.moves import (
+    Broadcast,
+    Concatenate,
+    DynamicSlice,
+    Named,
+    Pad,
+    Reshape,
+    Reverse,
+    Slice,
+    Split,
+    Squeeze,
+    Transpose,
+    Vary,
+)
+from reparax._programs.equations.reductions import Collective, CumulativeSum, ReduceSum
+from reparax._programs.equations.view import View
 
 Path = tuple[int, ...]
 
@@ -31,13 +60,13 @@ Traces = Mapping[Hashable, Kind]
 Value = tuple[Traces, bool]
 """These, and whether the value depends on no data. If it depends on data, none is of the kind ``ARRAY``."""
 
-_MOVES = {
-    *("neg", "convert_element_type", "reduce_precision", "copy", "name", "pvary"),
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "split", "rev"),
+_MOVES: set[type[View]] = {
+    *(Negate, Cast, ReducePrecision, Copy, Named, Vary),
+    *(Broadcast, Reshape, Transpose, Squeeze, Slice, Split, Reverse),
 }
-_LINEAR = _MOVES | {
-    *("add", "add_any", "sub", "reduce_sum", "cumsum", "concatenate", "pad"),
-    *("psum", "psum2", "psum_invariant", "all_gather"),
+_LINEAR: set[type[View]] = {
+    *_MOVES,
+    *(Add, Subtract, ReduceSum, CumulativeSum, Concatenate, Pad, Collective),
 }
 
 
@@ -159,21 +188,21 @@ def _kind(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool
     places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
     if all(inputs[i][0][each] is Kind.NUMBER for i in places):
         is_smooth = all(map(dependence.smooth, eqn.outvars))
-        return Kind.NUMBER if is_smooth and _is_linear(eqn.primitive.name, places) else Kind.ARRAY
+        return Kind.NUMBER if is_smooth and _is_linear(kind_of(eqn), places) else Kind.ARRAY
     return Kind.MOVED if not alone and _is_moved(eqn, places) else Kind.ARRAY
 
 
-def _is_linear(name: str, places: Sequence[int]) -> bool:
-    """Whether an equation of this name is linear in the operands at these places, together."""
-    if name in ("mul", "dot_general"):
+def _is_linear(kind: type[View], places: Sequence[int]) -> bool:
+    """Whether an equation of this kind is linear in the operands at these places, together."""
+    if kind in (Multiply, Dot):
         return len(places) == 1
-    return name in _LINEAR or (name == "div" and places == [0]) or (name == "select_n" and 0 not in places)
+    return kind in _LINEAR or (kind is Divide and places == [0]) or (kind is Select and 0 not in places)
 
 
 def _is_moved(eqn: JaxprEqn, places: Sequence[int]) -> bool:
     """Whether an equation moves the operand at one place, takes a part of it, or multiplies it by a number."""
-    name = eqn.primitive.name
-    if name in ("mul", "div") and len(places) == 1:
+    kind = kind_of(eqn)
+    if kind in (Multiply, Divide) and len(places) == 1:
         number = jaxprs.type_of(eqn.invars[1 - places[0]])
-        return all(n == 1 for n in number.shape) and (name, places) != ("div", [1])
-    return list(places) == [0] and (name in _MOVES or name == "dynamic_slice")
+        return all(n == 1 for n in number.shape) and (kind, places) != (Divide, [1])
+    return list(places) == [0] and (kind in _MOVES or kind is DynamicSlice)

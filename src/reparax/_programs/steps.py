@@ -14,6 +14,23 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from reparax._programs import dependence, jaxprs
+from reparax._programs.equations.bodies import CustomJvp, Jit
+from reparax._programs.equations.contractions import Dot, Gather
+from reparax._programs.equations.elementwise import Elementwise
+from reparax._programs.equations.kinds import view_of
+from reparax._programs.equations.moves import (
+    Broadcast,
+    Concatenate,
+    Iota,
+    Reshape,
+    Slice,
+    Split,
+    Squeeze,
+    Stack,
+    Transpose,
+)
+from reparax._programs.equations.reductions import Reduce, ReduceSum
+from reparax._programs.equations.view import View
 from reparax._tree.sizes import size_in_bytes
 
 LARGE = 2**16
@@ -24,15 +41,6 @@ Part = tuple[Var, Axis]
 """A value, and the axis along which one step's part of it is read; None for the whole value."""
 Made = tuple[list[Axis], Callable[..., Any]]
 """The axes of the operands, and a function of the step's number and of these parts."""
-
-_ELEMENTWISE = {
-    *("add", "add_any", "sub", "mul", "div", "rem", "neg", "max", "min", "abs", "sign", "square", "integer_pow", "pow"),
-    *("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "select_n", "is_finite", "clamp", "nextafter"),
-    *("convert_element_type", "bitcast_convert_type", "stop_gradient", "copy", "real", "imag", "complex", "conj"),
-    *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "tanh", "logistic", "erf", "erfc", "erf_inv"),
-    *("sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
-}
 
 
 @dataclass(frozen=True)
@@ -86,26 +94,30 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
 
 def _made(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> Made | None:
     """How the part of the ``i``-th output is computed; None if it is read from the value."""
-    name = eqn.primitive.name
+    view = view_of(eqn)
     if any(map(_is_sharded, eqn.outvars)):
         return None
     if axis is None:  # repeated numbers cost nothing
-        return ([None for _ in eqn.invars], _same(eqn)) if name in ("broadcast_in_dim", "iota") else None
-    if name == "split":
-        run = _same(eqn)
-        return None if eqn.params["axis"] == axis else ([axis], lambda *args: run(*args)[i])
-    if name in ("jit", "custom_jvp_call"):
-        return _derived(eqn, axis) if moves and name != "jit" else _call(eqn, i, axis, moves=moves)
-    rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
-    return rule and rule(eqn, axis)
+        return ([None for _ in eqn.invars], _same(view)) if isinstance(view, Broadcast | Iota) else None
+    if isinstance(view, Split):
+        run = _same(view)
+        return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
+    if isinstance(view, CustomJvp) and moves:
+        return _derived(eqn, axis)
+    if isinstance(view, Jit | CustomJvp):
+        return _call(eqn, i, axis, moves=moves)
+    if isinstance(view, Elementwise):
+        return _elementwise(view, axis)
+    rule = _RULES.get(type(view))
+    return rule and rule(view, axis)
 
 
 def _is_sharded(v: Any) -> bool:
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
-def _same(eqn: JaxprEqn, **changed: Any) -> Callable[..., Any]:
-    return lambda _, *operands: eqn.primitive.bind(*operands, **eqn.params | changed)
+def _same(view: View, **changed: Any) -> Callable[..., Any]:
+    return lambda _, *operands: view.bind(*operands, **changed)
 
 
 def _ones(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
@@ -116,89 +128,89 @@ def _shape(v: Any) -> tuple[int, ...]:
     return jaxprs.type_of(v).shape
 
 
-def _elementwise(eqn: JaxprEqn, axis: int) -> Made | None:
-    shape = _shape(eqn.outvars[0])
-    if any(_shape(v) and len(_shape(v)) != len(shape) for v in eqn.invars):
+def _elementwise(view: Elementwise, axis: int) -> Made | None:
+    shape = view.type.shape
+    if any(_shape(v) and len(_shape(v)) != len(shape) for v in view.operands):
         return None
-    return [axis if _shape(v) and _shape(v)[axis] == shape[axis] else None for v in eqn.invars], _same(eqn)
+    return [axis if _shape(v) and _shape(v)[axis] == shape[axis] else None for v in view.operands], _same(view)
 
 
-def _broadcast(eqn: JaxprEqn, axis: int) -> Made | None:
-    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    if len(eqn.invars) > 1:
+def _broadcast(view: Broadcast, axis: int) -> Made | None:
+    shape, places = view.shape, view.broadcast_dimensions
+    if len(view.operands) > 1:
         return None
     own = places.index(axis) if axis in places else None
-    if own is not None and _shape(eqn.invars[0])[own] == 1:
+    if own is not None and _shape(view.operands[0])[own] == 1:
         own = None
-    return [own], _same(eqn, shape=_ones(shape, axis))
+    return [own], _same(view, shape=_ones(shape, axis))
 
 
-def _iota(eqn: JaxprEqn, axis: int) -> Made:
-    shape, dtype = _ones(eqn.params["shape"], axis), eqn.params["dtype"]
-    if eqn.params["dimension"] == axis:
+def _iota(view: Iota, axis: int) -> Made:
+    shape, dtype = _ones(view.shape, axis), view.type.dtype
+    if view.dimension == axis:
         return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
-    return [], _same(eqn, shape=shape)
+    return [], _same(view, shape=shape)
 
 
-def _reshape(eqn: JaxprEqn, axis: int) -> Made | None:
-    old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
-    if len(eqn.invars) > 1 or eqn.params.get("dimensions") is not None:
+def _reshape(view: Reshape, axis: int) -> Made | None:
+    old, new = _shape(view.operands[0]), view.new_sizes
+    if len(view.operands) > 1 or view.dimensions is not None:
         return None
     for own, size in enumerate(old):
         if size == new[axis] and math.prod(old[:own]) == math.prod(new[:axis]):
-            return [own], _same(eqn, new_sizes=_ones(new, axis))
+            return [own], _same(view, new_sizes=_ones(new, axis))
     return None
 
 
-def _squeeze(eqn: JaxprEqn, axis: int) -> Made:
-    rest = [i for i in range(len(_shape(eqn.invars[0]))) if i not in eqn.params["dimensions"]]
-    return [rest[axis]], _same(eqn)
+def _squeeze(view: Squeeze, axis: int) -> Made:
+    rest = [i for i in range(len(_shape(view.operands[0]))) if i not in view.dimensions]
+    return [rest[axis]], _same(view)
 
 
-def _reduction(eqn: JaxprEqn, axis: int) -> Made:
-    rest = [i for i in range(len(_shape(eqn.invars[0]))) if i not in eqn.params["axes"]]
-    return [rest[axis]], _same(eqn)
+def _reduction(view: Reduce, axis: int) -> Made:
+    rest = [i for i in range(len(_shape(view.operands[0]))) if i not in view.axes]
+    return [rest[axis]], _same(view)
 
 
-def _transpose(eqn: JaxprEqn, axis: int) -> Made:
-    return [eqn.params["permutation"][axis]], _same(eqn)
+def _transpose(view: Transpose, axis: int) -> Made:
+    return [view.permutation[axis]], _same(view)
 
 
-def _slice(eqn: JaxprEqn, axis: int) -> Made | None:
-    size = _shape(eqn.invars[0])[axis]
-    if _shape(eqn.outvars[0])[axis] != size:
+def _slice(view: Slice, axis: int) -> Made | None:
+    size, limits = _shape(view.operands[0])[axis], [limit for _, limit, _ in view.bounds]
+    if view.type.shape[axis] != size:
         return None
-    return [axis], _same(eqn, limit_indices=_ones(eqn.params["limit_indices"], axis))
+    return [axis], _same(view, limit_indices=_ones(limits, axis))
 
 
-def _concatenate(eqn: JaxprEqn, axis: int) -> Made | None:
-    return None if eqn.params["dimension"] == axis else ([axis for _ in eqn.invars], _same(eqn))
+def _concatenate(view: Concatenate, axis: int) -> Made | None:
+    return None if view.dimension == axis else ([axis for _ in view.operands], _same(view))
 
 
-def _stack(eqn: JaxprEqn, axis: int) -> Made | None:
-    new = eqn.params["axis"]
-    return None if new == axis else ([axis - (axis > new) for _ in eqn.invars], _same(eqn))
+def _stack(view: Stack, axis: int) -> Made | None:
+    new = view.axis
+    return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same(view))
 
 
-def _dot(eqn: JaxprEqn, axis: int) -> Made:
-    summed, shared = eqn.params["dimension_numbers"]
+def _dot(view: Dot, axis: int) -> Made:
+    summed, shared = view.contracting, view.batch
     if axis < len(shared[0]):
-        return [shared[0][axis], shared[1][axis]], _same(eqn)
+        return [shared[0][axis], shared[1][axis]], _same(view)
     place = axis - len(shared[0])
-    for k, v in enumerate(eqn.invars):
+    for k, v in enumerate(view.operands):
         own = [i for i in range(len(_shape(v))) if i not in (*summed[k], *shared[k])]
         if place < len(own):
-            return [own[place] if k == j else None for j in range(2)], _same(eqn)
+            return [own[place] if k == j else None for j in range(2)], _same(view)
         place -= len(own)
     raise AssertionError
 
 
-def _gather(eqn: JaxprEqn, axis: int) -> Made | None:
+def _gather(view: Gather, axis: int) -> Made | None:
     """A look-up in a table that is the same at each step."""
-    numbers = eqn.params["dimension_numbers"]
+    numbers = view.dimension_numbers
     if numbers.operand_batching_dims or axis in numbers.offset_dims:
         return None
-    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same(eqn)
+    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same(view)
 
 
 def _call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
@@ -267,16 +279,17 @@ def _inside(
     return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
 
 
-_RULES: dict[str, Callable[..., Made | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "iota": _iota,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "slice": _slice,
-    "concatenate": _concatenate,
-    "dot_general": _dot,
-    "gather": _gather,
-    "stack": _stack,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduction),
+_RULES: dict[type[View], Callable[..., Made | None]] = {
+    Broadcast: _broadcast,
+    Iota: _iota,
+    Reshape: _reshape,
+    Squeeze: _squeeze,
+    Transpose: _transpose,
+    Slice: _slice,
+    Concatenate: _concatenate,
+    Dot: _dot,
+    Gather: _gather,
+    Stack: _stack,
+    Reduce: _reduction,
+    ReduceSum: _reduction,
 }

@@ -11,6 +11,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from reparax._programs import dependence, jaxprs
+from reparax._programs.equations.bodies import Checkpoint, Cond, Jit, Scan, ShardMap
+from reparax._programs.equations.elementwise import StopGradient
+from reparax._programs.equations.kinds import kind_of
+from reparax._programs.equations.view import View
 from reparax._weights.facts import Facts, facts_in, together
 from reparax._weights.moves import each_factor
 from reparax._weights.sums import Factor, Label, Product, Sum, entries
@@ -24,7 +28,7 @@ def rule(eqn: JaxprEqn) -> Rule | None:
 
     The function returns None if the equation must be evaluated unchanged.
     """
-    return _RULES.get(eqn.primitive.name)
+    return _RULES.get(kind_of(eqn))
 
 
 def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
@@ -48,8 +52,12 @@ def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence
         found.append(known)
         return outs
 
-    settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    outs = reader.threaded(lambda body, state: jax.checkpoint(body, **settings)(state, *args), body)
+    view = Checkpoint(eqn)
+
+    def again(body: Callable[..., Any], state: Any) -> Any:
+        return jax.checkpoint(body, policy=view.policy, prevent_cse=view.prevent_cse)(state, *args)
+
+    outs = reader.threaded(again, body)
     return outs, list(found[-1])
 
 
@@ -61,7 +69,7 @@ def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     for i, v in enumerate(jaxpr.invars[len(consts) :][: n_consts + n_carry]):
         if i >= n_consts:  # a later step may carry what differs
             known[i] = replace(known[i], differs=jaxprs.varying([v.aval]))
-    inner = reader.inside(eqn, times=entries([eqn.params["length"]]))
+    inner = reader.inside(eqn, times=entries([Scan(eqn).length]))
     operands, shells = list(args), list[Any](args)
     for i, (x, v) in enumerate(zip(args, jaxpr.invars[len(consts) :], strict=True)):
         if not isinstance(x, Sum) and i >= n_consts + n_carry and _only_stopped(jaxpr, v):
@@ -89,15 +97,16 @@ def _only_stopped(jaxpr: Jaxpr, v: Any) -> bool:
 
 
 def _stops(eqn: JaxprEqn, i: int) -> bool:
-    if eqn.primitive.name not in ("jit", "remat2"):
-        return eqn.primitive.name == "stop_gradient"
+    kind = kind_of(eqn)
+    if kind not in (Jit, Checkpoint):
+        return kind is StopGradient
     jaxpr, consts = jaxprs.body(eqn)
     return _only_stopped(jaxpr, jaxpr.invars[len(consts) + i])
 
 
 def passed(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
-    if eqn.primitive.name == "stop_gradient" and facts[0].still:
+    if kind_of(eqn) is StopGradient and facts[0].still:
         return {eqn.outvars[0]: eqn.invars[0]}
     if not jaxprs.is_jit(eqn) or jaxprs.is_placed(eqn):
         return None
@@ -174,11 +183,12 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
 
 def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
     jaxpr, consts = jaxprs.body(eqn)
-    operands, specs = list(args), list(eqn.params["in_specs"])
+    view = ShardMap(eqn)
+    operands, specs = list(args), list(view.in_specs)
     local = [replace(each, differs=frozenset(_names(spec))) for each, spec in zip(facts, specs, strict=True)]
     for i, x in enumerate(args):
         if isinstance(x, Sum):
-            found = _specs(x, specs[i], eqn.params["mesh"].shape)
+            found = _specs(x, specs[i], view.mesh_shape)
             operands[i], specs[i] = (reader.array(x, eqn), specs[i]) if found is None else (_arrays(x), found)
 
     def body(*values: Any) -> list[Any]:
@@ -234,10 +244,10 @@ def _local(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
     return replace(x, products=tuple(products), shape=shape)
 
 
-_RULES: dict[str, Rule] = {
-    "jit": _jit,
-    "remat2": _checkpoint,
-    "scan": _scan,
-    "cond": _cond,
-    "shard_map": _shard_map,
+_RULES: dict[type[View], Rule] = {
+    Jit: _jit,
+    Checkpoint: _checkpoint,
+    Scan: _scan,
+    Cond: _cond,
+    ShardMap: _shard_map,
 }

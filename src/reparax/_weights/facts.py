@@ -7,6 +7,9 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import dependence, jaxprs
+from reparax._programs.equations.bodies import Checkpoint, Jit
+from reparax._programs.equations.elementwise import StopGradient
+from reparax._programs.equations.kinds import kind_of
 from reparax._programs.roots import with_roots
 
 
@@ -44,7 +47,7 @@ def together(facts: Sequence[Facts]) -> Facts:
 def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = together(facts)
-    still = eqn.primitive.name == "stop_gradient" or not any(map(dependence.smooth, eqn.outvars))
+    still = kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
     types = jaxprs.varying([v.aval for v in eqn.outvars])
     differs = found.differs & types if eqn.invars else types
@@ -54,7 +57,7 @@ def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
 
 def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
     """The facts of each output of an equation."""
-    if eqn.primitive.name not in ("jit", "remat2"):
+    if kind_of(eqn) not in (Jit, Checkpoint):
         return [of_equation(eqn, facts) for _ in eqn.outvars]
     jaxpr, consts = jaxprs.body(eqn)
     found: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))

@@ -8,6 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
+from reparax._programs.equations.contractions import Dot
+from reparax._programs.equations.elementwise import Add, Cast, Divide, Multiply, Subtract
+from reparax._programs.equations.kinds import kind_of, view_of
+from reparax._programs.equations.moves import Broadcast
+from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax._weights import moves
 from reparax._weights.dtypes import covers, has_range, in_any_order
@@ -15,22 +20,20 @@ from reparax._weights.facts import Facts
 from reparax._weights.multiply import ENTRY, cost
 from reparax._weights.sums import Product, Sum, complete, contracted, entries, multiplied
 
-_SIGNS = {"add": 1, "add_any": 1, "sub": -1}
-
 
 def may_make(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
-    name = eqn.primitive.name
-    if name not in _RULES or name in _SIGNS:
+    kind = kind_of(eqn)
+    if kind not in _RULES or kind in (Add, Subtract):
         return False
     out = type_of(eqn.outvars[0])
     if out.ndim < 2 or not has_range(out.dtype):
         return False
     given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
-    if name == "convert_element_type":
+    if kind is Cast:
         return _is_whole(given[0].dtype)
     smaller = [entries(aval.shape) < entries(out.shape) for aval in given]
-    return all(smaller) if name == "dot_general" else any(smaller)
+    return all(smaller) if kind is Dot else any(smaller)
 
 
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
@@ -41,16 +44,12 @@ def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | No
 
 def combined(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    rule, dtype = _RULES.get(eqn.primitive.name), type_of(eqn.outvars[0]).dtype
-    if (
-        rule is None
-        or not has_range(dtype)
-        or not all(covers(dtype, x.dtype) for x in args)
-        or any(eqn.params.get(name) is not None for name in ("out_sharding", "sharding"))
-    ):
+    view = view_of(eqn)
+    rule, dtype = _RULES.get(type(view)), view.type.dtype
+    if rule is None or not has_range(dtype) or not all(covers(dtype, x.dtype) for x in args) or view.is_placed:
         return None
     sums = [x if isinstance(x, Sum) else _whole(x, still=each.still) for x, each in zip(args, facts, strict=True)]
-    return rule(eqn, *sums)
+    return rule(view, *sums)
 
 
 def chosen(args: Sequence[Any]) -> Sum | None:
@@ -79,32 +78,33 @@ def _is_worth(product: Product) -> bool:
 
 def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """The cost to form the output of an equation from arrays, including gradients."""
-    if eqn.primitive.name == "dot_general":
+    view = view_of(eqn)
+    if isinstance(view, Dot):
         a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
-        product = contracted(a, b, *eqn.params["dimension_numbers"])
+        product = contracted(a, b, view.contracting, view.batch)
         return math.inf if product is None else cost(product)
-    return ENTRY * entries(type_of(eqn.outvars[0]).shape) * (1 + sum(not each.still for each in facts))
+    return ENTRY * entries(view.type.shape) * (1 + sum(not each.still for each in facts))
 
 
 def _pairs(
-    eqn: JaxprEqn, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
+    view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    out = type_of(eqn.outvars[0])
+    out = view.type
     products = complete(product(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), out.shape, out.dtype, precision, None)
 
 
-def _dot(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
-    summed, shared = eqn.params["dimension_numbers"]
-    if not in_any_order(eqn.params["precision"]):
+def _dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
+    contracting, batch = view.contracting, view.batch
+    if not in_any_order(view.precision):
         return None
-    precision = x.precision or y.precision or eqn.params["precision"]
-    return _pairs(eqn, x, y, lambda a, b: contracted(a, b, summed, shared), precision)
+    precision = x.precision or y.precision or view.precision
+    return _pairs(view, x, y, lambda a, b: contracted(a, b, contracting, batch), precision)
 
 
-def _multiple(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
-    return _pairs(eqn, _ranked(x, y.ndim), _ranked(y, x.ndim), multiplied, x.precision or y.precision)
+def _multiple(view: View, x: Sum, y: Sum) -> Sum | None:
+    return _pairs(view, _ranked(x, y.ndim), _ranked(y, x.ndim), multiplied, x.precision or y.precision)
 
 
 def _ranked(x: Sum, ndim: int) -> Sum:
@@ -115,18 +115,18 @@ def _ranked(x: Sum, ndim: int) -> Sum:
     return replace(x, products=products, shape=(1,) * ndim)
 
 
-def _quotient(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
+def _quotient(view: View, x: Sum, y: Sum) -> Sum | None:
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
     (product,) = y.products
     (factor,) = product.factors
     inverse = replace(product, factors=(replace(factor, array=1 / factor.whole.astype(y.dtype)),))
-    return _multiple(eqn, x, replace(y, products=(inverse,)))
+    return _multiple(view, x, replace(y, products=(inverse,)))
 
 
-def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
-    out = type_of(eqn.outvars[0])
-    if _SIGNS[eqn.primitive.name] < 0:
+def _sum(view: View, x: Sum, y: Sum) -> Sum | None:
+    out = view.type
+    if isinstance(view, Subtract):
         y = moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
     wide = complete(moves.broadcast(_ranked(each, out.ndim), out.shape, range(out.ndim)) for each in (x, y))
     if wide is None:
@@ -135,20 +135,25 @@ def _sum(eqn: JaxprEqn, x: Sum, y: Sum) -> Sum | None:
     return Sum(products, out.shape, out.dtype, x.precision or y.precision, None)
 
 
-def _floats(eqn: JaxprEqn, x: Sum) -> Sum | None:
+def _floats(view: Cast, x: Sum) -> Sum | None:
     """Integers as floats; the arrays stay integers until they are multiplied."""
-    return moves.cast(x, eqn.params["new_dtype"]) if _is_whole(x.dtype) else None
+    return moves.cast(x, view.new_dtype) if _is_whole(x.dtype) else None
 
 
 def _is_whole(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jnp.inexact)
 
 
-_RULES: dict[str, Callable[..., Sum | None]] = {
-    "dot_general": _dot,
-    "mul": _multiple,
-    "div": _quotient,
-    "broadcast_in_dim": lambda eqn, x: moves.broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"]),
-    "convert_element_type": _floats,
-    **dict.fromkeys(_SIGNS, _sum),
+def _broadcast(view: Broadcast, x: Sum) -> Sum | None:
+    return moves.broadcast(x, view.shape, view.broadcast_dimensions)
+
+
+_RULES: dict[type[View], Callable[..., Sum | None]] = {
+    Dot: _dot,
+    Multiply: _multiple,
+    Divide: _quotient,
+    Broadcast: _broadcast,
+    Cast: _floats,
+    Add: _sum,
+    Subtract: _sum,
 }

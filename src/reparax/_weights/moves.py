@@ -11,36 +11,52 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
+from reparax._programs.equations.elementwise import Cast, Copy, Negate, StopGradient
+from reparax._programs.equations.kinds import view_of
+from reparax._programs.equations.moves import (
+    Broadcast,
+    DynamicSlice,
+    Reshape,
+    Reverse,
+    Slice,
+    Split,
+    Squeeze,
+    Transpose,
+    Vary,
+)
+from reparax._programs.equations.view import View
 from reparax._weights.dtypes import narrows, stored
 from reparax._weights.sums import Factor, Label, Product, Sum, complete
 
-Move = Callable[[JaxprEqn, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
+Move = Callable[[Any, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
+"""The outputs, from the view of an equation, its first operand and the others."""
 
 
 def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
-    rule = _RULES.get(eqn.primitive.name)
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
     if rule is None or not isinstance(operands[0], Sum):
         return None
-    made = rule(eqn, operands[0], operands[1:])
+    made = rule(view, operands[0], operands[1:])
     outs = made if isinstance(made, list) else [made]
     return complete(outs)
 
 
-def _transpose(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
-    order = eqn.params["permutation"]
+def _transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
+    order = view.permutation
     return x.each(lambda each: each.transposed(order), [x.shape[i] for i in order])
 
 
-def _reshape(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
-    if eqn.params.get("dimensions") is not None or eqn.params.get("sharding") is not None:
+def _reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
+    if view.dimensions is not None or view.is_placed:
         return None
-    shape = eqn.params["new_sizes"]
+    shape = view.new_sizes
     return x.each(lambda each: each.reshaped(shape), shape)
 
 
-def _squeeze(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
-    axes = [i % x.ndim for i in eqn.params["dimensions"]]
+def _squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
+    axes = view.dimensions
     return x.each(lambda each: each.squeezed(axes), [n for i, n in enumerate(x.shape) if i not in axes])
 
 
@@ -49,15 +65,14 @@ def broadcast(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None
     return x.each(lambda each: each.broadcast(shape, places), shape)
 
 
-def _broadcast(eqn: JaxprEqn, x: Sum, rest: Sequence[Any]) -> Sum | None:
-    if rest or eqn.params.get("sharding") is not None:
+def _broadcast(view: Broadcast, x: Sum, rest: Sequence[Any]) -> Sum | None:
+    if rest or view.is_placed:
         return None
-    return broadcast(x, eqn.params["shape"], eqn.params["broadcast_dimensions"])
+    return broadcast(x, view.shape, view.broadcast_dimensions)
 
 
-def _cast(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
-    dtype = eqn.params["new_dtype"]
-    return cast(x, dtype) if narrows(x.dtype, dtype) and eqn.params.get("sharding") is None else None
+def _cast(view: Cast, x: Sum, _: Any) -> Sum | None:
+    return cast(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.is_placed else None
 
 
 def cast(x: Sum, dtype: Any) -> Sum:
@@ -66,11 +81,11 @@ def cast(x: Sum, dtype: Any) -> Sum:
     return replace(made, dtype=dtype)
 
 
-def _still(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
+def _still(_view: StopGradient, x: Sum, _: Any) -> Sum:
     return each_factor(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
 
 
-def _neg(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
+def _neg(_view: Negate, x: Sum, _: Any) -> Sum:
     return scaled(x, jnp.asarray(-1, x.dtype), still=True)
 
 
@@ -88,13 +103,11 @@ def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
     return replace(x, products=tuple(map(change, x.products)))
 
 
-def _slice(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * x.ndim
-    made, out = x, jaxprs.type_of(eqn.outvars[0])
-    for axis, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
+def _slice(view: Slice, x: Sum, _: Any) -> Sum | None:
+    made: Sum | None = x
+    for axis, (start, limit, stride) in enumerate(view.bounds):
         if made is not None and (start, limit, stride) != (0, x.shape[axis], 1):
-            made = _cut(made, axis, out.shape[axis], _sliced(start, limit, stride))
+            made = _cut(made, axis, view.type.shape[axis], _sliced(start, limit, stride))
     return made
 
 
@@ -102,17 +115,17 @@ def _sliced(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
     return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
 
 
-def _split(eqn: JaxprEqn, x: Sum, _: Any) -> list[Sum | None]:
-    axis, sizes, outs, start = eqn.params["axis"], eqn.params["sizes"], list[Sum | None](), 0
-    for n in map(int, sizes):
-        outs.append(_cut(x, axis, n, _sliced(start, start + n, 1)))
+def _split(view: Split, x: Sum, _: Any) -> list[Sum | None]:
+    outs, start = list[Sum | None](), 0
+    for n in view.sizes:
+        outs.append(_cut(x, view.axis, n, _sliced(start, start + n, 1)))
         start += n
     return outs
 
 
-def _dynamic_slice(eqn: JaxprEqn, x: Sum, starts: Sequence[Any]) -> Sum | None:
+def _dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
     made: Sum | None = x
-    for axis, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
+    for axis, (start, n) in enumerate(zip(starts, view.slice_sizes, strict=True)):
         if made is not None and n != x.shape[axis]:
             made = _cut(made, axis, n, _dynamically_sliced(start, n))
     return made
@@ -128,9 +141,9 @@ def _dynamically_sliced(start: Any, n: int) -> Callable[[Any, int], Any]:
     return sliced
 
 
-def _rev(eqn: JaxprEqn, x: Sum, _: Any) -> Sum | None:
+def _rev(view: Reverse, x: Sum, _: Any) -> Sum | None:
     made: Sum | None = x
-    for axis in eqn.params["dimensions"]:
+    for axis in view.dimensions:
         made = made and _cut(made, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
     return made
 
@@ -161,8 +174,8 @@ def along(product: Product, axis: int, size: int, change: Callable[[Any, int], A
     return Product(tuple(map(changed, product.factors)), axes)
 
 
-def _varied(eqn: JaxprEqn, x: Sum, _: Any) -> Sum:
-    varied = partial(jaxprs.varied, eqn)
+def _varied(view: Vary, x: Sum, _: Any) -> Sum:
+    varied = partial(jaxprs.as_varying, names=view.axes)
     return each_factor(x, lambda factor: replace(factor, array=jax.tree.map(varied, factor.array)))
 
 
@@ -171,18 +184,18 @@ def each_factor(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
     return replace(x, products=tuple(replace(each, factors=tuple(map(change, each.factors))) for each in x.products))
 
 
-_RULES: dict[str, Move] = {
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "convert_element_type": _cast,
-    "stop_gradient": _still,
-    "neg": _neg,
-    "slice": _slice,
-    "split": _split,
-    "dynamic_slice": _dynamic_slice,
-    "rev": _rev,
-    "copy": lambda eqn, x, _: x,
-    "pvary": _varied,
+_RULES: dict[type[View], Move] = {
+    Transpose: _transpose,
+    Reshape: _reshape,
+    Squeeze: _squeeze,
+    Broadcast: _broadcast,
+    Cast: _cast,
+    StopGradient: _still,
+    Negate: _neg,
+    Slice: _slice,
+    Split: _split,
+    DynamicSlice: _dynamic_slice,
+    Reverse: _rev,
+    Copy: lambda _view, x, _: x,
+    Vary: _varied,
 }

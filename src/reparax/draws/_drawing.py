@@ -13,6 +13,9 @@ from reparax._core import random
 from reparax._core.keys import key_of_use
 from reparax._numerics.arithmetic import widened
 from reparax._programs import jaxprs
+from reparax._programs.equations.bodies import Jit
+from reparax._programs.equations.elementwise import Cast, Select
+from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._weights import bodies, makers
 from reparax._weights.dtypes import narrows
 from reparax._weights.facts import Facts, of_equation
@@ -65,15 +68,14 @@ class Drawing:
     def told(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
-        own = of_equation(eqn, facts)
-        casts = eqn.primitive.name == "convert_element_type" and isinstance(args[0], Sum)
-        if casts and narrows(args[0].dtype, eqn.params["new_dtype"]):
+        own, view = of_equation(eqn, facts), view_of(eqn)
+        if isinstance(view, Cast) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
             # The factors stay as they are, because the whole is rounded, and not each of them.
-            return [replace(args[0], dtype=eqn.params["new_dtype"])], [own]
+            return [replace(args[0], dtype=view.new_dtype)], [own]
         if not is_draw(eqn):
             return None
         own = replace(own, origins=own.origins | {A_DRAW})
-        (array,) = eqn.primitive.bind(*args, **eqn.params)
+        (array,) = view.bind(*args)
         product = Product.of(array, still=True)
         (factor,) = product.factors
         product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
@@ -84,7 +86,7 @@ class Drawing:
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
-        made = makers.chosen(args) if eqn.primitive.name == "select_n" else makers.combined(eqn, args, facts)
+        made = makers.chosen(args) if kind_of(eqn) is Select else makers.combined(eqn, args, facts)
         return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
@@ -113,7 +115,8 @@ class Drawing:
 
 def is_draw(eqn: JaxprEqn) -> bool:
     """Whether the output of an equation is an array of independent normal numbers."""
-    named = jaxprs.is_jit(eqn) and eqn.params["name"] == random.DRAW
+    view = view_of(eqn)
+    named = isinstance(view, Jit) and view.name == random.DRAW
     return named and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
 
 

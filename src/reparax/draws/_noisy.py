@@ -10,7 +10,10 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from reparax._numerics.arithmetic import widened
-from reparax._programs.jaxprs import type_of
+from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
+from reparax._programs.equations.kinds import view_of
+from reparax._programs.equations.view import View
 from reparax._weights.multiply import How, total
 from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted
 
@@ -68,20 +71,20 @@ def _without(product: Product, draw: Factor, dtype: Any) -> Product:
     return replace(product, factors=tuple(rest or [Factor(jnp.ones((), dtype), (), still=True)]))
 
 
-Rule = Callable[[JaxprEqn, Sequence[Any], int, Noisy], Any]
-"""The variance of the result of an equation, from its operands and the place of the weight in them, or None."""
+Rule = Callable[[Any, Sequence[Any], int, Noisy], Any]
+"""The variance of the result of an equation, from its view, its operands and the weight's place in them, or None."""
 
 
 def moments(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Array] | None:
     """The mean and the variance of each entry of a product of data and a noisy weight; None if it is not linear."""
-    rule, out = _RULES.get(eqn.primitive.name), type_of(eqn.outvars[0])
-    if rule is None or not jnp.issubdtype(out.dtype, jnp.floating):
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
+    if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
         return None
-    variance = rule(eqn, args, i, weight)
+    variance = rule(view, args, i, weight)
     if variance is None:
         return None
-    bound = eqn.primitive.bind(*args[:i], formed(weight.mean), *args[i + 1 :], **eqn.params)
-    return bound, variance
+    return view.bind(*args[:i], formed(weight.mean), *args[i + 1 :]), variance
 
 
 def formed(x: Sum) -> Array:
@@ -110,20 +113,19 @@ def _of_squares(function: Callable[[Any, Sum], Any], x: Any, spread: Sum) -> Any
     return jax.checkpoint(lambda x, spread: function(jnp.square(widened(x)), _squared(spread)))(x, spread)
 
 
-def _precision(eqn: JaxprEqn) -> Any:
+def _precision(view: Dot | Conv) -> Any:
     """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
-    precision = eqn.params["precision"]
-    return precision if isinstance(precision, lax.Precision | tuple) else None
+    return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
-def _dot(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    out, how = type_of(eqn.outvars[0]), How(weight.spread.dtype, weight.spread.dtype, _precision(eqn))
-    summed, shared = eqn.params["dimension_numbers"]
+def _dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    out, how = view.type, How(weight.spread.dtype, weight.spread.dtype, _precision(view))
+    contracting, batch = view.contracting, view.batch
 
     def products(x: Any, squares: Sum) -> list[Product] | None:
         data = Product.of(x, still=False)
         pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-        return complete(contracted(a, b, summed, shared) for a, b in pairs)
+        return complete(contracted(a, b, contracting, batch) for a, b in pairs)
 
     x = args[1 - i]
     if weight.repeated or products(x, weight.spread) is None:
@@ -131,49 +133,49 @@ def _dot(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
     return _of_squares(lambda x, squares: total(products(x, squares) or [], out.shape, how), x, weight.spread)
 
 
-def _convolution(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    if i != 1 or weight.repeated or eqn.params["batch_group_count"] != 1:
+def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    if i != 1 or weight.repeated or view.batch_group_count != 1:
         return None
-    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
-    settings = eqn.params | {"precision": _precision(eqn), "preferred_element_type": weight.spread.dtype}
+    settings = {"precision": _precision(view), "preferred_element_type": weight.spread.dtype}
     alike = not any(each.labels.intersection(each.axes[channels]) for each in weight.spread.products)
     n = groups if alike else weight.spread.shape[channels]
 
     def convolved(x: Any, squares: Sum) -> Any:
         kernel = lax.slice_in_dim(formed(squares), 0, n, axis=channels)
-        found = eqn.primitive.bind(x, kernel, **settings)
+        found = view.bind(x, kernel, **settings)
         return jnp.repeat(found, squares.shape[channels] // n, axis)
 
     return _of_squares(convolved, args[0], weight.spread)
 
 
-def _gather(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Any:
     if i != 0 or weight.repeated:
         return None
     # Where there is no row, there is no noise.
-    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    params = eqn.params | ({"fill_value": 0} if fills else {})
-    return eqn.primitive.bind(formed(_squared(weight.spread)), args[1], **params)
+    changed = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
+    return view.bind(formed(_squared(weight.spread)), args[1], **changed)
 
 
-def _multiple(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
     return _of_squares(lambda x, squares: x * formed(squares), args[1 - i], weight.spread)
 
 
-def _quotient(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
     return None if i == 1 else _of_squares(lambda x, squares: formed(squares) / x, args[1], weight.spread)
 
 
-def _sum(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
     return formed(_squared(weight.spread))
 
 
-_RULES: dict[str, Rule] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "gather": _gather,
-    "mul": _multiple,
-    "div": _quotient,
-    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+_RULES: dict[type[View], Rule] = {
+    Dot: _dot,
+    Conv: _convolution,
+    Gather: _gather,
+    Multiply: _multiple,
+    Divide: _quotient,
+    Add: _sum,
+    Subtract: _sum,
 }

@@ -113,7 +113,7 @@ class _Call(Primitive):
 def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
     if not any(used) and not eqn.effects:
         return [False for _ in eqn.invars], None
-    piece, read = _piece(eqn.params).pruned(used)
+    piece, read = _piece(jaxprs.own_parameters(eqn)).pruned(used)
     invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
     outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))

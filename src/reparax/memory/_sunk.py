@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax._programs import dependence, jaxprs, steps
 from reparax._programs.dependence import Flags, Known
+from reparax._programs.equations.bodies import Scan
 from reparax._programs.steps import LARGE, Plan
 from reparax._tree.sizes import size_in_bytes
 
@@ -82,7 +83,7 @@ class _Scan:
 
         again = jaxprs.rebound(eqn)
         assert again is not None
-        return again(body, *given, jnp.arange(eqn.params["length"]), *stacked)
+        return again(body, *given, jnp.arange(Scan(eqn).length), *stacked)
 
 
 def _is_worth(jaxpr: Jaxpr, v: Var) -> bool:

@@ -13,6 +13,33 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags
+from reparax._programs.equations.elementwise import (
+    Add,
+    Arithmetic,
+    Bitcast,
+    Bitwise,
+    Cast,
+    Comparison,
+    Copy,
+    Divide,
+    Multiply,
+    Negate,
+    Select,
+    StopGradient,
+    Subtract,
+)
+from reparax._programs.equations.kinds import kind_of
+from reparax._programs.equations.moves import (
+    Broadcast,
+    Iota,
+    ReadInStep,
+    Reshape,
+    Slice,
+    Squeeze,
+    Transpose,
+    Vary,
+)
+from reparax._programs.equations.view import View
 from reparax._tree.sizes import size_in_bytes
 
 SMALL = 4
@@ -20,13 +47,12 @@ SMALL = 4
 FEW = 32
 """So many cheap operations on each entry cost no more than to store it and to read it."""
 
-_VIEWS = {"transpose", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "reparax_read"}
+_IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, Vary, ReadInStep}
 # Compilers compute these again for each reader, instead of storing them.
-_CHEAP = {
-    *_VIEWS,
-    *("add", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square", "integer_pow"),
-    *("and", "or", "xor", "not", "shift_left", "shift_right_logical", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("select_n", "convert_element_type", "bitcast_convert_type", "broadcast_in_dim", "iota", "slice", "is_finite"),
+_CHEAP: set[type[View]] = {
+    *_IN_PLACE,
+    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Bitwise, Comparison),
+    *(Select, Cast, Bitcast, Broadcast, Iota, Slice),
 }
 
 
@@ -92,14 +118,14 @@ def _views(program: Jaxpr) -> set[Var]:
     free = set(program.invars)
     for eqn in program.eqns:
         read = jaxprs.variables(eqn.invars)
-        if not read or (free.issuperset(read) and (_are([eqn], _VIEWS) or _adds_axes(eqn))):
+        if not read or (free.issuperset(read) and (_are([eqn], _IN_PLACE) or _adds_axes(eqn))):
             free.update(eqn.outvars)
     return free
 
 
 def _adds_axes(eqn: JaxprEqn) -> bool:
     """Whether an equation adds axes of size 1."""
-    return eqn.primitive.name == "broadcast_in_dim" and _size(eqn.outvars[0]) == _size(eqn.invars[0])
+    return kind_of(eqn) is Broadcast and _size(eqn.outvars[0]) == _size(eqn.invars[0])
 
 
 def _count(eqns: Iterable[JaxprEqn]) -> int:
@@ -111,10 +137,9 @@ def _size(v: Any) -> int:
     return size_in_bytes(v.aval)
 
 
-def _are(eqns: Iterable[JaxprEqn], names: set[str]) -> bool:
-    """Whether all equations have one of these names, also in calls."""
+def _are(eqns: Iterable[JaxprEqn], kinds: set[type[View]]) -> bool:
+    """Whether all equations are of one of these kinds, also in calls."""
     return all(
-        eqn.primitive.name in names
-        or (jaxprs.is_call(eqn) and all(_are(inside.eqns, names) for inside in jaxprs.inner(eqn)))
+        kind_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_are(inside.eqns, kinds) for inside in jaxprs.inner(eqn)))
         for eqn in eqns
     )

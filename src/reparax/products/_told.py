@@ -8,6 +8,8 @@ from jax.extend.core import JaxprEqn
 
 from reparax._numerics.terms import specs_told
 from reparax._programs import jaxprs
+from reparax._programs.equations.bodies import Jit
+from reparax._programs.equations.kinds import view_of
 from reparax._weights.circles import Circle
 from reparax._weights.dtypes import covers, has_range, stored
 from reparax._weights.facts import Facts, facts_in
@@ -16,12 +18,13 @@ from reparax._weights.sums import Factor, Label, Product, Sum
 
 def tells(eqn: JaxprEqn) -> bool:
     """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
-    return eqn.primitive.name == "jit" and specs_told(eqn.params["name"]) is not None
+    view = view_of(eqn)
+    return isinstance(view, Jit) and specs_told(view.name) is not None
 
 
 def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
-    specs = specs_told(eqn.params["name"]) or []
+    specs = specs_told(Jit(eqn).name) or []
     n_arrays = sum(len(spec.inputs) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_mark(eqn.outvars[-1]):
         return None

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from reparax._programs.jaxprs import type_of
+from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.kinds import view_of
+from reparax._programs.equations.view import View
 from reparax._weights import moves
 from reparax._weights.dtypes import between, in_any_order
 from reparax._weights.multiply import ENTRY, How, cost, total
@@ -37,10 +39,11 @@ class Use:
 
 def use(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
     """The product of data and one sum that an equation computes, if it can use the factors; else None."""
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or eqn.params.get("out_sharding") is not None:
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
+    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.is_placed:
         return None
-    return rule(eqn, args)
+    return rule(view, args)
 
 
 def _still(x: Sum) -> bool:
@@ -55,19 +58,19 @@ def _whole(x: Sum) -> Product:
 # ---- products of matrices
 
 
-def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+def _dot(view: Dot, args: Sequence[Any]) -> Use | None:
     x, y = args
-    out, precision = type_of(eqn.outvars[0]), eqn.params["precision"]
+    out, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
     if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not in_any_order(precision):
         return None
     weight: Sum = x if isinstance(x, Sum) else y
-    summed, shared = eqn.params["dimension_numbers"]
+    contracting, batch = view.contracting, view.batch
 
     def with_data(weights: Sequence[Product]) -> list[Product] | None:
         left = weights if x is weight else [Product.of(x, still=False)]
         right = weights if y is weight else [Product.of(y, still=False)]
-        return complete([contracted(a, b, summed, shared) for a in left for b in right])
+        return complete([contracted(a, b, contracting, batch) for a in left for b in right])
 
     products, whole = with_data(weight.products), with_data([_whole(weight)])
     if products is None or whole is None:
@@ -83,26 +86,18 @@ def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
 # ---- rows of a table
 
 
-def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+def _gather(view: Gather, args: Sequence[Any]) -> Use | None:
     weight, places = args[0], _counting(args[1])
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    axes = tuple(numbers.start_index_map)
-    mode, fill = eqn.params["mode"], eqn.params["fill_value"]
-    if not isinstance(weight, Sum) or len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes:
+    axis, mode, fill = view.axis, view.mode, view.fill_value
+    if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None
-    if mode not in _MODES:
-        return None
-    (axis,) = axes
     rest = [i for i in range(weight.ndim) if i != axis]
-    if numbers.operand_batching_dims or any(sizes[i] != weight.shape[i] for i in rest):
-        return None
-    out = type_of(eqn.outvars[0])
-    leading = [i for i in range(out.ndim) if i not in numbers.offset_dims]
+    out, offset = view.type, view.dimension_numbers.offset_dims
+    leading = [i for i in range(out.ndim) if i not in offset]
     rows = [out.shape[i] for i in leading]
     count = math.prod(rows)
-    settings = {name: eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    settings["mode"] = lax.GatherScatterMode.CLIP if fills else mode
+    own_mode = lax.GatherScatterMode.CLIP if fills else mode
 
     def taken(array: Any, place: int) -> Any:
         front = jnp.moveaxis(array, place, 0)
@@ -111,7 +106,7 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
             collapsed_slice_dims=(0,),
             start_index_map=(0,),
         )
-        found = lax.gather(front, places, own, (1, *front.shape[1:]), **settings)
+        found = lax.gather(front, places, own, (1, *front.shape[1:]), mode=own_mode, **view.hints)
         return jnp.moveaxis(found.reshape(count, *front.shape[1:]), 0, place)
 
     def counted(array: Any, place: int) -> Any:
@@ -131,7 +126,7 @@ def _gather(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
         if mode != lax.GatherScatterMode.CLIP:
             inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
-        return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *numbers.offset_dims])
+        return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *offset])
 
     written = ENTRY * entries(out.shape)
     table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
@@ -165,16 +160,15 @@ def _dropped(primals: Any, tangents: Any) -> tuple[Any, Any]:
 # ---- convolutions
 
 
-def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+def _convolution(view: Conv, args: Sequence[Any]) -> Use | None:
     x, weight = args
-    params = eqn.params
-    out = type_of(eqn.outvars[0])
+    out = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
         return None
-    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1 or not in_any_order(params["precision"]):
+    if view.feature_group_count != 1 or view.batch_group_count != 1 or not in_any_order(view.precision):
         return None
     result = between(weight.dtype, out.dtype)
-    numbers = params["dimension_numbers"]
+    numbers = view.dimension_numbers
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
     parts = complete(_channels(each, to) for each in weight.products)
     if parts is None:
@@ -198,13 +192,13 @@ def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
             x,
             total([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
             dimension_numbers=numbers,
-            **{name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")},
-            precision=params["precision"],
+            **view.window,
+            precision=view.precision,
             preferred_element_type=result,
         )
         if tail is None:
             return y
-        how = How(weight.dtype, result, params["precision"])
+        how = How(weight.dtype, result, view.precision)
         mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
         return jnp.moveaxis(mixed, -1, channel)
 
@@ -247,8 +241,8 @@ def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] 
     return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
 
 
-_RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Use | None]] = {
-    "dot_general": _dot,
-    "gather": _gather,
-    "conv_general_dilated": _convolution,
+_RULES: dict[type[View], Callable[[Any, Sequence[Any]], Use | None]] = {
+    Dot: _dot,
+    Gather: _gather,
+    Conv: _convolution,
 }

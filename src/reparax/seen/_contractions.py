@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
+from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.kinds import view_of
+from reparax._programs.equations.view import View
 from reparax._weights.sums import Product, Sum
 
 
@@ -42,16 +45,17 @@ class Contraction:
 
 def contraction(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
     """The product of data and one weight that an equation computes; None if it computes something else."""
-    rule = _RULES.get(eqn.primitive.name)
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
     if rule is None or sum(isinstance(x, Sum) for x in args) != 1:
         return None
-    return rule(eqn, args)
+    return rule(view, args)
 
 
-def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction:
+def _dot(view: Dot, args: Sequence[Any]) -> Contraction:
     place = 0 if isinstance(args[0], Sum) else 1
     weight, data = args[place], args[1 - place]
-    summed, shared = eqn.params["dimension_numbers"]
+    summed, shared = view.contracting, view.batch
     front = [i for i in range(data.ndim) if i not in (*summed[1 - place], *shared[1 - place])]
     x = data.transpose(*front, *shared[1 - place], *summed[1 - place])
     n, many = math.prod(data.shape[i] for i in front), len(shared[0])
@@ -67,16 +71,14 @@ def _dot(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction:
     return Contraction(x.reshape(n, *x.shape[len(front) :]), product, shared[place], summed[place], rows)
 
 
-def _convolution(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
+def _convolution(view: Conv, args: Sequence[Any]) -> Contraction | None:
     x, weight = args
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    groups = params["feature_group_count"]
-    if not isinstance(weight, Sum) or params["batch_group_count"] != 1:
+    numbers, groups = view.dimension_numbers, view.feature_group_count
+    if not isinstance(weight, Sum) or view.batch_group_count != 1:
         return None
     to, channel, *window = numbers.rhs_spec
     sizes = [weight.shape[i] for i in window]
-    settings = {name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
-    settings |= {"dimension_numbers": numbers, "precision": lax.Precision.HIGHEST}
+    settings: dict[str, Any] = view.window | {"dimension_numbers": numbers, "precision": lax.Precision.HIGHEST}
     patches = lax.conv_general_dilated_patches(x, sizes, **settings)
     # Patches have the channels of the data first, and then the places of the window.
     data = jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, groups, weight.shape[channel], *sizes)
@@ -114,28 +116,23 @@ class Lookup:
 
 def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
     """The rows of a weight that an equation takes; None if it does something else."""
-    if eqn.primitive.name != "gather" or not isinstance(args[0], Sum) or isinstance(args[1], Sum):
+    view = view_of(eqn)
+    if not isinstance(view, Gather) or not isinstance(args[0], Sum) or isinstance(args[1], Sum):
         return None
     weight, places = args
-    numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
-    axes = tuple(numbers.start_index_map)
-    others = [i for i in range(weight.ndim) if i not in axes]
-    whole = all(sizes[i] == weight.shape[i] for i in others)
-    if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims or not whole:
+    axis, offset = view.axis, view.dimension_numbers.offset_dims
+    if axis is None:
         return None
-    (axis,) = axes
+    others = [i for i in range(weight.ndim) if i != axis]
     rows, n = places.reshape(-1).astype(jnp.int32), weight.shape[axis]
-    if mode == lax.GatherScatterMode.CLIP:
+    if view.mode == lax.GatherScatterMode.CLIP:
         rows = jnp.clip(rows, 0, n - 1)
 
     def outputs(y: Array) -> Array:
-        y = jnp.moveaxis(y, numbers.offset_dims, range(y.ndim - len(numbers.offset_dims), y.ndim))
+        y = jnp.moveaxis(y, offset, range(y.ndim - len(offset), y.ndim))
         return y.reshape(len(rows), *(weight.shape[i] for i in others))
 
     return Lookup(jnp.where((rows >= 0) & (rows < n), rows, n), axis, outputs)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Contraction | None]] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-}
+_RULES: dict[type[View], Callable[[Any, Sequence[Any]], Contraction | None]] = {Dot: _dot, Conv: _convolution}

@@ -17,6 +17,10 @@ from jax.extend.core import JaxprEqn
 
 from reparax._axes.seen import Read
 from reparax._programs import jaxprs
+from reparax._programs.equations.bodies import ShardMap
+from reparax._programs.equations.elementwise import Cast, Divide, Multiply, Negate
+from reparax._programs.equations.kinds import kind_of, view_of
+from reparax._programs.equations.view import View
 from reparax._programs.roots import holds_apply, is_apply, mark_of
 from reparax._programs.sources import reader_of
 from reparax._weights import moves, multiply
@@ -134,16 +138,16 @@ class Seeing:
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
         del alone
-        name, out = eqn.primitive.name, of_outputs(eqn, facts)
+        view, out = view_of(eqn), of_outputs(eqn, facts)
         if is_apply(eqn):
             return self._applied(reader, eqn, args), out
-        if name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
-            return [_cast(args[0], eqn.params["new_dtype"])], out
-        if name in ("mul", "div", "neg") and all(map(_is_number, args[1:])):
-            return [_scaled(name, *args)], out
-        if name == "mul" and isinstance(args[1], Sum) and _is_number(args[0]):
-            return [_scaled(name, *args[::-1])], out
-        return AS_IS if name == "shard_map" and not eqn.params["check_vma"] else None
+        if isinstance(view, Cast) and jnp.issubdtype(view.new_dtype, jnp.inexact):
+            return [_cast(args[0], view.new_dtype)], out
+        if isinstance(view, Multiply | Divide | Negate) and all(map(_is_number, args[1:])):
+            return [_scaled(view, *args)], out
+        if isinstance(view, Multiply) and isinstance(args[1], Sum) and _is_number(args[0]):
+            return [_scaled(view, *args[::-1])], out
+        return AS_IS if isinstance(view, ShardMap) and not view.check_vma else None
 
     def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
         del reader, eqn, args, facts
@@ -165,7 +169,7 @@ class Seeing:
             return None
         self.counted[*reader.path, id(eqn)] = next(i for i, x in enumerate(args) if x is weight)
         with jaxprs.as_written_by(eqn):
-            y = eqn.primitive.bind(*(_array(x) for x in args), **eqn.params)
+            y = view_of(eqn).bind(*(_array(x) for x in args))
         groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
         if self.moments == "full" and any(label.shards for label in groups[1]):
             self.cut.add(place.slot)
@@ -175,7 +179,7 @@ class Seeing:
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
-        unchecked = eqn is not None and eqn.primitive.name == "shard_map"
+        unchecked = eqn is not None and kind_of(eqn) is ShardMap
         reason = reader_of(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
         self.why.setdefault(x.root, {})[reason] = None
         return _array(x)
@@ -394,10 +398,11 @@ def _is_number(x: Any) -> bool:
     return not isinstance(x, Sum) and all(n == 1 for n in x.shape)
 
 
-def _scaled(name: str, x: Sum, *number: Any) -> Sum:
+def _scaled(view: View, x: Sum, *numbers: Any) -> Sum:
     """``x`` times a number, or divided by it, or with another sign."""
-    number = tuple(n.reshape(()) for n in number)
-    factor = {"mul": lambda n: n, "div": lambda n: 1 / n, "neg": lambda: jnp.asarray(-1, x.dtype)}[name](*number)
+    (number,) = numbers or (jnp.asarray(-1, x.dtype),)
+    number = number.reshape(())
+    factor = 1 / number if isinstance(view, Divide) else number
     return moves.scaled(x, factor, still=True)
 
 

@@ -1,0 +1,77 @@
+"""Equations that hold programs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reparax._programs.equations.view import View
+
+
+class Jit(View):
+    """A call of ``jax.jit``."""
+
+    names = ("jit",)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.eqn.params["name"]
+
+
+class CustomJvp(View):
+    """A call of a ``jax.custom_jvp``."""
+
+    names = ("custom_jvp_call",)
+
+
+class Checkpoint(View):
+    """A call of ``jax.checkpoint``."""
+
+    names = ("remat2",)
+
+    @property
+    def policy(self) -> Any:
+        """What may be stored."""
+        return self.eqn.params["policy"]
+
+    @property
+    def prevent_cse(self) -> Any:
+        """Whether the compiler must compute again what was computed before."""
+        return self.eqn.params["prevent_cse"]
+
+
+class Scan(View):
+    """A ``jax.lax.scan``."""
+
+    names = ("scan",)
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return self.eqn.params["length"]
+
+
+class Cond(View):
+    """A ``jax.lax.switch`` or ``cond``."""
+
+    names = ("cond",)
+
+
+class ShardMap(View):
+    """A ``jax.shard_map``."""
+
+    names = ("shard_map",)
+
+    @property
+    def in_specs(self) -> Sequence[Any]:
+        """The partition spec of each operand."""
+        return self.eqn.params["in_specs"]
+
+    @property
+    def mesh_shape(self) -> Mapping[str, int]:
+        """The size of each mesh axis."""
+        return self.eqn.params["mesh"].shape
+
+    @property
+    def check_vma(self) -> bool:
+        """Whether types say over which mesh axes arrays vary."""
+        return self.eqn.params["check_vma"]

@@ -1,0 +1,99 @@
+"""Equations that sum over axes of two operands, or take parts of one where the other says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from reparax._programs.equations.view import View
+
+Axes = tuple[Sequence[int], Sequence[int]]
+"""Axes of the left and of the right operand, in pairs."""
+
+
+class Dot(View):
+    """A ``jax.lax.dot_general``."""
+
+    names = ("dot_general",)
+
+    @property
+    def contracting(self) -> Axes:
+        """The axes that are summed over."""
+        return self.eqn.params["dimension_numbers"][0]
+
+    @property
+    def batch(self) -> Axes:
+        """The axes that stay, as the first of the output."""
+        return self.eqn.params["dimension_numbers"][1]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands, or an algorithm."""
+        return self.eqn.params["precision"]
+
+
+class Conv(View):
+    """A ``jax.lax.conv_general_dilated``."""
+
+    names = ("conv_general_dilated",)
+
+    @property
+    def dimension_numbers(self) -> lax.ConvDimensionNumbers:
+        """Where batch, features and places stand in the data, the kernel and the output."""
+        return self.eqn.params["dimension_numbers"]
+
+    @property
+    def window(self) -> dict[str, Any]:
+        """How the window moves: the arguments of this name."""
+        return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
+
+    @property
+    def feature_group_count(self) -> int:
+        """The number of groups of input features, each with its own kernels."""
+        return self.eqn.params["feature_group_count"]
+
+    @property
+    def batch_group_count(self) -> int:
+        """The number of groups of examples, each with its own kernels."""
+        return self.eqn.params["batch_group_count"]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands."""
+        return self.eqn.params["precision"]
+
+
+class Gather(View):
+    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
+
+    names = ("gather",)
+
+    @property
+    def dimension_numbers(self) -> lax.GatherDimensionNumbers:
+        """Where the axes of the operands stand in the output."""
+        return self.eqn.params["dimension_numbers"]
+
+    @property
+    def mode(self) -> lax.GatherScatterMode:
+        """What happens beyond the operand."""
+        return self.eqn.params["mode"]
+
+    @property
+    def fill_value(self) -> Any:
+        """What stands beyond the operand; None for the default of the dtype."""
+        return self.eqn.params["fill_value"]
+
+    @property
+    def hints(self) -> dict[str, bool]:
+        """What is promised of the places: the arguments of these names."""
+        return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
+        numbers, sizes = self.dimension_numbers, self.eqn.params["slice_sizes"]
+        axes = tuple(numbers.start_index_map)
+        if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims:
+            return None
+        shape = self.operands[0].aval.shape
+        return axes[0] if all(sizes[i] == n for i, n in enumerate(shape) if i not in axes) else None
