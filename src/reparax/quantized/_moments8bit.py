@@ -41,6 +41,12 @@ class Moments8bit(Reparametrization):
     it would not move. ``"dithered"`` rounds up or down by the last 14 bits of the number itself, so that the mean of
     many steps is right, without a key.
 
+    **How near.** On a layer of 256 inputs whose sizes spread as :math:`e^{s N}`, s from 0 to 1.2, with noise in the
+    targets, Adam ends within 5 % of float32's loss at three rates, in either layout. Where the loss itself goes to
+    zero, a small difference is a larger share of it: 17 % was seen. The maximum that AMSGrad keeps also keeps what was
+    rounded up: 13 %. Gradients that ``optax.MultiSteps`` adds up are rounded at each step, if it stands inside: twice
+    the loss. Put it around: ``optax.MultiSteps(rpx.optimizer(tx, state=...), k)``.
+
     ``Moments8bit(along=-1, rounding="nearest")`` has the codes and scales of bitsandbytes for an array whose last axis
     is a multiple of 256; only positive second moments that are 0 there get the first number above.
 
