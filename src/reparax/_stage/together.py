@@ -67,9 +67,9 @@ class Together(Reparametrization):
     Your subclass writes ``init_arrays({place: w}) -> {place: values}`` and ``apply_arrays(values) -> {place: w}``, and
     may write ``update_arrays`` and ``penalty_arrays``. The places are those of the arrays in the tree. The formulas are
     asked for the types of one array alone, at the place ``"w"``; where they cannot take one, write ``init_leaf`` and
-    ``apply_leaf``, of which only the types are read. Declare ``raw_values`` as for
-    :class:`Reparametrization`. The raw values of each array are stored in its own place, so other stages, labels and
-    weight decay find them under its path. It draws no noise.
+    ``apply_leaf``, of which only the types are read. Declare ``raw_values`` as for :class:`Reparametrization`. The raw
+    values of each array are stored in its own place, so other stages, labels and weight decay find them under its path.
+    It draws no noise.
 
     Args:
       where: As for :class:`Reparametrization`.
@@ -96,8 +96,8 @@ class Together(Reparametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        written = [name for name in dir(cls) if name.endswith("_leaf") and name not in OWN and rewrites(cls, name)]
-        mine = [name for name in written if getattr(cls, name) is not getattr(Reparametrization, name)]
+        unused = [name for name in dir(Reparametrization) if name.endswith("_leaf") and name not in OWN]
+        mine = [name for name in unused if getattr(cls, name) is not getattr(Reparametrization, name)]
         if mine or cls.stochastic:
             got = mine[0] if mine else "stochastic"
             raise TypeError(
