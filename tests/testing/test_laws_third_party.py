@@ -117,24 +117,26 @@ class RunningScale(rpx.Reparametrization):
         return {"scale": 0.9 * values["scale"] + 0.1 * jnp.mean(jnp.abs(values["x"]))}
 
 
-def mains(values):
-    return {place: held["x"] for place, held in values.items()}
+def wide(w):
+    return w.astype(jnp.promote_types(w.dtype, jnp.float32))
+
+
+def length(arrays):
+    squares = sum(jnp.sum(jnp.square(wide(w))) for w in arrays)
+    return jnp.sqrt(jnp.where(squares == 0, 1, squares))
 
 
 class UnitTogether(rpx.Together):
     """All arrays together have norm one, and count how often they were updated."""
 
-    raw_values = {"x": rpx.main(), "n": rpx.fixed()}
-    min_ndim = 1
+    raw_values, min_ndim = {"x": rpx.main(), "n": rpx.fixed()}, 1
 
     def init_arrays(self, arrays):
         return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}
 
     def apply_arrays(self, values):
-        wide = {place: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for place, x in mains(values).items()}
-        squares = sum(jnp.sum(jnp.square(x)) for x in wide.values())
-        length = jnp.sqrt(jnp.where(squares == 0, 1, squares))
-        return {place: (x / length).astype(values[place]["x"].dtype) for place, x in wide.items()}
+        whole = length(held["x"] for held in values.values())
+        return {place: (wide(held["x"]) / whole).astype(held["x"].dtype) for place, held in values.items()}
 
     def update_arrays(self, values):
         return {place: {"n": held["n"] + 1} for place, held in values.items()}
