@@ -1,5 +1,6 @@
 """Each claim runs at a tiny size from an empty file, goes on where it stopped, and gives the same numbers twice."""
 
+import functools
 import importlib
 
 import pytest
@@ -12,17 +13,28 @@ pytestmark = pytest.mark.thorough
 TINY = Size(seeds=2, tiny=True)
 
 
-@pytest.fixture(scope="module", params=CLAIMS)
+@pytest.fixture(params=CLAIMS)
 def claim(request):
     return importlib.import_module(f"benchmarks.evidence.{request.param}")
 
 
 @pytest.fixture(scope="module")
-def folder(claim, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("results")
-    cells = claim.cells(TINY)
-    assert [name for name, _ in runs("claim", cells, TINY, folder)] == list(cells)
+def folders(tmp_path_factory):
+    """The folder of each claim's results; each is run once, in whatever order tests come."""
+
+    @functools.cache
+    def folder(claim):
+        folder = tmp_path_factory.mktemp("results")
+        cells = claim.cells(TINY)
+        assert [name for name, _ in runs("claim", cells, TINY, folder)] == list(cells)
+        return folder
+
     return folder
+
+
+@pytest.fixture
+def folder(claim, folders):
+    return folders(claim)
 
 
 def test_what_is_on_file_is_not_run_again(claim, folder):

@@ -74,7 +74,10 @@ def stages(name, stage=rpx.Stored):
 
 @pytest.mark.parametrize(
     "case",
-    mostly_thorough(itertools.product(FORMATS, DTYPES), ("uint4", "float32"), ("gguf:q4_0", "float32")),
+    mostly_thorough(
+        [*itertools.product(FORMATS, ("float32", "float16")), *itertools.product(FORMATS[::4], ("bfloat16",))],
+        *(("uint4", "float32"), ("gguf:q4_0", "float32")),
+    ),
     ids=" ".join,
 )
 def test_finite_numbers_stay_finite(case):
