@@ -1,5 +1,6 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
+import inspect
 import itertools
 import os
 import re
@@ -88,7 +89,10 @@ def without_any(app, domain, kind, content):
             field.parent.remove(field)
 
 
-NAME = re.compile(r"(?:rpx\.)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+FAMILIES = {name: vars(x) for name, x in vars(reparax).items() if inspect.ismodule(x) and not name.startswith("_")}
+PLACES = {name: f"{family}.{name}" for family, names in FAMILIES.items() for name in names if not name.startswith("_")}
+"""Where each public name is described."""
 
 
 def link_names(app, doctree):
@@ -99,7 +103,7 @@ def link_names(app, doctree):
     for literal in list(doctree.findall(nodes.literal)):
         match = NAME.fullmatch(literal.astext())
         name, method = match.groups() if match else (None, None)
-        target = name if name in vars(reparax) else f"Parametrization.{method}" if method else None
+        target = PLACES.get(name) or (f"stage.Parametrization.{method}" if method else None)
         if target and not isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
             link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
             literal.replace_self(link)
