@@ -39,6 +39,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 python_display_short_literal_types = True
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: f"reparax.stage.{name}" for name in ("Axes", "Number", "PyTree", "Where")}
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 
@@ -108,6 +109,15 @@ def link_names(app, doctree):
             link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
             literal.replace_self(link)
             link += literal
+
+
+def find_by_name(app, env, node, content):
+    """Where a docstring links to a name of another family."""
+    name, dot, member = node.get("reftarget", "").removeprefix("reparax.").partition(".")
+    if node.get("refdomain") == "py" and name in PLACES:
+        target = f"reparax.{PLACES[name]}{dot}{member}"
+        return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+    return None
 
 
 def without_empty_last_lines(app, doctree):
@@ -188,6 +198,7 @@ def setup(app):
     app.connect("env-updated", name_failures)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)
+    app.connect("missing-reference", find_by_name)
     app.connect("html-page-context", for_phones)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)

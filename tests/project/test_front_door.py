@@ -5,7 +5,7 @@ import re
 
 import pytest
 from errors import raises
-from public import ALONE, FAMILIES, PUBLIC, TOP
+from public import ALONE, FAMILIES, PUBLIC, TOP, TYPES
 
 import reparax as rpx
 
@@ -38,6 +38,13 @@ def test_a_name_that_left_the_top_says_where_it_lives(family):
         if name[0] != "_" and name not in TOP:
             with raises(AttributeError, f"reparax has no {name!r} at the top: it is `rpx.{family}.{name}`."):
                 getattr(rpx, name)
+
+
+def test_signatures_name_types_and_no_private_modules():
+    signatures = {name: str(inspect.signature(x)) for name, x in PUBLIC.items() if name not in TYPES}
+    assert [name for name, text in signatures.items() if "reparax._" in text] == []
+    assert signatures["VarNoise"].startswith("(std: 'Number', *, where: 'Where' = None, stacked: 'Axes' = (), ")
+    assert signatures["partition"] == "(raw: 'PyTree') -> 'tuple[PyTree, PyTree]'"
 
 
 def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():
