@@ -39,7 +39,6 @@ autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 python_display_short_literal_types = True
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {name: f"reparax.stage.{name}" for name in ("Axes", "Number", "PyTree", "Where")}
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 

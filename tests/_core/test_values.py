@@ -811,7 +811,7 @@ def test_arguments_without_their_name_are_refused(case):
 P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
-    "noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
+    "noise.noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
     "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
     "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),
@@ -821,7 +821,7 @@ SWAPPED = {
 
 @pytest.mark.parametrize("usage", SWAPPED)
 def test_functions_of_a_chain_take_it_first(usage):
-    name = usage.partition("(")[0]
+    name = usage.partition("(")[0].rpartition(".")[2]
     with raises(TypeError, f"{name} takes parametrizations first, but got dict. Write `rpx.{usage}`."):
         SWAPPED[usage]()
 

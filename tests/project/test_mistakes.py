@@ -943,13 +943,13 @@ FUNCTIONS = {
     "laws of a class": (
         lambda: check_laws(rpx.WeightNorm, PARAMS),
         TypeError,
-        "testing.check_laws takes parametrizations first, but got the class WeightNorm, not a stage such "
+        "check_laws takes parametrizations first, but got the class WeightNorm, not a stage such "
         "as WeightNorm(). Write `rpx.testing.check_laws(p, params)`.",
     ),
     "laws with the parameters first": (
         lambda: check_laws(PARAMS, NORM),
         TypeError,
-        "testing.check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
+        "check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
     ),
     "merge of raw and plain": (
         lambda: rpx.merge([RAW, PARAMS]),
