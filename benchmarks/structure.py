@@ -80,7 +80,11 @@ def seconds(call: Callable[[], object]) -> str:
 
 def main() -> None:
     """Prints the table."""
-    classes = [x for x in vars(rpx).values() if inspect.isclass(x) and issubclass(x, rpx.Parametrization)]
+    top = {name: x for name, x in vars(rpx).items() if not name.startswith("_")}
+    public = {
+        x for family in filter(inspect.ismodule, top.values()) for x in vars(family).values() if inspect.isclass(x)
+    }
+    classes = [x for x in public if issubclass(x, rpx.Parametrization)]
     methods = {c: sum(inspect.isfunction(x) or isinstance(x, property) for x in vars(c).values()) for c in classes}
     files = [file for wing in CORE for file in (ROOT / wing).glob("*.py")]
     names = {name for name in dir(rpx.Reparametrization) if not name.startswith("_")}
@@ -93,6 +97,7 @@ def main() -> None:
         "lines of _tree, _axes, _core, _stage": sum(map(lines, files)),
         "lines of the package": sum(map(lines, ROOT.rglob("*.py"))),
         "most definitions in a file of the core": max(map(definitions, files)),
+        "names at the top, modules included": len(top),
         "names on a stage, for users": len(names & shown),
         "names on a stage, for authors": len(names - shown | {"stochastic"}),
         "most methods of a class": max(methods.values()),

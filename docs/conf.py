@@ -1,5 +1,6 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
+import inspect
 import itertools
 import os
 import re
@@ -88,7 +89,10 @@ def without_any(app, domain, kind, content):
             field.parent.remove(field)
 
 
-NAME = re.compile(r"(?:rpx\.)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
+FAMILIES = {name: vars(x) for name, x in vars(reparax).items() if inspect.ismodule(x) and not name.startswith("_")}
+PLACES = {name: f"{family}.{name}" for family, names in FAMILIES.items() for name in names if not name.startswith("_")}
+"""Where each public name is described."""
 
 
 def link_names(app, doctree):
@@ -99,11 +103,20 @@ def link_names(app, doctree):
     for literal in list(doctree.findall(nodes.literal)):
         match = NAME.fullmatch(literal.astext())
         name, method = match.groups() if match else (None, None)
-        target = name if name in vars(reparax) else f"Parametrization.{method}" if method else None
+        target = PLACES.get(name) or (f"stage.Parametrization.{method}" if method else None)
         if target and not isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
             link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
             literal.replace_self(link)
             link += literal
+
+
+def find_by_name(app, env, node, content):
+    """Where a docstring links to a name of another family."""
+    name, dot, member = node.get("reftarget", "").removeprefix("reparax.").partition(".")
+    if node.get("refdomain") == "py" and name in PLACES:
+        target = f"reparax.{PLACES[name]}{dot}{member}"
+        return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+    return None
 
 
 def without_empty_last_lines(app, doctree):
@@ -184,6 +197,7 @@ def setup(app):
     app.connect("env-updated", name_failures)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)
+    app.connect("missing-reference", find_by_name)
     app.connect("html-page-context", for_phones)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)

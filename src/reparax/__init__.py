@@ -1,120 +1,85 @@
-"""Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them."""
+"""Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them.
 
-from typing import TYPE_CHECKING
+Here is what most programs use. A family has these and the rest:
 
-from reparax._axes.numbers import other_axes as other_axes
-from reparax._axes.seen import Read as Read
-from reparax._axes.seen import Seen as Seen
-from reparax._axes.shardings import state_shardings as state_shardings
-from reparax._core.algebra import Chain as Chain
-from reparax._core.algebra import Parametrization as Parametrization
-from reparax._core.json import from_json as from_json
+``rpx.norms``      lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
+``rpx.noise``      noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
+``rpx.numbers``    single numbers: ``Positive``, ``Bounded``, ``Scale``
+``rpx.matrices``   constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
+``rpx.sparse``     masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
+``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
+``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
+``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
+``rpx.training``   what trains of a raw tree, and its optimizer: ``partition``, ``optimizer``, ``transfer``, ``merge``
+``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
+``rpx.products``   products that never form the weight: ``factored``, ``explain``
+``rpx.draws``      noise of each example's own: ``local``
+``rpx.seen``       the data that weights multiply: ``inputs``
+``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
+``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
+``rpx.stage``      for stages of your own: ``Reparametrization``, ``argument``, ``main``
+``reparax.testing``  the laws, which your stages keep; imported by itself
+"""
+
+import typing as _typing
+
+from reparax import adapters as adapters
+from reparax import draws as draws
+from reparax import matrices as matrices
+from reparax import memory as memory
+from reparax import noise as noise
+from reparax import norms as norms
+from reparax import numbers as numbers
+from reparax import peft as peft
+from reparax import products as products
+from reparax import quantized as quantized
+from reparax import seen as seen
+from reparax import shared as shared
+from reparax import sparse as sparse
+from reparax import stage as stage
+from reparax import torch as torch
+from reparax import training as training
 from reparax._core.names import unknown_name as _unknown_name
-from reparax._core.value import argument as argument
-from reparax._core.value import axes as axes
-from reparax._numerics.arguments import check_number as check_number
-from reparax._numerics.arguments import check_positive_number as check_positive_number
-from reparax._numerics.terms import Term as Term
-from reparax._peft.read import from_peft as from_peft
-from reparax._peft.write import to_peft as to_peft
-from reparax._stage.constraint import Constraint as Constraint
-from reparax._stage.joint import Joint as Joint
-from reparax._stage.leaf import Perturbation as Perturbation
-from reparax._stage.leaf import Reparametrization as Reparametrization
-from reparax._stage.mean import Mean as Mean
-from reparax._stage.together import Together as Together
-from reparax._stage.varied import per_array as per_array
-from reparax._stage.where import all_but as all_but
-from reparax._stage.where import selected as selected
-from reparax._torch.quantized import from_quantized as from_quantized
-from reparax._torch.quantized import to_quantized as to_quantized
-from reparax._torch.state_dict import from_torch as from_torch
-from reparax._torch.state_dict import to_torch as to_torch
-from reparax._tree.values import aux as aux
-from reparax._tree.values import fixed as fixed
-from reparax._tree.values import main as main
-from reparax.adapters import CayleyNeumann as CayleyNeumann
-from reparax.adapters import Coefficients as Coefficients
 from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
-from reparax.adapters import Hadamard as Hadamard
 from reparax.adapters import LoRA as LoRA
-from reparax.adapters import Reflected as Reflected
-from reparax.adapters import Rotated as Rotated
-from reparax.adapters import Slices as Slices
-from reparax.adapters import VeRA as VeRA
-from reparax.adapters import eva_ranks as eva_ranks
-from reparax.draws import ExplainedDraws as ExplainedDraws
 from reparax.draws import local as local
-from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
-from reparax.matrices import BlockDiagonal as BlockDiagonal
-from reparax.matrices import Blocks as Blocks
-from reparax.matrices import Circulant as Circulant
-from reparax.matrices import Diagonal as Diagonal
-from reparax.matrices import Fibration as Fibration
-from reparax.matrices import FixedRank as FixedRank
-from reparax.matrices import Grassmann as Grassmann
-from reparax.matrices import Hurwitz as Hurwitz
-from reparax.matrices import Invertible as Invertible
-from reparax.matrices import Kronecker as Kronecker
 from reparax.matrices import LowRank as LowRank
 from reparax.matrices import Orthogonal as Orthogonal
-from reparax.matrices import PositiveDefinite as PositiveDefinite
-from reparax.matrices import PositiveSemidefinite as PositiveSemidefinite
-from reparax.matrices import Skew as Skew
-from reparax.matrices import SpecialLinear as SpecialLinear
-from reparax.matrices import SpecialOrthogonal as SpecialOrthogonal
-from reparax.matrices import Stiefel as Stiefel
-from reparax.matrices import Symmetric as Symmetric
-from reparax.matrices import Toeplitz as Toeplitz
-from reparax.matrices import Triangular as Triangular
-from reparax.memory import Saved as Saved
 from reparax.memory import remat as remat
 from reparax.memory import saved as saved
 from reparax.noise import Cast as Cast
 from reparax.noise import Gaussian as Gaussian
-from reparax.noise import HardConcrete as HardConcrete
-from reparax.noise import VariationalDropout as VariationalDropout
 from reparax.noise import VarNoise as VarNoise
 from reparax.noise import WeightDropout as WeightDropout
-from reparax.noise import noise_gradient as noise_gradient
-from reparax.norms import MaxNorm as MaxNorm
-from reparax.norms import PoincareBall as PoincareBall
 from reparax.norms import SpectralNorm as SpectralNorm
-from reparax.norms import Sphere as Sphere
 from reparax.norms import WeightNorm as WeightNorm
-from reparax.norms import WeightStandardization as WeightStandardization
 from reparax.numbers import Bounded as Bounded
-from reparax.numbers import Elementwise as Elementwise
 from reparax.numbers import Positive as Positive
 from reparax.numbers import Scale as Scale
-from reparax.numbers import Simplex as Simplex
-from reparax.products import Explained as Explained
+from reparax.peft import from_peft as from_peft
+from reparax.peft import to_peft as to_peft
 from reparax.products import explain as explain
 from reparax.products import factored as factored
 from reparax.quantized import Halved as Halved
 from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
-from reparax.quantized import Smooth as Smooth
 from reparax.quantized import Stored as Stored
-from reparax.seen import ExplainedInputs as ExplainedInputs
 from reparax.seen import inputs as inputs
-from reparax.shared import Concat as Concat
-from reparax.shared import CudnnLSTM as CudnnLSTM
-from reparax.shared import Pack as Pack
-from reparax.shared import Split as Split
 from reparax.shared import Tie as Tie
 from reparax.shared import convert as convert
-from reparax.shared import gates as gates
-from reparax.sparse import SET as SET
 from reparax.sparse import Freeze as Freeze
-from reparax.sparse import GlobalPrune as GlobalPrune
 from reparax.sparse import MagnitudePrune as MagnitudePrune
 from reparax.sparse import Mask as Mask
-from reparax.sparse import NofM as NofM
-from reparax.sparse import RandomPrune as RandomPrune
-from reparax.sparse import RigL as RigL
-from reparax.training import Summary as Summary
+from reparax.stage import Chain as Chain
+from reparax.stage import Parametrization as Parametrization
+from reparax.stage import Perturbation as Perturbation
+from reparax.stage import Reparametrization as Reparametrization
+from reparax.stage import all_but as all_but
+from reparax.stage import from_json as from_json
+from reparax.stage import selected as selected
+from reparax.torch import from_torch as from_torch
+from reparax.torch import to_torch as to_torch
 from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
@@ -122,14 +87,13 @@ from reparax.training import labels as labels
 from reparax.training import merge as merge
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
-from reparax.training import projected as projected
-from reparax.training import reset_moments as reset_moments
+from reparax.training import state_shardings as state_shardings
 from reparax.training import summary as summary
 from reparax.training import transfer as transfer
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # else a type checker would believe that there is every name
+if not _typing.TYPE_CHECKING:  # else a type checker would believe that there is every name
 
     def __getattr__(name: str) -> object:
         raise _unknown_name(name, globals())

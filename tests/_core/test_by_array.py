@@ -12,6 +12,7 @@ from cases import model
 from errors import raises
 from grids import mostly_thorough
 from one_array import normal
+from public import PUBLIC
 
 import reparax as rpx
 
@@ -217,7 +218,7 @@ def test_random_chains_are_associative_and_equal_what_json_gives_back(n):
         assert p >> more == again >> more
         assert more >> p == more >> again
         assert p.deterministic == again.deterministic
-        assert eval(repr(p), vars(rpx)) == p
+        assert eval(repr(p), {**PUBLIC}) == p
 
 
 def test_a_chain_of_one_comes_back_from_json_as_a_chain():

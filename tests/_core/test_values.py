@@ -18,10 +18,11 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from public import PUBLIC
 
 import reparax as rpx
 
-MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **vars(rpx)}
+MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **PUBLIC}
 
 
 # Each public stage, with unusual arguments.
@@ -137,7 +138,7 @@ each_stage = pytest.mark.parametrize("p", [p for each in STAGES.values() for p i
 
 
 def test_the_table_has_all_public_stages():
-    public = {name: x for name, x in vars(rpx).items() if isinstance(x, type) and issubclass(x, rpx.Parametrization)}
+    public = {name: x for name, x in PUBLIC.items() if isinstance(x, type) and issubclass(x, rpx.Parametrization)}
     bases = {name for name, x in public.items() if inspect.isabstract(x)} | {"Parametrization"}
     assert set(STAGES) == set(public) - bases
     assert all(isinstance(p, public[name]) for name, each in STAGES.items() for p in each)
@@ -508,7 +509,7 @@ ODD = [
 )
 def test_odd_values_are_taken_or_refused_by_a_value_error(name, p):
     entry = json.loads(p.to_json())["stages"][0] if name != "Chain" else {"class": "reparax.Chain"}
-    for field in [field.name for field in dataclasses.fields(getattr(rpx, name))]:
+    for field in [field.name for field in dataclasses.fields(PUBLIC[name])]:
         for value in ODD:
             try:
                 found = rpx.from_json(text_of({**entry, field: value}))
@@ -810,7 +811,7 @@ def test_arguments_without_their_name_are_refused(case):
 P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
-    "noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
+    "noise.noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
     "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
     "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),
@@ -820,7 +821,7 @@ SWAPPED = {
 
 @pytest.mark.parametrize("usage", SWAPPED)
 def test_functions_of_a_chain_take_it_first(usage):
-    name = usage.partition("(")[0]
+    name = usage.partition("(")[0].rpartition(".")[2]
     with raises(TypeError, f"{name} takes parametrizations first, but got dict. Write `rpx.{usage}`."):
         SWAPPED[usage]()
 

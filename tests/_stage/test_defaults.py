@@ -17,6 +17,7 @@ from flax import nnx
 from grids import mostly_thorough
 from jax import Array
 from one_array import normal
+from public import PUBLIC
 
 import reparax as rpx
 from reparax._stage.matrices import RowsAndColumns
@@ -103,8 +104,8 @@ NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.Togeth
 
 
 def test_each_public_stage_with_a_default_is_tested_here() -> None:
-    stages = {x for x in vars(rpx).values() if inspect.isclass(x) and "where" in getattr(x, "__match_args__", ())}
-    stages |= {x for x in vars(rpx).values() if inspect.isclass(x) and hasattr(x, "min_ndim")}
+    stages = {x for x in PUBLIC.values() if inspect.isclass(x) and "where" in getattr(x, "__match_args__", ())}
+    stages |= {x for x in PUBLIC.values() if inspect.isclass(x) and hasattr(x, "min_ndim")}
     tested = [type(stage) for stage in (*OF_ALL, *OF_KERNELS, *OF_MATRICES, *OF_TALL_MATRICES)]
     assert len(tested) == len(set(tested))
     assert stages - NO_STAGES == {*tested, *OF_OTHERS}

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from public import PUBLIC
 
 import reparax as rpx
 from reparax.testing import check_laws
@@ -74,7 +75,7 @@ def test_a_stage_with_several_numbers_keeps_the_laws(p):
 
 @pytest.mark.parametrize("p", STAGES, ids=repr)
 def test_numbers_are_in_repr_json_equality_and_hash(p):
-    again = eval(repr(p), {**vars(rpx)})
+    again = eval(repr(p), {**PUBLIC})
     assert (again, hash(again)) == (p, hash(p))
     assert rpx.from_json(p.to_json()) == p
     assert repr(rpx.VarNoise(TWO)) == f"VarNoise({TWO!r})"

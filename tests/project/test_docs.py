@@ -13,6 +13,7 @@ import pytest
 from grids import mostly_thorough
 from jax.sharding import PartitionSpec
 from one_array import normal
+from public import FAMILIES, PUBLIC, TOP, TYPES
 
 import reparax as rpx
 from benchmarks.evidence.record import found
@@ -181,7 +182,10 @@ def test_the_lines_for_schedule_free_optimizers_run():
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
 def test_what_a_page_calls_by_our_name_exists(page):
-    assert [name for name in re.findall(r"\brpx\.(\w+)", page.read_text()) if not hasattr(rpx, name)] == []
+    named = re.findall(r"\brpx\.(\w+)(?:\.(\w+))?", page.read_text())
+    assert [name for name, _ in named if not hasattr(rpx, name)] == []
+    below = [(FAMILIES[family], name) for family, name in named if family in FAMILIES and name]
+    assert [name for family, name in below if not hasattr(family, name)] == []
 
 
 PAGES = ["concepts", "stages", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]
@@ -219,17 +223,46 @@ def test_the_new_stage_of_contributing_keeps_the_laws():
         check_laws(loose(), params)
 
 
+def described(page: Path):
+    """The whole names of what a page describes."""
+    module = ""
+    for kind, name in re.findall(
+        r"^\.\. (currentmodule|autoclass|autofunction|py:data):: (\w\S*)", page.read_text(), re.MULTILINE
+    ):
+        if kind == "currentmodule":
+            module = name
+        else:
+            yield f"{module}.{name}"
+
+
 def test_the_api_pages_have_every_public_name_once():
-    documented = [
-        f"{module}.{name}"
-        for page in API
-        for block in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
-        for module, name in [(block[0], name) for name in re.findall(r"auto(?:class|function):: (\w+)", block[1])]
-    ]
-    public = [f"reparax.{name}" for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
+    documented = [name for page in API for name in described(page)]
+    public = [f"reparax.{family}.{name}" for family, x in FAMILIES.items() for name in vars(x) if name[0] != "_"]
     assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
     index = re.findall(r"^   ~(\S+)$", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
     assert sorted(index) == sorted(documented)
+
+
+def test_the_index_says_which_names_are_at_the_top_and_which_family_a_section_has():
+    index = (ROOT / "docs" / "api" / "index.md").read_text()
+    (top,) = re.findall(r"\nAt the top are also (.*?)\.\n", index, flags=re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", top)) == sorted(TOP)
+    for title, section in re.findall(r"^## (.*?)\n(.*?)```\n", index, flags=re.DOTALL | re.MULTILINE):
+        told = {f"reparax.{family}" for family in re.findall(r"`\w+\.(\w+)`", title)}
+        assert told == {name.rpartition(".")[0] for name in re.findall(r"^   ~(\S+)$", section, flags=re.MULTILINE)}
+
+
+def test_the_table_of_stages_says_in_which_family_each_is():
+    page = (ROOT / "docs" / "stages.md").read_text().partition("## All stages")[2]
+    listed = set()
+    for family, rows in re.findall(
+        r"^\| \*\*[\w ]+\*\*, `rpx\.(\w+)` \| \| \|\n((?:\| `.*\n)+)", page, flags=re.MULTILINE
+    ):
+        names = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)", row.split("|")[1])}
+        assert names <= vars(FAMILIES[family]).keys()
+        listed |= names
+    stages = {name for name, x in PUBLIC.items() if isinstance(x, type) and issubclass(x, rpx.Parametrization)}
+    assert listed == stages - vars(rpx.stage).keys()
 
 
 @pytest.mark.parametrize(
@@ -283,9 +316,9 @@ def test_the_list_of_the_first_version_has_a_line_for_each_thing_and_names_it_on
     named, in_first = (
         [name for code in re.findall(r"`(.*?)`", text) for name in re.findall(r"\w+", code)] for text in (whole, first)
     )
-    public = [name for name, value in vars(rpx).items() if name[0] != "_" and callable(value)]
-    assert [name for name in public if name not in named] == []
-    assert [name for name in public if in_first.count(name) > 1] == []
+    listed = PUBLIC.keys() - TYPES
+    assert [name for name in listed if name not in named] == []
+    assert [name for name in listed if in_first.count(name) > 1] == []
 
 
 def test_the_citation_names_this_version():

@@ -13,9 +13,10 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from public import PUBLIC
 
 import reparax as rpx
-from reparax._core.names import OF_OTHERS
+from reparax._core.names import OF_OTHERS, places
 from reparax._core.words import OF_OTHERS as ARGUMENTS
 from reparax._tree.raw import holds_markers
 from reparax.testing import check_laws
@@ -525,10 +526,15 @@ NAMES = {
         AttributeError,
         "reparax has no 'Parameterization'. Write `rpx.Parametrization`.",
     ),
+    "Toplitz": (
+        lambda: rpx.Toplitz,
+        AttributeError,
+        "reparax has no 'Toplitz'. Write `rpx.matrices.Toeplitz`.",
+    ),
     "module": (
         lambda: rpx.experimental,
         AttributeError,
-        "reparax has no 'experimental'. `dir(reparax)` lists what it has.",
+        "reparax has no 'experimental'. `dir(reparax)` lists what it has and its families.",
     ),
     "private": (lambda: rpx.__wrapped__, AttributeError, "reparax has no '__wrapped__'."),
 }
@@ -937,13 +943,13 @@ FUNCTIONS = {
     "laws of a class": (
         lambda: check_laws(rpx.WeightNorm, PARAMS),
         TypeError,
-        "testing.check_laws takes parametrizations first, but got the class WeightNorm, not a stage such "
+        "check_laws takes parametrizations first, but got the class WeightNorm, not a stage such "
         "as WeightNorm(). Write `rpx.testing.check_laws(p, params)`.",
     ),
     "laws with the parameters first": (
         lambda: check_laws(PARAMS, NORM),
         TypeError,
-        "testing.check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
+        "check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
     ),
     "merge of raw and plain": (
         lambda: rpx.merge([RAW, PARAMS]),
@@ -1036,10 +1042,10 @@ def test_a_predicate_may_return_a_match_or_a_known_scalar():
 
 
 def test_the_words_of_others_lead_to_words_that_exist():
-    stages = [x for x in vars(rpx).values() if isinstance(x, type) and issubclass(x, rpx.Parametrization)]
+    stages = [x for x in PUBLIC.values() if isinstance(x, type) and issubclass(x, rpx.Parametrization)]
     taken = {field.name for stage in filter(dataclasses.is_dataclass, stages) for field in dataclasses.fields(stage)}
     assert {word for words in ARGUMENTS.values() for word in words} <= taken
     assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
     for name, text in OF_OTHERS.items():
-        assert not hasattr(rpx, name)
-        assert all(hasattr(rpx, word) for word in re.findall(r"rpx\.(\w+)", text)), text
+        assert name not in PUBLIC
+        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(places(vars(rpx)).values()), text

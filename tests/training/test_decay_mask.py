@@ -9,6 +9,7 @@ import pytest
 from compiled import init
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
+from public import PUBLIC
 
 import reparax as rpx
 
@@ -51,7 +52,7 @@ def test_weights_decay_and_nothing_else(p, expected):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["Positive", "Orthogonal", "Simplex", "PositiveDefinite", "Invertible"])
 def test_values_of_zero_are_no_array_of_zeros_in_stages_that_do_not_decay(name):
-    stage = getattr(rpx, name)()
+    stage = PUBLIC[name]()
     raw = stage.init({"w": jnp.full((3, 3), 0.1) + 0.9 * jnp.eye(3)})
     main, rest = rpx.partition(raw)
     at_zero = stage.fold(rpx.combine(jax.tree.map(jnp.zeros_like, main), rest))["w"]

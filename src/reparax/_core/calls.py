@@ -69,7 +69,7 @@ def require_chains(usage: str, *got: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
     for x in got:
         if not isinstance(x, Static):
-            name, what = usage.partition("(")[0], type(x).__name__
+            name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
             raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")

@@ -1,6 +1,7 @@
 """Names that the package does not have: what to write instead."""
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,24 +29,36 @@ OF_OTHERS = {
 """For a name of torch, optax, flax, paramax or PEFT, what to write here."""
 
 
+def places(held: Mapping[str, Any]) -> dict[str, str]:
+    """How to write each public name of the package, which holds these: at the top, or else in its family."""
+    families = {name: vars(x) for name, x in _public(held).items() if inspect.ismodule(x) and name not in _MODULES}
+    below = {name: f"rpx.{family}.{name}" for family, names in families.items() for name in _public(names)}
+    return below | {name: f"rpx.{name}" for name, x in _public(held).items() if not inspect.ismodule(x)}
+
+
 def unknown_name(name: str, held: Mapping[str, Any]) -> AttributeError:
     """The error for a name that the package, which holds these, does not have."""
-    known = [each for each, x in held.items() if callable(x) and not each.startswith("_")]
-    text = f"reparax has no {name!r}."
-    return AttributeError(text if name.startswith("_") else f"{text} {_instead(name, known)}", name=name)
+    text = f"reparax has no {name!r}"
+    return AttributeError(f"{text}." if name.startswith("_") else f"{text}{_instead(name, places(held))}", name=name)
 
 
-def _instead(name: str, known: list[str]) -> str:
+def _instead(name: str, known: Mapping[str, str]) -> str:
+    if name in known:
+        return f" at the top: it is `{known[name]}`."
     if name in OF_OTHERS:
-        return f"Write {OF_OTHERS[name]}."
+        return f". Write {OF_OTHERS[name]}."
     if name in _METHODS:
-        return f"It is a method of a chain: `p.{name}`."
+        return f". It is a method of a chain: `p.{name}`."
     if name in _MODULES:
-        return f"It is a module: `import reparax.{name}`."
+        return f". It is a module: `import reparax.{name}`."
     plain = {_plain(each): each for each in known}
     if near := plain.get(_plain(name)) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None):
-        return f"Write `rpx.{near}`."
-    return "`dir(reparax)` lists what it has."
+        return f". Write `{known[near]}`."
+    return ". `dir(reparax)` lists what it has and its families."
+
+
+def _public(names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in names.items() if not name.startswith("_")}
 
 
 def _plain(name: str) -> str:

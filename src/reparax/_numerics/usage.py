@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,9 +23,15 @@ def shows_usage(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             if (wrong := misfit(function, args, kwargs)) is None:
                 raise
-            raise TypeError(f"{function.__name__} {wrong} Write `rpx.{usage(function)}`.") from error
+            raise TypeError(f"{function.__name__} {wrong} Write `{_place(function)}.{usage(function)}`.") from error
 
     return called
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where users find a function of the package: at the top, or in its family."""
+    package, family, *_ = function.__module__.split(".")
+    return "rpx" if function.__name__ in vars(sys.modules[package]) else f"rpx.{family}"
 
 
 def usage(function: Callable[..., Any], *, skip: int = 0) -> str:

@@ -12,6 +12,9 @@ from reparax._core.config import code, register_class
 from reparax._core.value import Check
 from reparax._stage.where import check_where, nothing
 
+Number = Any
+"""A number: known, traced, or for each array its own, by expressions for paths or by a function of path and array."""
+
 TYPICAL = 0.5
 """A number that every stage accepts; shapes and dtypes do not depend on it."""
 

@@ -1,6 +1,6 @@
 """Adapters of a few coefficients."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._stage.matrices import RowsAndColumns
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 
 
@@ -45,7 +45,7 @@ class Coefficients(RowsAndColumns):
 
     count: int = argument(check_positive_whole)
     basis: str = argument(one_of("entries", "fourier"), default="entries")
-    scale: Any = argument(per_array(check_number), default=1.0, kw_only=True)
+    scale: Number = argument(per_array(check_number), default=1.0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(), "index": fixed(), "w": fixed(base=True)}
     tables: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """A trained difference to a fixed base."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,7 +9,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag, check_weight
 from reparax._numerics.arithmetic import scalar
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 
 
@@ -45,7 +45,7 @@ class Delta(Reparametrization):
     """
 
     relative: bool = argument(check_flag, default=False, kw_only=True)
-    strength: Any = argument(per_array(check_weight), default=0.0, kw_only=True)
+    strength: Number = argument(per_array(check_weight), default=0.0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2

@@ -1,6 +1,6 @@
 """Low-rank adapters."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,7 +11,7 @@ from reparax._numerics.arguments import check_number, check_positive_whole, one_
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import product
 from reparax._stage.matrices import RowsAndColumns
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.adapters._starts import STARTS
 
@@ -90,7 +90,7 @@ class LoRA(RowsAndColumns):
     """
 
     rank: int = argument(check_positive_whole)
-    alpha: Any = argument(per_array(optional(check_number)), default=None)
+    alpha: Number = argument(per_array(optional(check_number)), default=None)
     divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
     start: str = argument(one_of(*STARTS), default="kaiming", kw_only=True)
 

@@ -70,7 +70,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
       Salimans, Ho, Chen, Sidor and Sutskever, *Evolution Strategies as a Scalable Alternative to Reinforcement
       Learning*, 2017; of low rank: Sarkar et al., *Evolution Strategies at the Hyperscale*, 2025.
     """
-    require_chains(CALL, p)
+    require_chains(f"noise.{CALL}", p)
     stages = p.stages if isinstance(p, Chain) else (p,)
     place, noise = _noise(p, stages)
     if chunk is not None:

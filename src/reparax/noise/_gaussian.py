@@ -1,6 +1,6 @@
 """Weights with a distribution: each step draws one sample."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_number, one_of
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, aux, main
 
 
@@ -69,8 +69,8 @@ class Gaussian(Reparametrization):
       Wierstra, *Weight Uncertainty in Neural Networks*, 2015; Fortunato et al., *Noisy Networks for Exploration*, 2018.
     """
 
-    std: Any = argument(per_array(check_positive_number), default=0.01)
-    prior: Any = argument(per_array(check_positive_number), default=1.0)
+    std: Number = argument(per_array(check_positive_number), default=0.01)
+    prior: Number = argument(per_array(check_positive_number), default=1.0)
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
     noise: str = argument(one_of("independent", "factorized"), default="independent", kw_only=True)
 

@@ -14,7 +14,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, aux, fixed, main
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
@@ -68,7 +68,7 @@ class HardConcrete(Reparametrization):
       Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
     """
 
-    rate: Any = argument(per_array(_check_rate), default=0.1)
+    rate: Number = argument(per_array(_check_rate), default=0.1)
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from reparax._numerics.arguments import check_number, check_positive_whole, one_
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
 from reparax._numerics.linalg import product
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax.noise._batches import Drawn
 
 
@@ -82,7 +82,7 @@ class VarNoise(Drawn):
       Hyperscale*, 2025.
     """
 
-    std: Any = argument(per_array(_check_std))
+    std: Number = argument(per_array(_check_std))
     relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
     rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
@@ -183,7 +183,7 @@ class WeightDropout(Drawn):
       weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
     """
 
-    rate: Any = argument(per_array(_check_rate))
+    rate: Number = argument(per_array(_check_rate))
     broadcast: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2

@@ -11,7 +11,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number, check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, aux, fixed, main
 
 TINY = 1e-8
@@ -50,7 +50,7 @@ class VariationalDropout(Reparametrization):
       Ashukha and Vetrov, *Variational Dropout Sparsifies Deep Neural Networks*, 2017.
     """
 
-    std: Any = argument(per_array(check_positive_number), default=0.01)
+    std: Number = argument(per_array(check_positive_number), default=0.01)
     threshold: float = argument(check_known_number, default=3.0, kw_only=True)
 
     stochastic: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import is_zero, norm, unit
 from reparax._stage.constraint import Constraint
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, main
 
 
@@ -44,7 +44,7 @@ class Sphere(Constraint):
       Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
     """
 
-    radius: Any = argument(per_array(check_positive_number), default=1.0)
+    radius: Number = argument(per_array(check_positive_number), default=1.0)
     along: Axes | None = argument(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
@@ -90,7 +90,7 @@ class MaxNorm(Constraint):
       co-adaptation of feature detectors*, 2012.
     """
 
-    max: Any = argument(per_array(check_positive_number))
+    max: Number = argument(per_array(check_positive_number))
     axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
@@ -144,7 +144,7 @@ class PoincareBall(Constraint):
       Nagano, Yamaguchi, Fujita and Koyama, *A Wrapped Normal Distribution on Hyperbolic Space*, 2019.
     """
 
-    curvature: Any = argument(per_array(check_positive_number), default=1.0)
+    curvature: Number = argument(per_array(check_positive_number), default=1.0)
     along: Axes | None = argument(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}

@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_function, check_number, one_of
 from reparax._numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax._stage.constraint import Constraint, is_known
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, main
 
 Function = Callable[[Array], Array]
@@ -148,8 +148,8 @@ class Bounded(_Map):
       Stan Development Team, *Stan Reference Manual*, constraint transforms, lower and upper bounded scalar.
     """
 
-    low: Any = argument(check_number)
-    high: Any = argument(check_number)
+    low: Number = argument(check_number)
+    high: Number = argument(check_number)
 
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -272,7 +272,7 @@ class Scale(Reparametrization):
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
-    factor: Any = argument(per_array(_check_factor))
+    factor: Number = argument(per_array(_check_factor))
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
 

@@ -1,6 +1,6 @@
 """Pruning of many arrays with one ranking."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import refuse_infinite
 from reparax._stage.together import Together
+from reparax._stage.varied import Number
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
@@ -42,7 +43,7 @@ class GlobalPrune(Together):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
-    sparsity: Any = argument(optional(_amount.check_shares), default=None)
+    sparsity: Number = argument(optional(_amount.check_shares), default=None)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}

@@ -16,7 +16,7 @@ from reparax._numerics.lengths import scale
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.learned import better
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._learned import FITS, INPUTS, MOMENTS, each_column, require_fit, sparsegpt, wanda
@@ -26,7 +26,7 @@ from reparax.sparse._mask import masked, masking
 class _Prune(Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
-    sparsity: Any = argument(optional(per_array(_amount.check_shares)), default=None)
+    sparsity: Number = argument(optional(per_array(_amount.check_shares)), default=None)
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 

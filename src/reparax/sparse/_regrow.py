@@ -11,7 +11,7 @@ from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
-from reparax._stage.varied import per_array
+from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
 from reparax.sparse._mask import masked, masking
@@ -27,8 +27,8 @@ def _check_drop(value: Any, who: str, name: str) -> Any:
 class _Regrow(Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
-    sparsity: Any = argument(optional(per_array(_amount.check_shares)), default=None)
-    drop: Any = argument(per_array(_check_drop), default=0.3)
+    sparsity: Number = argument(optional(per_array(_amount.check_shares)), default=None)
+    drop: Number = argument(per_array(_check_drop), default=0.3)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}

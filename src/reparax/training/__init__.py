@@ -3,6 +3,7 @@
 And models after training: several merged into one.
 """
 
+from reparax._axes.shardings import state_shardings as state_shardings
 from reparax.training._merge import merge as merge
 from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._optimizer import optimizer as optimizer

@@ -48,7 +48,7 @@ def projected(p: Parametrization) -> Projection:
     References:
       Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
     """
-    require_chains("projected(p)", p)
+    require_chains("training.projected(p)", p)
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(call(p, "projected"), params, INSTEAD)

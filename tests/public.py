@@ -1,0 +1,13 @@
+"""The public names of the package: those of its families, which have all of them."""
+
+import inspect
+
+import reparax as rpx
+
+ALONE = ("testing", "demo")
+"""Modules that are imported by themselves."""
+FAMILIES = {name: x for name, x in vars(rpx).items() if inspect.ismodule(x) and name[0] != "_" and name not in ALONE}
+TOP = {name: x for name, x in vars(rpx).items() if name[0] != "_" and not inspect.ismodule(x)}
+PUBLIC = {name: x for family in FAMILIES.values() for name, x in vars(family).items() if name[0] != "_"}
+TYPES = ("Axes", "Number", "PyTree", "Where")
+"""Types in signatures."""
