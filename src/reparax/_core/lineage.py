@@ -1,6 +1,6 @@
 """Where the arrays of a tree come from: which stage makes each, of which raw values, read from the plan of a chain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,7 +60,7 @@ class Lineage:
         return place not in self.made or any(map(self.has_values, self.made[place].values.values()))
 
 
-def lineage_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Lineage:
+def lineage_of(p: Iterable[Any], raw: PyTree, otherwise: str = CONVERT) -> Lineage:
     """The lineage of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
     require_values(p, "apply", raw)
     tree = flatten(gather_boxes(raw))
@@ -72,7 +72,7 @@ def lineage_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Lineage:
     return Lineage(tree, layers, effective)
 
 
-def require_no_marks(p: Any, effective: PyTree, otherwise: str = CONVERT) -> None:
+def require_no_marks(p: Iterable[Any], effective: PyTree, otherwise: str = CONVERT) -> None:
     """Requires that no stage's values are left after all stages of ``p``.
 
     Raises:

@@ -49,6 +49,7 @@ def to_peft(
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
 
     Raises:
+      TypeError: If ``p`` is not a parametrization.
       ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter.
 
     Example:
@@ -160,7 +161,7 @@ def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, 
     return nodes, free, lines
 
 
-def _node(lineage: Lineage, place: Names) -> Any:
+def _node(lineage: Lineage, place: Names) -> Node | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
     if place not in lineage.made:
         return lineage.raw.arrays[place]

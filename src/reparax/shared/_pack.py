@@ -225,6 +225,10 @@ class Pack(_Rearranged):
       at: The path of the cell that holds these arrays, or a regular expression for several cells.
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
+    Raises:
+      TypeError: If ``at`` is not a text, or if the layout or the sizes are of another form.
+      ValueError: If the layout is not known, or names a value twice.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Pack("haiku.lstm", at="lstm")
@@ -257,6 +261,10 @@ class Split(_Rearranged):
       model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
         blocks is an array, and its path is its name.
       sizes: Sizes that the shapes of the raw arrays do not determine.
+
+    Raises:
+      TypeError: If ``at`` is not a text, or if a layout or the sizes are of another form.
+      ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -172,6 +172,11 @@ class Tie(Parametrization):
       unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error,
         ``"overwrite"`` ties it anyway, which changes the model.
 
+    Raises:
+      TypeError: If a tie is not a path, or a pair of path and function, for each target path.
+      ValueError: If there are no ties, if a target has two sources, if ties form a loop, or if ``unequal`` is another
+        word.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Tie({"output/kernel": ("embed/table", jnp.transpose)})

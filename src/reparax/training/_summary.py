@@ -128,6 +128,10 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       p: A stage or a chain.
       params: The model's parameters, or their shapes and dtypes.
 
+    Raises:
+      TypeError: If ``p`` is not a parametrization.
+      ValueError: If a stage cannot act on ``params``, as ``p.init`` says.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)

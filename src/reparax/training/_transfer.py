@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.core import Tracer
 
 from reparax._axes.boxes import spread_boxes
@@ -55,6 +56,7 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
         :func:`optimizer`, or is not a tuple, or if ``old`` leaves no markers, by which moments are found.
 
     Raises:
+      TypeError: If ``old`` or ``new`` is not a parametrization.
       ValueError: If ``old`` did not make ``raw``, if a part of a state does not fit the raw tree, or if the state does
         not show which moments to start.
 
@@ -67,40 +69,27 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     """
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
-        return _carried(raw, old, new).tree
+        return _carried(raw, old, new)[0]
     state, stored = open_state(raw)
     return stored(_of_state(state, old, new, like))
 
 
-@dataclass(frozen=True)
-class _Carried:
-    """A new raw tree, and the paths of its nodes that were kept from the old one."""
-
-    tree: PyTree
-    nodes: frozenset[Names]
-
-    def keeps(self, path: Names) -> bool:
-        """Whether all nodes on the path to an array of the new tree were kept."""
-        return _within(self.nodes, path)
-
-
-def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
+def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
+    """The new raw tree, and the paths of its nodes that were kept from the old one."""
     read, keys, kept = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
     for stage in reversed(tuple(new)):
         layer = planner(stage).plan_init(tree)
-        stay: dict[Names, Mapping[Names, Any]] = {}
+        stay: dict[Names, Mapping[Names, Array]] = {}
         for own, spot in layer.spots:
             array = tree.arrays[spot.place]
             if not spot.mark and _within(kept, spot.place):
                 stay[spot.place] = {spot.place: read.before(own, spot.place, array)}
             elif spot.mark and (values := read.values(own, spot.place, array, kept)) is not None:
                 stay[spot.place] = spot.opened(values, own.raw_values)
-        nodes = [_plain(spot.place) for _, spot in layer.spots if spot.mark and spot.place in stay]
-        kept.update([node for node in nodes if _within(kept, node)])
+                kept.update([_plain(spot.place)] if _within(kept, spot.place) else [])
         tree = _placed(_opened(layer, tree, keys, stay.keys()), stay)
-    boxed = spread_boxes(functools.partial(followed, tuple(new)), nest(read.effective), nest(tree))
-    return _Carried(boxed, frozenset(kept))
+    return spread_boxes(functools.partial(followed, tuple(new)), nest(read.effective), nest(tree)), kept
 
 
 def _opened(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
@@ -130,9 +119,9 @@ def _placed(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
 class _Node:
     """An array that a stage made, and the raw values of which it made it."""
 
-    stage: Any
-    array: Any
-    values: Mapping[str, Any]
+    stage: Parametrization
+    array: Array
+    values: Mapping[str, Array]
 
 
 class _Old:
@@ -146,7 +135,7 @@ class _Old:
         lineage = lineage_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
         self.effective = lineage.raw
         self._nodes: dict[Names, _Node] = {}
-        self._in_place: dict[Names, list[tuple[Any, Any]]] = {}
+        self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
         for layer in lineage.layers:
             before, self.effective = self.effective.arrays, layer.close(self.effective, Keys(None))
             for stage, spot in layer.spots:
@@ -156,19 +145,21 @@ class _Old:
                 else:
                     self._in_place.setdefault(_plain(spot.place), []).append((stage, before[spot.place]))
 
-    def values(self, stage: Any, place: Names, array: Any, kept: AbstractSet[Names]) -> Mapping[str, Any] | None:
+    def values(
+        self, stage: Parametrization, place: Names, array: Array, kept: AbstractSet[Names]
+    ) -> Mapping[str, Array] | None:
         """The old values for an array that a new stage opens, if the same stage made both."""
         node = self._nodes.get(_plain(place)) if _within(kept, place) else self._of_base(place, array)
         same = node is not None and _same(stage, node.stage) and array.shape == node.array.shape
         return node.values if node is not None and same else None
 
-    def _of_base(self, place: Names, array: Any) -> _Node | None:
+    def _of_base(self, place: Names, array: Array) -> _Node | None:
         """What the base of a new adapter was, if the adapter left the array as it is."""
         root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
         same = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
         return self._nodes.get(root) if same else None
 
-    def before(self, stage: Any, place: Names, array: Any) -> Any:
+    def before(self, stage: Parametrization, place: Names, array: Array) -> Array:
         """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
         changes = self._in_place.get(_plain(place), [])
         return changes.pop()[1] if changes and _same(stage, changes[-1][0]) else array
@@ -185,7 +176,7 @@ def _within(nodes: AbstractSet[Names], path: Names) -> bool:
     return all(_plain(path[:i]) in nodes for i in marks)
 
 
-def _same(stage: Any, other: Any) -> bool:
+def _same(stage: Parametrization, other: Parametrization) -> bool:
     """Whether two stages act in the same way on an array that both select."""
     names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
     return type(stage) is type(other) and all(_equal(getattr(stage, name), getattr(other, name)) for name in names)
@@ -218,11 +209,12 @@ def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: P
 
 def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
     """Converts a part of a state that has the structure of ``raw``."""
-    kept: list[_Carried] = []
+    kept: set[Names] = set()
 
     def of_types(raw: PyTree) -> PyTree:
-        kept.append(_carried(raw, old, new))
-        return kept[-1].tree
+        tree, nodes = _carried(raw, old, new)
+        kept.update(nodes)
+        return tree
 
     types = abstract(of_types, raw)
     known = _arrays(raw)
@@ -234,7 +226,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
     trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
 
     def moment(path: Names, like: Any) -> Any:
-        if path in known and kept[-1].keeps(path):
+        if path in known and _within(kept, path):
             return held.get(path, nothing)
         if not is_array(like) or (path not in trains and not holds_fixed):
             return nothing
