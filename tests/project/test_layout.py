@@ -29,8 +29,8 @@ ALLOWED = {
     "seen": {"_tree", "_numerics", "_axes", "_programs", "_weights"},
     "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training"},
-    "_torch": {*FLOORS, *FAMILIES, "training"},
-    "_peft": {*FLOORS, *FAMILIES, "training", "_torch"},
+    "_torch": {*FLOORS, *FAMILIES},
+    "_peft": {*FLOORS, *FAMILIES, "_torch"},
 }
 
 

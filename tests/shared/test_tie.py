@@ -213,6 +213,8 @@ def test_every_parametrization_says_who_owns_what():
     )
     assert apart.owners(params) == tied
     assert TRANSLATION.owners(jax.eval_shape(lambda: params)) == tied
+    with raises(ValueError, "Tie({'x': 'in'}).init found no array at 'x'; the nearest paths are 'b', 'a'."):
+        rpx.Tie({"x": "in"}).owners({"a": np.ones(2), "b": np.ones(2)})
 
 
 # ---- Costs and errors.

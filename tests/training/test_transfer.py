@@ -201,6 +201,14 @@ def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
             np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
 
 
+def test_moments_of_an_array_stay_where_numbers_of_other_arrays_change():
+    old, new = (rpx.Scale({"a/.*": 3.0, "b/.*": scale}, where=".*/kernel") for scale in (3.0, 5.0))
+    state = trained(optax.adam(1e-3), init(old, PARAMS))
+    got = transferred(old, new, state)
+    assert_equal(got[0].mu["a"], state[0].mu["a"])
+    assert_equal(got[0].mu["b"], jax.tree.map(np.zeros_like, state[0].mu["b"]))
+
+
 def test_the_state_goes_on_in_training():
     raw = init(OLD, PARAMS)
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
@@ -233,6 +241,19 @@ def test_the_state_of_our_optimizer(like):
 def test_a_tree_of_another_chain_is_refused():
     with pytest.raises(ValueError, match="never went through init"):
         rpx.transfer(rpx.WeightNorm(), rpx.Chain(), PARAMS)
+    raw = init(NEW, PARAMS)
+    with raises(
+        ValueError,
+        "Chain().apply does not know '@weight_norm' at 'a/kernel': another chain made this raw tree. Apply the chain "
+        "that made it; `p.check(raw, like=params)` lists every difference.",
+    ):
+        rpx.transfer(rpx.Chain(), NEW, raw)
+    with raises(
+        ValueError,
+        "WeightNorm(where='a/kernel').apply does not select 'b/kernel', where the raw tree holds '@weight_norm': "
+        "another chain or an older version of reparax made it. Pass the chain that made it as `old`.",
+    ):
+        rpx.transfer(OLD, NEW, raw)
 
 
 # ---- states that have moments for some values alone

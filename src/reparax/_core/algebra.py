@@ -12,17 +12,18 @@ from reparax._axes.shardings import AnyMesh, shardings_of_raw
 from reparax._core.calls import call, checked_key, needed_key, parts_of, require_values, verb, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
+from reparax._core.lineage import lineage_of, require_no_marks
 from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
 from reparax._core.sights import by_place
 from reparax._core.value import Static
-from reparax._core.verbs import advanced, closed, followed, opened, rebased, total_log_det, total_penalty
+from reparax._core.verbs import advanced, closed, followed, rebased, total_log_det, total_penalty
 from reparax._tree.differences import abstract, require_no_differences
 from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree
-from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers, require_no_raw, resolve_owners
+from reparax._tree.raw import require_no_raw, resolve_owners
 
 VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
 """The methods of a chain, to which each stage adds its formulas."""
@@ -116,16 +117,7 @@ class Parametrization(Static, ABC):
         """
         require_values(self, "apply", raw)
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
-        if marks := outer_markers(effective):
-            path, mark = next(iter(marks.items()))
-            if makers := [stage for stage in self._parts if stage.kind == kind_of(mark)]:
-                for stage in makers:
-                    planner(stage).require_own(flatten(effective).types, path)
-                raise ValueError(
-                    f"{call(self, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                    f"or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`."
-                )
-            raise ValueError(f"{call(self, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        require_no_marks(self, effective)
         return effective
 
     @verb
@@ -231,11 +223,9 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(call(self, "owners"), params, "Pass `params`.")
-        tree = flatten(abstract(lambda x: x, params))
-        owners = {slot.path: slot.path for slot in tree.slots().values()}
-        for stage in reversed(self._parts):
-            owners = resolve_owners(owners, planner(stage).sources(tree))
-            tree = flatten(abstract(functools.partial(opened, (stage,)), nest(tree)))
+        owners = {slot.path: slot.path for slot in flatten(params).types.slots().values()}
+        for layer in reversed(lineage_of(self, abstract(with_any_key(self.init), params)).layers):
+            owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
         return owners
 
     @verb

@@ -77,6 +77,7 @@ class Site(ABC):
       seed: The path on which draws depend; None if nothing is drawn, and no draw is counted.
       number: The number of its markers among those of their kind on an array.
       reads: The places of arrays that the formulas read and leave where they are.
+      copies: For the path of each array without a value of its own, the path at which its value is.
       mean: Whether ``close`` gives the mean over all draws.
     """
 
@@ -86,6 +87,7 @@ class Site(ABC):
     seed: str | None = None
     number: int = 1
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
+    copies: Mapping[str, str] = field(default_factory=dict[str, str])
     mean: bool = False
 
     @property
@@ -156,6 +158,11 @@ class Layer:
     def at(self, site: Site) -> str:
         """How errors name a site."""
         return f"{self.who} at {site.at}" if site.at else self.who
+
+    @property
+    def spots(self) -> list[tuple[Any, Spot]]:
+        """Each array on which the stage acts, with the stage as it acts there."""
+        return [(site.stage, spot) for site in self.sites for spot in site.spots.values()]
 
     @property
     def at_mean(self) -> "Layer":

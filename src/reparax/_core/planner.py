@@ -43,11 +43,6 @@ class Planner(ABC):
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
         return abstract(init, tree), probe(init, tree)
 
-    def sources(self, tree: Flat) -> dict[str, str]:
-        """For each array without a value of its own, the path of the array that it copies."""
-        del tree
-        return {}
-
     def does(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
         del verb

@@ -10,6 +10,7 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
+from reparax._core.lineage import Lineage, lineage_of
 from reparax._peft.lora import BIAS
 from reparax._peft.method import Method, Node, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
@@ -19,17 +20,13 @@ from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.entries import require_known
-from reparax._torch.names import is_marked
 from reparax._torch.rules import Rules
-from reparax._tree.differences import abstract
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, items, path_text
-from reparax._tree.raw import FIXED, kind_of, parameter
+from reparax._tree.paths import Names, PyTree
 from reparax.adapters import Gain
 from reparax.quantized import Quantize, Stored
 from reparax.shared import Tie
 from reparax.sparse import Freeze
-from reparax.training import _transfer
 
 
 def to_peft(
@@ -52,6 +49,7 @@ def to_peft(
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
 
     Raises:
+      TypeError: If ``p`` is not a parametrization.
       ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter.
 
     Example:
@@ -67,8 +65,9 @@ def to_peft(
     require_chains("to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
     with locate_errors("to_peft"):
-        targets = targets_of(abstract(weights.fold, raw), names, layouts)
-        nodes, free, lines = _places(weights, raw, targets)
+        lineage = lineage_of(weights.deterministic, raw)
+        targets = targets_of(lineage.effective, names, layouts)
+        nodes, free, lines = _places(lineage, targets)
     written: dict[str, tuple[Method, Written]] = {}
     for tensor, node in nodes.items():
         try:
@@ -144,20 +143,14 @@ def _named(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarr
     return tensors
 
 
-def _places(
-    p: Parametrization, raw: PyTree, targets: Mapping[str, Target]
-) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
+def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
-    made, held = _transfer.makers(p, raw), {path_text(keys): (keys, x) for keys, x in items(raw, is_marked)}
     nodes: dict[str, Node] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
-            if target.path not in held:
-                raise ValueError("PEFT has no equivalent of a stage that stores several parameters in one place")
-            keys, x = held[target.path]
-            node = _node(x, keys, made)
+            node = _node(lineage, lineage.places[target.path])
             if not isinstance(node, Node) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
@@ -168,17 +161,12 @@ def _places(
     return nodes, free, lines
 
 
-def _node(held: Any, keys: Names, made: Mapping[Names, Parametrization]) -> Any:
-    """The content of a place in a raw tree, with the stages that made it."""
-    if not is_marked(held):
-        return held
-    ((mark, content),) = held.items()
-    if _transfer.plain(keys) not in made:
-        raise ValueError(f"the chain has no stage for @{kind_of(mark)}")
-    free = {name: _node(x, (*keys, mark, name), made) for name, x in content.items() if name != FIXED}
-    fixed = {name: _node(x, (*keys, mark, FIXED, name), made) for name, x in content.get(FIXED, {}).items()}
-    stage: Any = made[_transfer.plain(keys)]
-    return Node(stage.for_array(parameter(keys), None) if hasattr(stage, "for_array") else stage, {**free, **fixed})
+def _node(lineage: Lineage, place: Names) -> Node | Array:
+    """The array of the raw tree at a place, or the stage that makes it, with its values."""
+    if place not in lineage.made:
+        return lineage.raw.arrays[place]
+    made = lineage.made[place]
+    return Node(made.stage, {name: _node(lineage, at) for name, at in made.values.items()})
 
 
 def _is_bias_gain(node: Node, target: Target) -> bool:

@@ -10,7 +10,7 @@ many axes as the array only for a convolution.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,14 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax._axes.numbers import list_axes
+from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import permute
 from reparax._torch.kinds import kind_of, told_by_modules
 from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
 from reparax._tree.paths import PyTree, is_array, items, path_text
 
 Index = tuple[int, ...]
+Stage = TypeVar("Stage", bound=Parametrization)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def join(parts: Mapping[Index, Array]) -> Array:
     return jnp.stack(ordered).reshape(*sizes, *ordered[0].shape)
 
 
-def unstacked(stage: Any, count: int) -> Any:
+def unstacked(stage: Stage, count: int) -> Stage:
     """The stage on one array of a stack with ``count`` axes."""
     if count == 0:
         return stage
@@ -96,7 +98,8 @@ def unstacked(stage: Any, count: int) -> Any:
             f"`names` gives each layer a name, but {stage!r} does not act on each layer by itself. Give it "
             f"`stacked={0 if count == 1 else tuple(range(count))}`."
         )
-    return replace(stage, stacked=tuple(axis - count for axis in axes[count:]))
+    each: Any = stage
+    return replace(each, stacked=tuple(axis - count for axis in axes[count:]))
 
 
 def restacked(stage: Any, count: int) -> Any:

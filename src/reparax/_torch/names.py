@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reparax._core.algebra import Parametrization
+from reparax._core.lineage import Made
 from reparax._torch.entries import Entry, unstacked
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
-from reparax._tree.raw import FIXED, parameter
+from reparax._tree.raw import parameter
 from reparax.matrices._orthogonal import Orthogonal
 from reparax.norms._norm import WeightNorm
 from reparax.norms._spectral import SpectralNorm
@@ -16,7 +17,6 @@ from reparax.sparse._freeze import Freeze
 from reparax.sparse._global_prune import GlobalPrune
 from reparax.sparse._mask import Mask, NofM
 from reparax.sparse._prune import MagnitudePrune, RandomPrune
-from reparax.training import _transfer
 
 EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(Chain(), state, like))`, `to_torch(Chain(), p.fold(raw))`."
 
@@ -78,11 +78,6 @@ _Part = tuple[Parametrization | None, Mapping[str, Names], Mapping[str, str]]
 """A stage, the path of each of its values, and the torch name of each."""
 
 
-def is_marked(node: object) -> bool:
-    """Whether a place of a raw tree holds the marker of a stage."""
-    return isinstance(node, Mapping) and any(str(name).startswith("@") for name in node)
-
-
 def _require_fields(stage: Any, twin: Twin) -> None:
     """Refuses a stage with a field that torch does not have."""
     for field in fields(stage):
@@ -97,16 +92,16 @@ class Naming:
     """Torch's names for the values of a chain.
 
     Attributes:
-      makers: The stage that made each marker dict, by its plain path.
+      made: How each array is made that stages compute, by its place.
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    makers: Mapping[Names, Parametrization]
+    made: Mapping[Names, Made]
     by_hook: Callable[[str, Twin], bool]
 
-    def held(self, node: Any, keys: Names, entry: Entry) -> Iterator[Held]:
+    def held(self, place: Names, entry: Entry) -> Iterator[Held]:
         """The raw values for a tensor of torch."""
-        for stage, places, names in self._within(node, keys, entry.tensor):
+        for stage, places, names in self._within(place, entry.tensor):
             yield Held(self._of_one(stage, entry), entry, places, names)
 
     def _of_one(self, stage: Parametrization | None, entry: Entry) -> Parametrization | None:
@@ -118,50 +113,45 @@ class Naming:
             _require_fields(one, TWINS[type(stage)])
         return one
 
-    def _within(self, node: Any, keys: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
+    def _within(self, place: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
         """The stages of ``tensor``, which may be the original of the list of parametrizations ``within``."""
-        if not is_marked(node):
-            yield None, {"": keys}, {"": tensor}
+        if place not in self.made:
+            yield None, {"": place}, {"": tensor}
             return
-        ((mark, content),) = node.items()
-        stage, twin = self._known(keys)
+        stage, twin = self._known(place)
         listed = self._is_listed(twin, tensor, within)
         base = (within or _list_of(tensor)) if listed else tensor
-        names = self._names(twin, base, node, keys) if listed else {x: base + end for x, end in twin.hooked.items()}
-        places = {x: (*keys, mark, x) for x in content if x != FIXED}
-        places |= {x: (*keys, mark, FIXED, x) for x in content.get(FIXED, {})}
-        values = {**content, **content.get(FIXED, {})}
-        inner = {x: place for x, place in places.items() if is_marked(values[x])}
-        for x, place in inner.items():
+        names = self._names(twin, base, place) if listed else {x: base + end for x, end in twin.hooked.items()}
+        own = dict(self.made[place].values)
+        for x in [x for x, at in own.items() if at in self.made]:
             alone = listed and twin.listed[x] == "original"
-            yield from self._within(values[x], place, names[x], base if alone else None)
-        own = {x: place for x, place in places.items() if x not in inner}
+            yield from self._within(own.pop(x), names[x], base if alone else None)
         yield stage, own, {x: names[x] for x in own}
 
-    def _known(self, keys: Names) -> tuple[Parametrization, Twin]:
-        """The stage that made the marker dict at ``keys``, and its names."""
-        stage = self.makers[_transfer.plain(keys)]
+    def _known(self, place: Names) -> tuple[Parametrization, Twin]:
+        """The stage that makes the array at ``place``, and its names."""
+        stage = self.made[place].stage
         if type(stage) not in TWINS:
-            raise ValueError(f"{parameter(keys)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+            raise ValueError(f"{parameter(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
 
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
         return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
 
-    def _names(self, twin: Twin, base: str, node: Any, keys: Names) -> dict[str, str]:
+    def _names(self, twin: Twin, base: str, place: Names) -> dict[str, str]:
         """The names in a list of parametrizations; the first stage of the chain has the number 0."""
-        number = self._inside(node, keys)
+        number = self._inside(place)
         return {
             value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
             for value, name in twin.listed.items()
         }
 
-    def _inside(self, node: Any, keys: Names) -> int:
-        """The number of parametrizations of the same list inside a marker."""
-        ((mark, content),) = node.items()
-        original = next((value for value, name in self._known(keys)[1].listed.items() if name == "original"), "")
-        inner, place = content.get(original), (*keys, mark, original)
-        return 1 + self._inside(inner, place) if is_marked(inner) and self._known(place)[1].listed else 0
+    def _inside(self, place: Names) -> int:
+        """The number of parametrizations of the same list that make the original of one."""
+        listed, values = self._known(place)[1].listed, self.made[place].values
+        originals = [values[value] for value, name in listed.items() if name == "original" and value in values]
+        inner = [place for place in originals if place in self.made and self._known(place)[1].listed]
+        return sum(1 + self._inside(place) for place in inner)
 
 
 def _list_of(tensor: str) -> str:

@@ -4,20 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
+from reparax._core.lineage import lineage_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.axis_order import write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries
-from reparax._torch.names import EXCHANGE_PLAIN, Held, Naming, Twin, is_marked
+from reparax._torch.names import Held, Naming, Twin
 from reparax._torch.rules import Rules
 from reparax._torch.values import read_values, write_values
-from reparax._tree.differences import abstract
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, items, named, path_text
-from reparax.training import _transfer
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,12 @@ def make_plan(
 ) -> Plan:
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
-    nodes = {path_text(keys): (keys, node) for keys, node in items(raw, is_marked)}
-    naming, held, tied = Naming(_transfer.makers(weights, raw), by_hook), list[Held](), list[Entry]()
-    for entry in list_entries(abstract(weights.fold, raw), names, layouts):
-        if entry.path not in nodes:
-            several = "torch has no equivalent of a stage that stores several parameters in one place"
-            raise ValueError(f"{entry.path!r}: {several}. {EXCHANGE_PLAIN}")
-        keys, node = nodes[entry.path]
-        if jax.tree.leaves(node):
-            held += naming.held(node, keys, entry)
+    lineage = lineage_of(weights.deterministic, raw)
+    naming, held, tied = Naming(lineage.made, by_hook), list[Held](), list[Entry]()
+    for entry in list_entries(lineage.effective, names, layouts):
+        place = lineage.places[entry.path]
+        if lineage.has_values(place):
+            held += naming.held(place, entry)
         else:
             tied.append(entry)
     return Plan(weights, tuple(held), tuple(tied))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
+from reparax._core.lineage import lineage_of
 from reparax._numerics.arguments import one_of
 from reparax._torch.axis_order import order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries, require_known
@@ -25,7 +26,6 @@ from reparax._tree.raw import FIXED
 from reparax.quantized import Stored
 from reparax.quantized._formats import FORMATS
 from reparax.quantized._packing import group, packed, unpacked
-from reparax.training._transfer import makers
 
 PLAIN = ("F32", "F16", "BF16")
 
@@ -242,17 +242,15 @@ def to_quantized(
         weights = p.fold(raw)
         entries = list_entries(weights, names, layouts)
         require_known(entries)
-    arrays, known = dict(items(weights)), dict(items(raw))
-    places = {path_text(path): path for path in arrays}
-    stages = makers(p, raw)
+    arrays, lineage = dict(items(weights)), lineage_of(p.deterministic, raw)
     found: dict[str, np.ndarray] = {}
     for entry in entries:
-        place, shape = places[entry.path], permute(entry.shape, entry.layout)
-        own = (*place, "@stored", FIXED)
-        maker = stages.get(place)
-        own_codes = isinstance(maker, Stored) and maker.format == format
-        if len(shape) == 2 and own_codes and (*own, "channel") not in known:  # no file can hold factors of inputs
-            held = {path[-1]: x for path, x in known.items() if path[:-1] == own}
+        place, shape = lineage.places[entry.path], permute(entry.shape, entry.layout)
+        made = lineage.made.get(place)
+        is_own = made is not None and isinstance(made.stage, Stored) and made.stage.format == format
+        codes = made.values if made is not None and is_own else {}
+        if len(shape) == 2 and codes and "channel" not in codes:  # no file can hold factors of inputs
+            held = {name: lineage.raw.arrays[at] for name, at in codes.items()}
         elif len(shape) == 2 and shape[1] % 32 == 0:
             count = len(entry.index)
             stage = Stored(format, axis=_outputs(entry), stacked=tuple(range(count)), where=lambda path, x: True)

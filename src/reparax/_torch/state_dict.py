@@ -66,6 +66,7 @@ def from_torch(
       puts its functions back.
 
     Raises:
+      TypeError: If ``p`` is not a parametrization.
       ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
         names each of them. Also if a mask holds numbers other than 0 and 1.
 
@@ -126,6 +127,7 @@ def to_torch(
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
 
     Raises:
+      TypeError: If ``p`` is not a parametrization.
       ValueError: If torch has no equivalent of a stage of ``p``, or if ``p`` did not make the raw tree.
 
     Example:

@@ -36,6 +36,10 @@ class Concat:
       per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
         holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
 
+    Raises:
+      TypeError: If a part is neither a text nor a block.
+      ValueError: If a text is not of that form, if two values have one name, or if ``axis`` is negative.
+
     Example:
       >>> import reparax as rpx
       >>> rpx.Concat(("input: 3 16", "hidden: 4 16", "bias: 16 -> 1 16"))  # the matrix [Wi; Wh; b]

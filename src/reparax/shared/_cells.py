@@ -27,6 +27,9 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
         ``"rzn"`` for GRU.
       out_first: Whether kernels have the shape ``(out, in)``, as in torch, instead of ``(in, out)``, as in flax.
 
+    Raises:
+      ValueError: If the source is not known, or if ``order`` is not made of letters.
+
     Example:
       >>> import reparax as rpx
       >>> rpx.gates("input", "cifo")

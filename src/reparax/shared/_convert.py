@@ -35,6 +35,10 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     Returns:
       Nested dicts, without biases if the source has none.
 
+    Raises:
+      TypeError: If a layout is neither a name nor a dict of paths and blocks.
+      ValueError: If an array does not fit its layout, or if no cell of the other layout computes the same function.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> cell = {"weight_ih": jnp.ones((8, 3)), "weight_hh": jnp.ones((8, 2)), "bias": jnp.ones(8)}

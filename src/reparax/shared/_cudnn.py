@@ -31,6 +31,9 @@ class CudnnLSTM(Reparametrization):
       where: Which arrays to act on. Default: floating vectors of the right size.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      ValueError: If a size is less than 1, or if there are other than 0, 1 or 2 biases.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> from jax.experimental import rnn

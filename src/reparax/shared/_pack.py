@@ -65,7 +65,8 @@ class _Cells(Planner):
                         node.require_values()
                 types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
             spots = {path: node.spot(types[path]) for path, node in own.items()}
-            sites.append(_Cell(self.stage, _text(cell), spots))
+            copies = {_below(cell, path): _below(cell, held) for path, held in self.stage._copies.items()}
+            sites.append(_Cell(self.stage, _text(cell), spots, copies=copies))
         return self.layer(method, sites)
 
     def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
@@ -134,6 +135,11 @@ class _Rearranged(Parametrization):
     @abstractmethod
     def _stored(self) -> dict[str, Block]:
         """The raw arrays."""
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        """For each array of the model that has no place of its own, the path of the raw array that holds it."""
+        return {}
 
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
@@ -219,6 +225,10 @@ class Pack(_Rearranged):
       at: The path of the cell that holds these arrays, or a regular expression for several cells.
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
+    Raises:
+      TypeError: If ``at`` is not a text, or if the layout or the sizes are of another form.
+      ValueError: If the layout is not known, or names a value twice.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Pack("haiku.lstm", at="lstm")
@@ -237,20 +247,6 @@ class Pack(_Rearranged):
         return _alone(self._model)
 
 
-class _SplitCells(_Cells):
-    """The planner of a split, whose raw values stand where the first of their parts was."""
-
-    def sources(self, tree: Flat) -> dict[str, str]:
-        cells = self.cells("owners", _found(tree.slots(), lambda place: is_array(tree.arrays[place])))
-        holder = {name: stored for stored, block in self.stage._stored.items() for name in names(block)}
-        held = {path: holder[names(block)[0]] for path, block in self.stage._model.items()}
-        return {
-            _below(cell, path): _below(cell, f"{self.stage._home(held[path])}/{_label(held[path])}")
-            for cell, places in cells.items()
-            for path in places
-        }
-
-
 class Split(_Rearranged):
     r"""Blocks that the optimizer moves, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
 
@@ -266,6 +262,10 @@ class Split(_Rearranged):
         blocks is an array, and its path is its name.
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
+    Raises:
+      TypeError: If ``at`` is not a text, or if a layout or the sizes are of another form.
+      ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Split({"W": rpx.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
@@ -278,8 +278,6 @@ class Split(_Rearranged):
 
     model: Any = field(default=None, kw_only=True)
 
-    _planner: ClassVar[type[Planner]] = _SplitCells
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
         super().__post_init__()
@@ -291,3 +289,9 @@ class Split(_Rearranged):
     @property
     def _stored(self) -> dict[str, Block]:
         return blocks(self.layout)
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
+        held = {path: holder[names(block)[0]] for path, block in self._model.items()}
+        return {path: f"{self._home(stored)}/{_label(stored)}" for path, stored in held.items()}

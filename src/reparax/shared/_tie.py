@@ -105,17 +105,16 @@ class _Ties(Planner):
                 source, transform = places[target]
                 type_ = jax.eval_shape(lambda x: transform(x), add(source))
                 spot = opened_spot(self.stage.kind, target, type_)
-                at, reads = repr(slots[target].path), {"source": source}
-                found[target] = _Tied(self.stage, at, {"w": spot}, reads=reads, transform=transform)
+                path, reads = slots[target].path, {"source": source}
+                copies = {path: slots[source].path}
+                found[target] = _Tied(
+                    self.stage, repr(path), {"w": spot}, reads=reads, copies=copies, transform=transform
+                )
             return found[target].spots["w"].type
 
         for target in places:
             add(target)
         return list(found.values())
-
-    def sources(self, tree: Flat) -> dict[str, str]:
-        paths = [slot.path for place, slot in tree.slots().items() if is_array(tree.arrays[place])]
-        return {target: source for target, source, _ in self._resolved("owners", paths)}
 
     def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
         """For each tied array, by its place: its source array and the transform."""
@@ -172,6 +171,11 @@ class Tie(Parametrization):
         target that resolves to itself owns the parameter.
       unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error,
         ``"overwrite"`` ties it anyway, which changes the model.
+
+    Raises:
+      TypeError: If a tie is not a path, or a pair of path and function, for each target path.
+      ValueError: If there are no ties, if a target has two sources, if ties form a loop, or if ``unequal`` is another
+        word.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -28,6 +28,9 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
     Returns:
       The pair ``(free, fixed)``; :func:`combine` is the inverse.
 
+    Raises:
+      TypeError: If ``raw`` is a chain or a text, not a tree.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> raw = rpx.Freeze(where="b").init({"w": jnp.ones(2), "b": jnp.zeros(2), "f": jnp.tanh})
@@ -91,6 +94,9 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
     Returns:
       A tree with the structure of ``raw``.
 
+    Raises:
+      TypeError: If ``raw`` is a chain or a text, not a tree.
+
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
       >>> raw = (rpx.Freeze(where="b") >> rpx.WeightNorm()).init({"w": jnp.ones((2, 2)), "b": jnp.zeros(2)})
@@ -123,6 +129,9 @@ def decay_mask(raw: PyTree) -> PyTree:
 
     Returns:
       A tree of booleans with the structure of ``raw``.
+
+    Raises:
+      TypeError: If ``raw`` is a chain or a text, not a tree.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx

@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from reparax._core.algebra import Chain, Parametrization
+from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
-from reparax._core.plan import decide
-from reparax._core.verbs import opened
+from reparax._core.lineage import lineage_of
 from reparax._numerics.usage import shows_usage
 from reparax._tree.differences import abstract
-from reparax._tree.flat import flatten
 from reparax._tree.folding import Line, folded
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
 from reparax._tree.raw import parameter
@@ -131,6 +128,10 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       p: A stage or a chain.
       params: The model's parameters, or their shapes and dtypes.
 
+    Raises:
+      TypeError: If ``p`` is not a parametrization.
+      ValueError: If a stage cannot act on ``params``, as ``p.init`` says.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
@@ -143,15 +144,15 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       total                                     660      0  2.6 KiB
     """
     require_chains("summary(p, params)", p)
-    return Summary(repr(p), tuple(_rows(abstract(with_any_key(p.init), params), _acting(p, params))))
+    raw = abstract(with_any_key(p.init), params)
+    return Summary(repr(p), tuple(_rows(raw, _acting(p, raw))))
 
 
-def _acting(p: Parametrization, params: PyTree) -> dict[str, tuple[str, ...]]:
+def _acting(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
-    stages, found = tuple(Chain((p,))), dict[str, tuple[str, ...]]()
-    for layer in decide("apply", stages, flatten(abstract(partial(opened, stages), params)).types):
-        spots = (spot for site in layer.sites for spot in site.spots.values())
-        for path in dict.fromkeys(parameter(spot.place) for spot in spots):
+    found: dict[str, tuple[str, ...]] = {}
+    for layer in lineage_of(p, raw).layers:
+        for path in dict.fromkeys(parameter(spot.place) for _, spot in layer.spots):
             found[path] = (*found.get(path, ()), type(layer.stage).__name__)
     return found
 

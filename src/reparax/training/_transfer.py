@@ -2,28 +2,28 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.core import Tracer
 
-from reparax._axes.boxes import gather_boxes, spread_boxes
-from reparax._axes.seen import ANY
-from reparax._core.algebra import Chain, Parametrization
+from reparax._axes.boxes import spread_boxes
+from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
-from reparax._core.plan import decide, open_all, walk
-from reparax._core.sights import by_place, takes_data
+from reparax._core.layers import Layer
+from reparax._core.lineage import lineage_of
+from reparax._core.planner import planner
+from reparax._core.sights import takes_data
 from reparax._core.verbs import followed
 from reparax._numerics.usage import shows_usage
-from reparax._stage.mean import Mean
-from reparax._stage.nodes import Node, find_nodes
 from reparax._tree.differences import abstract
-from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.flat import Flat, nest
 from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
 from reparax._tree.raw import FIXED, kind_of, outer_markers
 from reparax.training._held import open_state
@@ -56,6 +56,7 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
         :func:`optimizer`, or is not a tuple, or if ``old`` leaves no markers, by which moments are found.
 
     Raises:
+      TypeError: If ``old`` or ``new`` is not a parametrization.
       ValueError: If ``old`` did not make ``raw``, if a part of a state does not fit the raw tree, or if the state does
         not show which moments to start.
 
@@ -68,113 +69,103 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     """
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
-        return _carried(raw, old, new).tree
+        return _carried(raw, old, new)[0]
     state, stored = open_state(raw)
     return stored(_of_state(state, old, new, like))
 
 
-@dataclass(frozen=True)
-class _Carried:
-    """A new raw tree, and the paths of its nodes that were kept from the old one."""
-
-    tree: PyTree
-    nodes: frozenset[Names]
-
-    def keeps(self, path: Names) -> bool:
-        """Whether all nodes on the path to an array of the new tree were kept."""
-        return _within(self.nodes, path)
-
-
-def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> _Carried:
-    read, keys, kept = _Read(old, raw), Keys(jax.random.key(0)), set[Names]()
+def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
+    """The new raw tree, and the paths of its nodes that were kept from the old one."""
+    read, keys, kept = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
-    for stage in reversed(tuple(Chain((new,)))):
-        before, tree = tree, open_all([stage], tree, keys, by_place("transfer", tree, ANY))
-        known = find_nodes(before, stage.kind)
-        for place, node in find_nodes(tree, stage.kind).items():
-            if place in known:
-                continue
-            around = _within(kept, place)
-            values = read.values(stage, node) if around else read.of_base(stage, node, before.arrays.get(place))
-            if values is None and takes_data(stage):  # it starts without data, or says that it cannot
-                started = _started(stage, before, keys).arrays
-                tree = replace(tree, arrays={**tree.arrays, **{at: started[at] for at in node.inside}})
-            if values is not None:
-                kept.update([plain(place)] if around else [])
-                tree = replace(tree, arrays={**tree.arrays, **values})
-        tree = replace(tree, arrays={**tree.arrays, **read.unchanged(stage, before, tree)})
-    boxed = spread_boxes(functools.partial(followed, tuple(Chain((new,)))), nest(read.effective), nest(tree))
-    return _Carried(boxed, frozenset(kept))
+    for stage in reversed(tuple(new)):
+        layer = planner(stage).plan_init(tree)
+        stay: dict[Names, Mapping[Names, Array]] = {}
+        for own, spot in layer.spots:
+            array = tree.arrays[spot.place]
+            if not spot.mark and _within(kept, spot.place):
+                stay[spot.place] = {spot.place: read.before(own, spot.place, array)}
+            elif spot.mark and (values := read.values(own, spot.place, array, kept)) is not None:
+                stay[spot.place] = spot.opened(values, own.raw_values)
+                kept.update([_plain(spot.place)] if _within(kept, spot.place) else [])
+        tree = _placed(_opened(layer, tree, keys, stay.keys()), stay)
+    return spread_boxes(functools.partial(followed, tuple(new)), nest(read.effective), nest(tree)), kept
 
 
-def _started(stage: Parametrization, before: Flat, keys: Keys) -> Flat:
-    """What a stage that takes data makes without them."""
+def _opened(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
+    """The tree with new raw values, without data, at each site where not all values stay."""
+    fresh = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
     try:
-        return open_all([stage], before, keys, {})
+        return replace(layer, sites=fresh).open(tree, keys, {})
     except ValueError as error:
+        if not takes_data(layer.stage):
+            raise
         raise ValueError(
             f"transfer has no data for a new stage: {error} In place of `transfer`, call `new.init(old.fold(raw), "
             f"seen=seen)`."
         ) from error
 
 
-class _Read:
+def _placed(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
+    """The tree with these values in place of all that stands at, or below, each of these places."""
+    inside: dict[Names, list[Names]] = {place: [] for place in values}
+    for at in tree.arrays:
+        for place in (at[:n] for n in range(len(at) + 1) if at[:n] in inside):
+            inside[place].append(at)
+    return tree.swapped([(inside[place], made) for place, made in values.items()])
+
+
+@dataclass(frozen=True)
+class _Node:
+    """An array that a stage made, and the raw values of which it made it."""
+
+    stage: Parametrization
+    array: Array
+    values: Mapping[str, Array]
+
+
+class _Old:
     """What a chain makes of a raw tree, and all that lies between.
 
     Attributes:
       effective: The effective tree.
-      nodes: For the place of each array that a stage computed, the stage, and the node that it read.
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        self.effective = flatten(gather_boxes(raw))
-        self.nodes: dict[Names, tuple[Parametrization, dict[Names, Any]]] = {}
-        self._in_place: list[tuple[Parametrization, Names, Any, Any]] = []
-        for layer, before, after in walk("apply", tuple(Chain((p.deterministic,))), self.effective):
-            self.effective, stage = after, layer.stage
-            for spot in (spot for site in layer.sites for spot in site.spots.values()):
+        lineage = lineage_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
+        self.effective = lineage.raw
+        self._nodes: dict[Names, _Node] = {}
+        self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
+        for layer in lineage.layers:
+            before, self.effective = self.effective.arrays, layer.close(self.effective, Keys(None))
+            for stage, spot in layer.spots:
                 if spot.mark:
-                    node = (*spot.place, spot.mark)
-                    values = {at[len(node) :]: before.arrays[at] for at in spot.values.values()}
-                    self.nodes[plain(spot.place)] = stage, values
-                elif after.arrays[spot.place] is not before.arrays[spot.place]:
-                    pair = before.arrays[spot.place], after.arrays[spot.place]
-                    self._in_place.append((stage, plain(spot.place), *pair))
+                    values = {name: before[at] for name, at in spot.values.items()}
+                    self._nodes[_plain(spot.place)] = _Node(stage, self.effective.arrays[spot.place], values)
+                else:
+                    self._in_place.setdefault(_plain(spot.place), []).append((stage, before[spot.place]))
 
-    def values(self, stage: Parametrization, node: Node) -> dict[Names, Any] | None:
-        """The old values for a new node, if the same stage made both."""
-        return self._held(stage, node, plain(node.place))
+    def values(
+        self, stage: Parametrization, place: Names, array: Array, kept: AbstractSet[Names]
+    ) -> Mapping[str, Array] | None:
+        """The old values for an array that a new stage opens, if the same stage made both."""
+        node = self._nodes.get(_plain(place)) if _within(kept, place) else self._of_base(place, array)
+        same = node is not None and _same(stage, node.stage) and array.shape == node.array.shape
+        return node.values if node is not None and same else None
 
-    def of_base(self, stage: Parametrization, node: Node, array: Any) -> dict[Names, Any] | None:
-        """The old values for a new node of an adapter's base, if that is the array that the same stage made of them."""
-        old = node.place[: next(i for i, name in enumerate(node.place) if name.startswith("@"))]
-        same = FIXED in node.place and _equal_numbers(array, self.effective.arrays.get(old))
-        return self._held(stage, node, plain(old)) if same else None
+    def _of_base(self, place: Names, array: Array) -> _Node | None:
+        """What the base of a new adapter was, if the adapter left the array as it is."""
+        root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
+        same = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
+        return self._nodes.get(root) if same else None
 
-    def _held(self, stage: Parametrization, node: Node, place: Names) -> dict[Names, Any] | None:
-        maker, held = self.nodes.get(place, (None, {}))
-        names = {_end(node, at): at for at in node.values.values()}
-        same = maker is not None and _same(stage, maker) and held.keys() == names.keys()
-        return {names[end]: x for end, x in held.items()} if same and _fit(node, held) else None
-
-    def unchanged(self, stage: Parametrization, before: Flat, after: Flat) -> dict[Names, Any]:
-        """The arrays of which ``stage`` made those of ``before`` in place, at their places in ``after``."""
-        found: dict[Names, Any] = {}
-        for other, place, old, new in self._in_place:
-            for at in (at for at, x in before.arrays.items() if x is new and plain(at) == place):
-                if at in after.arrays and after.arrays[at].shape == old.shape and _same(stage, other):
-                    found[at] = old
-        return found
+    def before(self, stage: Parametrization, place: Names, array: Array) -> Array:
+        """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
+        changes = self._in_place.get(_plain(place), [])
+        return changes.pop()[1] if changes and _same(stage, changes[-1][0]) else array
 
 
-def makers(p: Parametrization, raw: PyTree) -> dict[Names, Parametrization]:
-    """The stage that made each marker dict of a raw tree, by the :func:`plain` path of that dict."""
-    layers = decide("apply", tuple(Chain((p.deterministic,))), flatten(gather_boxes(raw)).types)
-    spots = [(spot, layer.stage) for layer in layers for site in layer.sites for spot in site.spots.values()]
-    return {plain(spot.place): stage for spot, stage in spots if spot.mark}
-
-
-def plain(path: Names) -> Names:
+def _plain(path: Names) -> Names:
     """A path without the numbers of markers, which follow from how they are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
@@ -182,14 +173,13 @@ def plain(path: Names) -> Names:
 def _within(nodes: AbstractSet[Names], path: Names) -> bool:
     """Whether all nodes on a path are among these."""
     marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
-    return all(plain(path[:i]) in nodes for i in marks)
+    return all(_plain(path[:i]) in nodes for i in marks)
 
 
 def _same(stage: Parametrization, other: Parametrization) -> bool:
-    """Whether two stages, or those of which they are the mean, act in the same way on an array that both select."""
-    a, b = (each.stage if isinstance(each, Mean) else each for each in (stage, other))
-    names = [field.name for field in dataclasses.fields(a) if field.name != "where"]
-    return type(a) is type(b) and all(_equal(getattr(a, name), getattr(b, name)) for name in names)
+    """Whether two stages act in the same way on an array that both select."""
+    names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
+    return type(stage) is type(other) and all(_equal(getattr(stage, name), getattr(other, name)) for name in names)
 
 
 def _equal(x: Any, y: Any) -> bool:
@@ -203,21 +193,10 @@ def _equal_numbers(x: Any, y: Any) -> bool:
     return (x.shape, x.dtype) == (y.shape, y.dtype) and bool(jnp.array_equal(x, y))
 
 
-def _end(node: Node, place: Names) -> Names:
-    """The names of a value below its marker."""
-    return place[len(node.place) + 1 :]
-
-
-def _fit(node: Node, held: Mapping[Names, Any]) -> bool:
-    """Whether values have the shapes of those of a node."""
-    shapes = {_end(node, at): shape for at, shape in node.shapes.items()}
-    return {end: jnp.shape(x) for end, x in held.items()} == shapes
-
-
 def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
     if not jax.tree.leaves(state):
         return state
-    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old, new=new)
+    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old)
     leaves, treedef = jax.tree.flatten(state, is_leaf=part)
     if not any(map(part, leaves)) or outer_markers(treedef.unflatten([None if part(x) else x for x in leaves])):
         raise ValueError(
@@ -230,11 +209,12 @@ def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: P
 
 def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
     """Converts a part of a state that has the structure of ``raw``."""
-    kept: list[_Carried] = []
+    kept: set[Names] = set()
 
     def of_types(raw: PyTree) -> PyTree:
-        kept.append(_carried(raw, old, new))
-        return kept[-1].tree
+        tree, nodes = _carried(raw, old, new)
+        kept.update(nodes)
+        return tree
 
     types = abstract(of_types, raw)
     known = _arrays(raw)
@@ -246,7 +226,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
     trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
 
     def moment(path: Names, like: Any) -> Any:
-        if path in known and kept[-1].keeps(path):
+        if path in known and _within(kept, path):
             return held.get(path, nothing)
         if not is_array(like) or (path not in trains and not holds_fixed):
             return nothing
@@ -260,17 +240,17 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
     paths, leaves, treedef = named(types)
-    return treedef.unflatten([moment(plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
+    return treedef.unflatten([moment(_plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
 
 
 def _arrays(tree: PyTree) -> dict[Names, Any]:
     """The arrays of a tree by their paths."""
-    return {plain(path): x for path, x in items(tree) if is_array(x)}
+    return {_plain(path): x for path, x in items(tree) if is_array(x)}
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
     """The paths of the values that train."""
-    return {plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
+    return {_plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
 
 
 def _is_nothing(x: object) -> bool:
@@ -284,12 +264,12 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
     return bool(inside) and inside <= {path_text(path) for path in named(like)[0]}
 
 
-def _is_raw(x: PyTree, old: Parametrization, new: Parametrization) -> bool:
+def _is_raw(x: PyTree, old: Parametrization) -> bool:
     """Whether ``x`` itself is a raw tree of ``old``, by its markers, and not a node that contains one."""
     if any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state))) or not outer_markers(x):
         return False
     try:
-        abstract(lambda raw: _carried(raw, old, new).tree, x)
+        lineage_of(old.deterministic, x)
     except ValueError:
         return False
     return True

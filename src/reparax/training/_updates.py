@@ -28,6 +28,11 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
       updates: The updates, in the same structure; None leaves a value alone. They may be in float32.
       key: A key to round bfloat16 with. Without one, sums are rounded to the nearest number.
 
+    Raises:
+      TypeError: If ``key`` is no key.
+      ValueError: If ``key`` is a batch of keys, if ``updates`` has not the structure of ``params``, or if a weight of
+        :class:`Halved` comes without its correction.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> params, updates = {"w": jnp.ones(10_000, jnp.bfloat16)}, {"w": jnp.full(10_000, 1e-3)}
