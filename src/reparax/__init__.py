@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING
 
 from reparax._axes.numbers import other_axes as other_axes
-from reparax._axes.seen import Read as Read
-from reparax._axes.seen import Seen as Seen
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax._core.algebra import Chain as Chain
 from reparax._core.algebra import Parametrization as Parametrization
@@ -12,6 +10,8 @@ from reparax._core.json import from_json as from_json
 from reparax._core.names import unknown_name as _unknown_name
 from reparax._core.value import argument as argument
 from reparax._core.value import axes as axes
+from reparax._data.seen import Read as Read
+from reparax._data.seen import Seen as Seen
 from reparax._numerics.arguments import check_number as check_number
 from reparax._numerics.arguments import check_positive_number as check_positive_number
 from reparax._numerics.terms import Term as Term

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from reparax._axes.boxes import gather_boxes, spread_boxes
-from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
 from reparax._core.plan import decide, open_all, walk
-from reparax._core.sights import by_place, takes_data
 from reparax._core.verbs import followed
+from reparax._data.seen import ANY
+from reparax._data.sights import by_place, takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._stage.mean import Mean
 from reparax._stage.nodes import Node, find_nodes
