@@ -8,7 +8,7 @@ from compiled import effective
 from errors import raises
 
 import reparax as rpx
-from reparax._axes.seen import Read, Seen
+from reparax._data.seen import Read, Seen
 
 
 def seen_of(squares, batch=1, ndim=3):

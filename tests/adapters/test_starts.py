@@ -12,7 +12,7 @@ from flax import linen as nn
 from grids import mostly_thorough
 
 import reparax as rpx
-from reparax._axes.seen import Read, Seen
+from reparax._data.seen import Read, Seen
 
 FROM_DATA = ["eva", "corda", "corda_kpm", "lora_ga"]
 MOVES = ["corda", "corda_kpm", "lora_ga"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from reparax._axes.seen import Read, Seen
+from reparax._data.seen import Read, Seen
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():

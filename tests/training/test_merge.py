@@ -13,7 +13,7 @@ from errors import raises
 from flax import nnx
 
 import reparax as rpx
-from reparax._axes.seen import Read, Seen
+from reparax._data.seen import Read, Seen
 
 PART = 0.4
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax._axes.seen import Seen
+from reparax._data.seen import Seen
 from reparax._tree.raw import OTHER_CHAIN
 
 Places = tuple[int, ...]

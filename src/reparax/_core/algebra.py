@@ -17,9 +17,10 @@ from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
-from reparax._core.sights import by_place
+from reparax._core.update import advanced
 from reparax._core.value import Static
-from reparax._core.verbs import advanced, closed, followed, rebased, total_log_det, total_penalty
+from reparax._core.verbs import closed, followed, rebased, total_log_det, total_penalty
+from reparax._data.sights import by_place
 from reparax._tree.differences import abstract, require_no_differences
 from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree

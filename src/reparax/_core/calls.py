@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from reparax._axes.seen import ANY
 from reparax._core.config import required
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
+from reparax._data.seen import ANY
 from reparax._numerics.usage import misfit, usage
 from reparax._tree.paths import PyTree, is_reference, items, path_text
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.draws import randoms
 from reparax._core.keys import Keys
+from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, Swap
 from reparax._tree.markers import locate_errors

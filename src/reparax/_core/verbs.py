@@ -7,12 +7,11 @@ from typing import Any
 import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
-from reparax._axes.seen import ANY
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
 from reparax._core.planner import planner
-from reparax._core.pullback import pull_back
-from reparax._core.sights import by_place
+from reparax._data.seen import ANY
+from reparax._data.sights import by_place
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, flatten, graft, nest
 from reparax._tree.paths import PyTree, is_array
@@ -38,18 +37,6 @@ def followed(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
         tree, own = planner(stage).follow(tree, functools.partial(opened, (stage,)))
         origins = compose_origins(own, origins)
     return tree, origins
-
-
-def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
-    """The raw tree after one training step, of which the fixed values know."""
-    for i, stage in enumerate(stages):
-        if stage.advances:
-            seen = run(means(stages[:i]), tree, Keys(None))
-            reads = grads is not None and planner(stage).reads_grads
-            slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
-            after = planner(stage).plan("update", seen.types).update(seen, keys, slopes)
-            tree = graft("update", tree, seen, after, free=stage.moves_weights)
-    return tree
 
 
 def rebased(stages: Stages, tree: Flat) -> Flat:
@@ -86,17 +73,6 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
     return add_up(found)
 
 
-def reads_grads(stages: Stages) -> bool:
-    """Whether ``update`` of a stage reads gradients."""
-    return any(planner(stage).reads_grads for stage in stages)
-
-
 def means(stages: Stages) -> list[Any]:
     """The stages without randomness."""
     return [part for stage in stages for part in stage.deterministic._parts]
-
-
-def _grads_at(who: str, stages: Stages, seen: Flat, grads: PyTree) -> Flat:
-    """The gradient with respect to the output of the first stage, from that of the effective tree."""
-    tree, later = run(means(stages[:1]), seen, Keys(None)), means(stages[1:])
-    return pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from reparax._axes.origin import Places, probe
-from reparax._axes.seen import ANY, Seen, require_data
+from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import told
 from reparax._stage.remembered import remembered, together
 from reparax._tree.markers import (

@@ -12,12 +12,12 @@ from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_places
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
-from reparax._axes.seen import Seen
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Held, Layer, opened_spot
 from reparax._core.planner import Planner
 from reparax._core.value import argument
+from reparax._data.seen import Seen
 from reparax._stage.nodes import own_nodes
 from reparax._stage.several import Leaves, Several, require_start
 from reparax._stage.where import check_where, nothing

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Site
+from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
 from reparax._stage.remembered import together, together_inline

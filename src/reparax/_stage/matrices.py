@@ -15,8 +15,8 @@ import jax
 from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
-from reparax._axes.seen import Seen
 from reparax._core.value import argument
+from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import value_of

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Site
+from reparax._data.seen import Seen
 from reparax._tree.markers import require_named_arrays, require_type
 from reparax._tree.values import value_of
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.layers import Held, Layer
 from reparax._core.planner import Planner, rewrites
+from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.on_arrays import OnArrays
 from reparax._stage.several import Leaves, Several, require_fixed, require_start

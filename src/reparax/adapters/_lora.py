@@ -5,8 +5,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.value import argument
+from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.linalg import product

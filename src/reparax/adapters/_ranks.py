@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from reparax._axes.seen import Seen
+from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_known_number, check_positive_whole
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, named, path_text

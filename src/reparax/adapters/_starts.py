@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Seen, needed
+from reparax._data.seen import Seen, needed
 from reparax._numerics.linalg import identity, no_rank, product
 
 Factors = tuple[Array, Array]

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Read
+from reparax._data.learned import lost
+from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._stage.learned import lost
 from reparax.quantized._fits import divided
 
 POINTS = 20

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Read
+from reparax._data.compensation import compensated
+from reparax._data.learned import better
+from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.compensation import compensated
-from reparax._stage.learned import better
 from reparax.quantized._fits import Entries, from_units, in_units
 
 ROWS = 128

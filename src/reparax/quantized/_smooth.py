@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Seen, needed, require_data
 from reparax._core.value import argument
+from reparax._data.seen import Seen, needed, require_data
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.joint import Joint, Leaves

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import other_axes
-from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
+from reparax._data.seen import Seen, needed
 from reparax._numerics.arguments import check_flag, check_known_positive, one_of
 from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import is_known

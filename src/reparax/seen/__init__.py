@@ -4,7 +4,7 @@
 counts the data there. ``_taps`` collects the gradients at the outputs.
 """
 
-from reparax._axes.seen import Read as Read
-from reparax._axes.seen import Seen as Seen
+from reparax._data.seen import Read as Read
+from reparax._data.seen import Seen as Seen
 from reparax.seen._explained import ExplainedInputs as ExplainedInputs
 from reparax.seen._inputs import inputs as inputs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from reparax._axes.seen import Seen
+from reparax._data.seen import Seen
 from reparax._tree.paths import PyTree, named, path_text
 from reparax._tree.sizes import readable, size_in_bytes
 from reparax._weights.sections import sections

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._axes.seen import MOMENTS, Seen
+from reparax._data.seen import MOMENTS, Seen
 from reparax._numerics.arguments import one_of
 from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs

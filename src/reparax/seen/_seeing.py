@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from reparax._axes.seen import Read
+from reparax._data.seen import Read
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import ShardMap
 from reparax._programs.equations.elementwise import Cast, Divide, Multiply, Negate

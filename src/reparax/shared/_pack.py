@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import jax
 from jax import Array
 
-from reparax._axes.seen import Seen
 from reparax._core.algebra import Parametrization
 from reparax._core.config import arguments
 from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
+from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_whole
 from reparax._stage.nodes import own_nodes
 from reparax._stage.where import matches, nearest

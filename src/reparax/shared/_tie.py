@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax._axes.seen import Seen
 from reparax._core.algebra import Parametrization
 from reparax._core.config import code
 from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
+from reparax._data.seen import Seen
 from reparax._stage.nodes import Node, find_nodes
 from reparax._stage.where import matches, nearest
 from reparax._tree.flat import Flat

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
-from reparax._axes.seen import Seen, needed
 from reparax._core.value import argument
+from reparax._data.learned import better
+from reparax._data.seen import Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
-from reparax._stage.learned import better
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse._learned import FITS, MOMENTS, each_column, require_fit, sparsegpt, wanda
 

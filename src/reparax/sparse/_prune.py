@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, along, check_slices, count_from_front, other_axes
-from reparax._axes.seen import Read, Seen, needed
 from reparax._core.value import argument
+from reparax._data.learned import better
+from reparax._data.seen import Read, Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
 from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
-from reparax._stage.learned import better
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.verbs import closed, means, reads_grads
+from reparax._core.update import reads_grads
+from reparax._core.verbs import closed, means
+from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization
 from reparax._stage.mean import Mean

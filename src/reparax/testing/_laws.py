@@ -19,13 +19,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reparax._axes.seen import ANY
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.config import code
 from reparax._core.json import from_json
-from reparax._core.sights import by_place
-from reparax._stage.learned import lost
+from reparax._data.learned import lost
+from reparax._data.seen import ANY
+from reparax._data.sights import by_place
 from reparax._stage.where import all_but, selected
 from reparax._tree.flat import flatten
 from reparax._tree.markers import WrongType

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Read
-from reparax._core.sights import by_place
+from reparax._data.seen import Read
+from reparax._data.sights import by_place
 from reparax._numerics.arithmetic import is_inexact
 from reparax._numerics.linalg import adjoint, product
 from reparax._tree.flat import flatten

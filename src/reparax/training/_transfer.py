@@ -19,8 +19,8 @@ from reparax._core.keys import Keys
 from reparax._core.layers import Layer
 from reparax._core.lineage import lineage_of
 from reparax._core.planner import planner
-from reparax._core.sights import takes_data
 from reparax._core.verbs import followed
+from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, nest

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reparax._axes.seen import ANY, Seen
+from reparax._data.seen import ANY, Seen
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree, is_array, named, path_text
 

@@ -1,4 +1,4 @@
-"""Gradients with respect to the output of a stage in the middle of a chain, from those of the effective tree."""
+"""``update``: fixed values after a training step, and the gradients that stages in the middle of a chain read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,13 +7,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax._core.keys import Keys
+from reparax._core.plan import run
+from reparax._core.planner import planner
+from reparax._core.verbs import Stages, means
 from reparax._numerics.arithmetic import inexact_places, is_inexact
-from reparax._tree.flat import Flat
+from reparax._tree.flat import Flat, graft, nest
 from reparax._tree.paths import Names, PyTree, is_array, named, path_text
 from reparax._tree.raw import outer_markers
 
 
-def pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyTree) -> Flat:
+def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
+    """The raw tree after one training step, of which the fixed values know."""
+    for i, stage in enumerate(stages):
+        if stage.advances:
+            seen = run(means(stages[:i]), tree, Keys(None))
+            reads = grads is not None and planner(stage).reads_grads
+            slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
+            after = planner(stage).plan("update", seen.types).update(seen, keys, slopes)
+            tree = graft("update", tree, seen, after, free=stage.moves_weights)
+    return tree
+
+
+def reads_grads(stages: Stages) -> bool:
+    """Whether ``update`` of a stage reads gradients."""
+    return any(planner(stage).reads_grads for stage in stages)
+
+
+def _grads_at(who: str, stages: Stages, seen: Flat, grads: PyTree) -> Flat:
+    """The gradient with respect to the output of the first stage, from that of the effective tree."""
+    tree, later = run(means(stages[:1]), seen, Keys(None)), means(stages[1:])
+    return _pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
+
+
+def _pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyTree) -> Flat:
     """The gradients of the arrays of ``tree``, from ``grads`` of the arrays of ``later(tree)``; zeros elsewhere."""
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 

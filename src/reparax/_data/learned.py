@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.seen import Read
+from reparax._data.compensation import output_error
+from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.compensation import output_error
 
 
 def lost(read: Read, w: Array, near: Array) -> Array:

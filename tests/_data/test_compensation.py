@@ -9,7 +9,7 @@ import pytest
 from one_array import normal
 from sights import correlated, output_error
 
-from reparax._numerics import compensation
+from reparax._data import compensation
 
 K, N = 20, 6
 X = correlated(100, K)

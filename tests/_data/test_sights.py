@@ -10,7 +10,7 @@ from errors import raises
 from sights import correlated, seen
 
 import reparax as rpx
-from reparax._axes.seen import needed
+from reparax._data.seen import needed
 
 DATA = correlated(7, 3)
 W = jnp.ones((3, 2))
