@@ -46,6 +46,8 @@ from reparax.adapters import VeRA as VeRA
 from reparax.adapters import eva_ranks as eva_ranks
 from reparax.draws import ExplainedDraws as ExplainedDraws
 from reparax.draws import local as local
+from reparax.geometry import axis_groups as axis_groups
+from reparax.geometry import roles as roles
 from reparax.matrices import AlmostOrthogonal as AlmostOrthogonal
 from reparax.matrices import BlockDiagonal as BlockDiagonal
 from reparax.matrices import Blocks as Blocks
