@@ -15,6 +15,7 @@ Here is what most programs use. A family has these and the rest:
 ``rpx.products``   products that never form the weight: ``factored``, ``explain``
 ``rpx.draws``      noise of each example's own: ``local``
 ``rpx.seen``       the data that weights multiply: ``inputs``
+``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
 ``rpx.stage``      for stages of your own: ``Reparametrization``, ``argument``, ``main``
@@ -25,6 +26,7 @@ import typing as _typing
 
 from reparax import adapters as adapters
 from reparax import draws as draws
+from reparax import geometry as geometry
 from reparax import matrices as matrices
 from reparax import memory as memory
 from reparax import noise as noise
@@ -44,6 +46,8 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
+from reparax.geometry import axis_groups as axis_groups
+from reparax.geometry import roles as roles
 from reparax.matrices import LowRank as LowRank
 from reparax.matrices import Orthogonal as Orthogonal
 from reparax.memory import remat as remat

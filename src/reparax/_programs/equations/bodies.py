@@ -50,6 +50,17 @@ class Scan(View):
         return self.eqn.params["length"]
 
 
+class While(View):
+    """A ``jax.lax.while_loop``."""
+
+    names = ("while",)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many operands are constants of the condition, and how many of the body; the others are carried."""
+        return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
+
+
 class Cond(View):
     """A ``jax.lax.switch`` or ``cond``."""
 

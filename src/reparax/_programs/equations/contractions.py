@@ -89,9 +89,14 @@ class Gather(View):
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
+    def slice_sizes(self) -> Sequence[int]:
+        """The size of a slice along each axis of the operand."""
+        return self.eqn.params["slice_sizes"]
+
+    @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
-        numbers, sizes = self.dimension_numbers, self.eqn.params["slice_sizes"]
+        numbers, sizes = self.dimension_numbers, self.slice_sizes
         axes = tuple(numbers.start_index_map)
         if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims:
             return None

@@ -170,6 +170,23 @@ class Pad(View):
 
     names = ("pad",)
 
+    @property
+    def padding(self) -> Sequence[tuple[int, int, int]]:
+        """For each axis how many entries are added before, behind and between."""
+        return self.eqn.params["padding_config"]
+
+
+class DynamicUpdateSlice(View):
+    """A ``jax.lax.dynamic_update_slice``: the second operand replaces part of the first."""
+
+    names = ("dynamic_update_slice",)
+
+
+class Barrier(View):
+    """A ``jax.lax.optimization_barrier``: its operands as they are."""
+
+    names = ("optimization_barrier",)
+
 
 class Named(View):
     """A ``jax.ad_checkpoint.checkpoint_name``."""

@@ -1,0 +1,123 @@
+"""Which axes of which weights are one axis of the network."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reparax._numerics.usage import shows_usage
+from reparax._programs.call import Arguments, caller
+from reparax.geometry._reading import Reading
+
+
+@dataclass(frozen=True)
+class Member:
+    """An axis of an array: a pair of path and axis, as ``path, axis = member``.
+
+    Attributes:
+      path: The path of the array.
+      axis: The axis.
+      outer: How often the indices of the group are repeated along it: 4 for four gates side by side.
+      inner: How many entries follow each other for each index: the size of a head, if heads and sizes are one axis.
+      steps: The axes of the array that a scan slices.
+    """
+
+    path: str
+    axis: int
+    outer: int = 1
+    inner: int = 1
+    steps: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.path, self.axis))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes that are one axis of the network: if all are permuted alike, the network computes the same.
+
+    Attributes:
+      members: The axes.
+      size: The number of indices.
+      by_step: Whether each step of a scan may have a permutation of its own.
+    """
+
+    members: tuple[Member, ...]
+    size: int
+    by_step: bool
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a network, by the first of their members in the tree; an iterable of them.
+
+    Attributes:
+      groups: The groups.
+      frozen: For each axis of more than one index that belongs to no group, a pair of path and axis: why.
+    """
+
+    groups: tuple[Group, ...]
+    frozen: Mapping[tuple[str, int], str]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@shows_usage
+def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Groups]:
+    """A function of the same arguments as ``fun`` that says which axes of which parameters are one.
+
+    Permuting all members of a group alike changes what ``fun`` returns by rounding only. It reads the jaxpr of ``fun``
+    as :func:`roles` does. What cannot be permuted belongs to no group: axes of data and of results, axes whose order
+    counts, such as those of steps or of a window, and all that an unknown equation reads.
+
+    Args:
+      fun: A forward pass, or any pure function of arrays, without random numbers: these differ by their place.
+      argnums: The position of the argument that holds the parameters. Default: the first.
+
+    Raises:
+      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"].T
+      >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
+      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
+      >>> [[tuple(member) for member in group.members] for group in groups]
+      [[('b', 0), ('v', 1), ('w', 1)]]
+      >>> groups.frozen["v", 0]
+      'an axis of the result'
+
+    References:
+      Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
+    """
+    position = argnums or 0
+    who = caller("axis_groups", fun, position)
+
+    def found(*args: Any, **kwargs: Any) -> Groups:
+        return _groups(Reading(Arguments.of(who, fun, position, args, kwargs)))
+
+    return found
+
+
+def _groups(reading: Reading) -> Groups:
+    labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
+    frozen = dict[tuple[str, int], str]()
+    for number, parameter in reading.parameters.items():
+        steps, path = tuple(sorted(axis for owner, axis in reading.steps if owner == number)), parameter.path
+        for axis, (label, size) in enumerate(zip(parameter.labels, parameter.shape, strict=True)):
+            pieces = [(piece, labels.why(piece.label)) for piece in labels.pieces(label, size) if piece.size > 1]
+            for piece in (piece for piece, why in pieces if why is None):
+                members.setdefault(piece.label, []).append(Member(path, axis, piece.outer, piece.inner, steps))
+                sizes[piece.label] = piece.size
+            reasons = [why for _, why in pieces if why is not None]
+            if reasons and len(reasons) == len(pieces):
+                frozen[path, axis] = "; ".join(dict.fromkeys(reasons))
+    groups = (
+        Group(tuple(each), sizes[label], all(member.steps for member in each) and not labels.is_shared(label))
+        for label, each in members.items()
+    )
+    return Groups(tuple(groups), frozen)

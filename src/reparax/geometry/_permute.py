@@ -1,0 +1,64 @@
+"""The same network in another order of its units."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._tree.paths import PyTree, named, path_text
+from reparax.geometry._groups import Group, Member
+
+
+def permute(params: PyTree, group: Group, order: Array) -> PyTree:
+    """The parameters with all members of a group in another order.
+
+    Args:
+      params: The tree that the groups were read from.
+      group: One of its groups.
+      order: The new order, indices of shape ``(size,)``; if the group says ``by_step``, it may be of shape
+        ``(*steps, size)``, an order for each step.
+
+    Raises:
+      ValueError: If the order has another shape, or the group is not one of this tree.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
+      >>> params = {"w": jnp.array([[1.0, 2.0, 3.0]]), "v": jnp.array([[4.0], [5.0], [6.0]])}
+      >>> (group,) = rpx.axis_groups(forward)(params, jnp.ones((1, 1)))
+      >>> rpx.geometry.permute(params, group, jnp.array([2, 0, 1]))["w"]
+      Array([[3., 1., 2.]], dtype=float32)
+    """
+    order = jnp.asarray(order)
+    if order.shape[-1:] != (group.size,) or (order.ndim > 1 and not group.by_step):
+        wanted = f"({group.size},)" + (f" or (*steps, {group.size})" if group.by_step else "")
+        raise ValueError(f"permute takes an order of shape {wanted} for this group, but got {order.shape}.")
+    paths, arrays, treedef = named(params)
+    found: dict[str, Any] = dict(zip(map(path_text, paths), arrays, strict=True))
+    for member in group.members:
+        size = member.outer * group.size * member.inner
+        if member.path not in found or jnp.shape(found[member.path])[member.axis :][:1] != (size,):
+            got = f"one of shape {jnp.shape(found[member.path])}" if member.path in found else "none"
+            raise ValueError(
+                f"permute takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
+                f"{got}. Pass the tree from which the groups were read."
+            )
+        found[member.path] = _permuted(found[member.path], member, order)
+    return treedef.unflatten(found.values())
+
+
+def _permuted(x: Array, member: Member, order: Array) -> Array:
+    """An array with one of its axes in another order."""
+    steps = member.steps if order.ndim > 1 else ()
+    size = order.shape[-1]
+
+    def along(x: Array, order: Array) -> Array:
+        blocks = x.reshape(x.shape[0] // (size * member.inner), size, member.inner, -1)
+        return blocks[:, order].reshape(x.shape)
+
+    front = jnp.moveaxis(x, (*steps, member.axis), range(len(steps) + 1))
+    for _ in steps:
+        along = jax.vmap(along)
+    return jnp.moveaxis(along(front, order), range(len(steps) + 1), (*steps, member.axis))

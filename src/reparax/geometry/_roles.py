@@ -1,0 +1,171 @@
+"""Which axes of each weight a network contracts with data, and which it keeps."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reparax._numerics.usage import shows_usage
+from reparax._programs.call import Arguments, caller
+from reparax._tree.paths import PyTree
+from reparax.geometry._reading import Reading
+from reparax.geometry._uses import Between, Origins, Product, Read
+
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way in which a network multiplies an array with data.
+
+    Attributes:
+      inputs: The axes that are contracted with data; of a table, its rows.
+      outputs: The axes that the result has.
+      stacked: The axes of which each index is an array of its own.
+      line: The equation, and the line that wrote it.
+    """
+
+    inputs: Axes
+    outputs: Axes
+    stacked: Axes
+    line: str
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the axes of an array are.
+
+    Attributes:
+      inputs: The axes that products contract with data; of a table that is looked up, its rows.
+      outputs: The axes that the results of these products have.
+      stacked: The axes of which each index is an array of its own, such as that of the layers of a scan.
+      why: What reads the array, if no product does; else empty.
+      uses: The products that differ in these axes. If there are several, as for a table that is also the last layer, an
+        axis may be one of the inputs and one of the outputs.
+    """
+
+    inputs: Axes = ()
+    outputs: Axes = ()
+    stacked: Axes = ()
+    why: str = ""
+    uses: tuple[Use, ...] = ()
+
+
+@shows_usage
+def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., PyTree]:
+    """A function of the same arguments as ``fun`` that says what each axis of each parameter is.
+
+    The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
+    ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
+    Weights are followed through transposes, reshapes, slices, casts, scales, norms and products with other weights,
+    through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to products of
+    matrices, convolutions and table lookups.
+
+    Args:
+      fun: A loss, or any pure function of arrays, such as a forward pass.
+      argnums: The position of the argument that holds the parameters. Default: the first.
+
+    Raises:
+      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"].T
+      >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
+      >>> found = rpx.roles(forward)(params, jnp.ones((5, 3)))
+      >>> found["w"].inputs, found["w"].outputs
+      ((0,), (1,))
+      >>> found["v"].inputs, found["v"].outputs
+      ((1,), (0,))
+      >>> found["b"].inputs, found["b"].outputs
+      ((), ())
+    """
+    position = argnums or 0
+    who = caller("roles", fun, position)
+
+    def found(*args: Any, **kwargs: Any) -> PyTree:
+        arguments = Arguments.of(who, fun, position, args, kwargs)
+        reading = Reading(arguments)
+        products = [use for use in reading.uses if isinstance(use, Product)]
+        products += _between(products, [use for use in reading.uses if isinstance(use, Between)])
+        products = _apart(products, reading)
+        reads = [use for use in reading.uses if isinstance(use, Read)]
+        each = [_role(i, products, reads) for i in range(len(arguments.places))]
+        return arguments.call(each, lambda *args, **_: args[position])
+
+    return found
+
+
+def _apart(products: Iterable[Product], reading: Reading) -> list[Product]:
+    """Products where axes along which networks are independent are stacked ones.
+
+    The first layer of an ensemble whose members read the same data has an output for each member. That these are
+    members is seen further on: other weights keep the axis apart, and none contracts it.
+    """
+
+    def labels(of: Origins) -> set[int]:
+        return {reading.labels.root(reading.parameters[owner].labels[axis]) for owner, axis in of}
+
+    contracted = set[int]().union(*(labels(product.inputs) for product in products))
+    apart = set[int]().union(*(labels(product.stacked) for product in products)) - contracted
+    found = list[Product]()
+    for product in products:
+        members = frozenset(origin for origin in product.outputs if labels(frozenset([origin])) <= apart)
+        found.append(replace(product, outputs=product.outputs - members, stacked=product.stacked | members))
+    return found
+
+
+def _add(uses: list[Use], new: Use) -> None:
+    """Adds a use; one that says of further axes what they are completes one that says nothing of them."""
+    axes = {*new.inputs, *new.outputs, *new.stacked}
+    for i, old in enumerate(uses):
+        if replace(old, line="") == replace(new, line=""):
+            return
+        if not axes & {*old.inputs, *old.outputs}:
+            inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
+            uses[i] = Use(_sorted(inputs), _sorted(outputs), _sorted({*old.stacked, *new.stacked}), old.line)
+            return
+    if axes:
+        uses.append(new)
+
+
+def _sorted(axes: Iterable[int]) -> Axes:
+    return tuple(sorted(set(axes)))
+
+
+def _role(parameter: int, products: Iterable[Product], reads: Iterable[Read]) -> Role:
+    """The role of a parameter in these products."""
+    uses = list[Use]()
+
+    def own(origins: Origins) -> Axes:
+        return _sorted(axis for owner, axis in origins if owner == parameter)
+
+    for product in products:
+        _add(uses, Use(own(product.inputs), own(product.outputs), own(product.stacked), product.line))
+    if not uses:
+        lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
+        return Role(why="; ".join(lines) or "no equation reads it together with data")
+    inputs = _sorted(axis for use in uses for axis in use.inputs)
+    outputs = _sorted(axis for use in uses for axis in use.outputs)
+    return Role(inputs, outputs, _sorted(axis for use in uses for axis in use.stacked), "", tuple(uses))
+
+
+def _between(products: Iterable[Product], between: list[Between]) -> list[Product]:
+    """Products of two weights: the axis between them is an output of the one that data meet first."""
+    inputs = Origins().union(*(product.inputs for product in products))
+    outputs = Origins().union(*(product.outputs for product in products))
+    found, left = list[Product](), between
+    while True:
+        unknown = list[Between]()
+        for each in left:
+            for (inner, rest), (other, _) in ((each.left, each.right), (each.right, each.left)):
+                if rest & (inputs | outputs):
+                    first, second = (inner, other) if rest & inputs else (other, inner)
+                    inputs, outputs = inputs | second, outputs | first
+                    found.append(Product(second, first, each.stacked, each.line))
+                    break
+            else:
+                unknown.append(each)
+        if len(unknown) == len(left):
+            return found
+        left = unknown

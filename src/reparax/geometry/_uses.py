@@ -1,0 +1,136 @@
+"""How a program uses weights: which of their axes its products contract with data, and which stay."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.moves import DynamicSlice, Slice
+from reparax._programs.equations.view import View
+from reparax.geometry._values import Axis, Kind, Origin, Value, origins
+
+Origins = frozenset[Origin]
+Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
+"""The axes of an operand that are contracted, that stay, and of which each index is an operand of its own."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of weights with data: axes of parameters that it contracts, that stay, and that it keeps apart."""
+
+    inputs: Origins
+    outputs: Origins
+    stacked: Origins
+    line: str
+
+
+@dataclass(frozen=True)
+class Between:
+    """A product of two weights: of each, the axes that it contracts and those that stay."""
+
+    left: tuple[Origins, Origins]
+    right: tuple[Origins, Origins]
+    stacked: Origins
+    line: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """Another equation that reads a parameter and data."""
+
+    parameter: int
+    line: str
+
+
+class Uses(list[Product | Between | Read]):
+    """The uses that were seen so far."""
+
+    def outputs(self, view: View, operands: Sequence[Value], axes: Sequence[Sequence[Axis]], line: str) -> list[Value]:
+        """The outputs of an equation, whose axes are known; how it uses weights is added."""
+        kind = max((value.kind for value in operands), default=Kind.CONSTANT)
+        stacked = Origins().union(*(value.stacked for value in operands))
+        if isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT and _is_table(view):
+            self._add_read(view, operands, line)
+            kind = Kind.DATA
+        elif isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT:
+            kind = Kind.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
+        elif kind is Kind.DATA:
+            self._add_read(view, operands, line)
+        if kind is not Kind.WEIGHT:
+            return [Value(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
+        if isinstance(view, Dot):
+            axes = [self._of_weights(view, operands, axes[0], line)]
+        return [_chosen(view, operands[0], Value(tuple(each), kind, stacked)) for each in axes]
+
+    def _add_read(self, view: View, operands: Sequence[Value], line: str) -> None:
+        for i, value in enumerate(operands):
+            if value.kind is not Kind.WEIGHT:
+                continue
+            way = WAYS.get(type(view))
+            if way is not None and (axes := way(view, value, i)) is not None:
+                inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
+                self.append(Product(inputs, outputs, stacked | value.stacked, line))
+            else:
+                parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
+                self.extend(Read(parameter, line) for parameter in sorted(parameters))
+
+    def _of_weights(self, view: Dot, operands: Sequence[Value], axes: Sequence[Axis], line: str) -> Sequence[Axis]:
+        """The axes of a product of weights with weights, which is added, or with a constant."""
+        sides, kept = list[tuple[Origins, Origins]](), Origins()
+        for i, value in enumerate(operands):
+            contracted, stay, batch = _dot(view, value, i)
+            sides.append((origins(value.axes[k] for k in contracted), origins(value.axes[k] for k in stay)))
+            kept |= origins(value.axes[k] for k in batch) | value.stacked
+        if all(value.kind is Kind.WEIGHT for value in operands):
+            self.append(Between(sides[0], sides[1], kept, line))
+            return axes
+        # A constant matrix changes the basis: its other axes stand for those that it contracts.
+        constant = [value.kind for value in operands].index(Kind.CONSTANT)
+        others = set(_dot(view, operands[constant], constant)[1])
+        labels = {operands[constant].axes[k].label for k in others}
+        return [Axis(axis.label, sides[1 - constant][0]) if axis.label in labels else axis for axis in axes]
+
+
+def _is_table(view: Gather) -> bool:
+    """Whether indices, of which there is more than one, choose vectors."""
+    numbers = view.dimension_numbers
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in gone]
+    return len(view.operands[1].aval.shape) > 1 and len(long) < 2
+
+
+def _chosen(view: View, operand: Value, out: Value) -> Value:
+    """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
+    if isinstance(view, Slice | DynamicSlice):
+        shapes = zip(out.axes, view.operands[0].aval.shape, view.type.shape, strict=True)
+        axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
+        return Value(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
+    if isinstance(view, Gather):
+        numbers = view.dimension_numbers
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        return Value(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in gone))
+    return out
+
+
+def _others(value: Value, taken: Collection[int]) -> list[int]:
+    return [k for k in range(len(value.axes)) if k not in taken]
+
+
+def _dot(view: Dot, value: Value, i: int) -> Ways:
+    contracted, batch = view.contracting[i], view.batch[i]
+    return contracted, _others(value, (*contracted, *batch)), batch
+
+
+def _convolution(view: Conv, value: Value, i: int) -> Ways | None:
+    del value
+    out, *inputs = view.dimension_numbers.rhs_spec
+    return (inputs, [out], ()) if i == 1 else None
+
+
+def _lookup(view: Gather, value: Value, i: int) -> Ways | None:
+    numbers = view.dimension_numbers
+    rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
+    return (rows, _others(value, (*rows, *batch)), batch) if i == 0 and rows else None
+
+
+WAYS: dict[type[View], Callable[..., Ways | None]] = {Dot: _dot, Conv: _convolution, Gather: _lookup}
+"""For a product of an operand with data: what its axes are; None if it is no such product."""

@@ -1,0 +1,38 @@
+"""Values of a program, as far as their axes go."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Origin = tuple[int, int]
+"""An axis of a parameter: the number of the parameter, and that of the axis."""
+
+
+class Kind(enum.IntEnum):
+    """What a value is computed from; of several operands, the largest counts."""
+
+    CONSTANT = 0
+    WEIGHT = 1
+    DATA = 2
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a value: its label, and the axes of parameters that it is."""
+
+    label: int
+    of: frozenset[Origin] = frozenset()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value: its axes, what it is computed from, and axes of parameters of which it is one entry."""
+
+    axes: tuple[Axis, ...]
+    kind: Kind
+    stacked: frozenset[Origin] = field(default=frozenset())
+
+
+def origins(axes: Iterable[Axis]) -> frozenset[Origin]:
+    """The axes of parameters that several axes are."""
+    return frozenset[Origin]().union(*(axis.of for axis in axes))

@@ -1,0 +1,100 @@
+"""The law of groups of axes: what a network computes does not depend on the order of its units."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax._tree.paths import PyTree, named, path_text
+from reparax.geometry import Group, permute
+
+ROUNDING = 1e-4
+"""The largest change of the outputs, as a share of the largest of them, that is rounding."""
+
+
+def check_groups(
+    fun: Callable[..., Any], params: PyTree, *args: Any, groups: Iterable[Group], key: Array | None = None
+) -> None:
+    """Checks that each group of axes is whole, and that nothing in it is too much.
+
+    Permuting all members of a group alike changes what ``fun`` returns by rounding only, and permuting all but one
+    changes it by more, unless the array of that one does not count at all. Parameters get some noise first, so that no
+    two units are alike.
+
+    Args:
+      fun: A function of ``params`` and ``args`` that returns arrays.
+      params: The parameters.
+      *args: Further arguments of ``fun``.
+      groups: What :func:`axis_groups` found, or groups that you wrote.
+      key: A key for noise and permutations. Default: ``jax.random.key(0)``.
+
+    Raises:
+      AssertionError: If a group is wrong; the text names it.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> from reparax.testing import check_groups
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
+      >>> params, x = {"w": jnp.ones((3, 4)), "v": jnp.ones((4, 2))}, jnp.ones((5, 3))
+      >>> check_groups(forward, params, x, groups=rpx.axis_groups(forward)(params, x))
+    """
+    key = jax.random.key(0) if key is None else key
+    names, arrays, treedef = named(params)
+    paths = list(map(path_text, names))
+    noisy = [_noisy(w, jax.random.fold_in(key, i)) for i, w in enumerate(arrays)]
+    compute = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))
+    want, shapes = compute(noisy), dict(zip(paths, map(jnp.shape, noisy), strict=True))
+
+    def change(group: Group, order: Array) -> float:
+        return _distance(compute(jax.tree.leaves(permute(treedef.unflatten(noisy), group, order))), want)
+
+    def counts(path: str) -> bool:
+        other = [_noisy(w, key) if each == path else w for each, w in zip(paths, noisy, strict=True)]
+        return _distance(compute(other), want) > ROUNDING
+
+    for number, group in enumerate(groups):
+        order = _order(group, shapes, jax.random.fold_in(key, number))
+        if (far := change(group, order)) > ROUNDING:
+            raise AssertionError(f"{_name(group)} is no group: permuting it changes outputs by {far:.1g} of them.")
+        for member in group.members if len(group.members) > 1 else ():
+            rest = replace(group, members=tuple(each for each in group.members if each != member))
+            if change(rest, order) <= ROUNDING and counts(member.path):
+                raise AssertionError(
+                    f"{_name(group)} need not hold {tuple(member)}: without it, outputs stay the same."
+                )
+
+
+def _noisy(w: Any, key: Array) -> Any:
+    dtype = jnp.result_type(w)
+    return w + 0.3 * jax.random.normal(key, jnp.shape(w), dtype) if jnp.issubdtype(dtype, jnp.floating) else w
+
+
+def _order(group: Group, shapes: dict[str, tuple[int, ...]], key: Array) -> Array:
+    """A permutation that leaves no index in place; another one for each step, where steps may differ."""
+    steps = {tuple(shapes[member.path][axis] for axis in member.steps) for member in group.members}
+    shape = steps.pop() if group.by_step and len(steps) == 1 else ()
+    keys = jax.random.split(key, max(math.prod(shape), 1))
+
+    def cycle(key: Array) -> Array:
+        places = jax.random.permutation(key, group.size)
+        return places[(jnp.argsort(places) + 1) % group.size]
+
+    return jax.vmap(cycle)(keys).reshape(*shape, group.size)
+
+
+def _distance(got: list[Array], want: list[Array]) -> float:
+    """The largest difference of the outputs, as a share of the largest output."""
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got, want, strict=True)]
+    return max(float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1e-30)) for x, y in pairs)
+
+
+def _name(group: Group) -> str:
+    """A group, by its first members."""
+    members = [tuple(member) for member in group.members]
+    return f"{members[:3]}" if len(members) <= 3 else f"{members[:3]} with {len(members) - 3} more"
