@@ -26,7 +26,7 @@ import numpy as np
 import reparax as rpx
 
 FIRST, LAST = 0, 30
-ROUNDED = (rpx.VarNoise, rpx.Gaussian, rpx.VariationalDropout, rpx.SpectralNorm)
+ROUNDED = (rpx.VarNoise, rpx.Gaussian, rpx.noise.VariationalDropout, rpx.SpectralNorm)
 NEAR = 1e-3
 """How far an entry may be from the one on file, in units of the largest entry of its array."""
 STACK, ROWS = ".*layers/.*", ".*(enc|dec)/kernel"
@@ -66,41 +66,43 @@ def stages(pick: random.Random) -> Any:
             lambda: rpx.WeightDropout(number, broadcast=axis, **matrices),
             lambda: rpx.WeightNorm(axis=axis, **some),
             lambda: rpx.WeightNorm(axis=None, detach=True, **some),
-            lambda: rpx.WeightStandardization(axis=axis, **some),
+            lambda: rpx.norms.WeightStandardization(axis=axis, **some),
             lambda: rpx.SpectralNorm(**matrices),
-            lambda: rpx.Sphere(along=axis, **some),
-            lambda: rpx.MaxNorm(1.0, axis=axis, **some),
-            lambda: rpx.PoincareBall(along=axis, curvature=0.01, **some),
+            lambda: rpx.norms.Sphere(along=axis, **some),
+            lambda: rpx.norms.MaxNorm(1.0, axis=axis, **some),
+            lambda: rpx.norms.PoincareBall(along=axis, curvature=0.01, **some),
             lambda: rpx.Positive(where="dec/bias"),
             lambda: rpx.Bounded(-9, 9, **inside, **some),
             lambda: rpx.Scale(number, **some),
-            lambda: rpx.Symmetric(**inside, **quadratic),
-            lambda: rpx.Triangular(**inside, **quadratic),
-            lambda: rpx.Circulant(**inside, **quadratic),
+            lambda: rpx.matrices.Symmetric(**inside, **quadratic),
+            lambda: rpx.matrices.Triangular(**inside, **quadratic),
+            lambda: rpx.matrices.Circulant(**inside, **quadratic),
             lambda: rpx.Orthogonal(pick.choice(["cayley", "expm"]), **inside, **quadratic),
             lambda: rpx.LowRank(2, **matrices),
-            lambda: rpx.Kronecker((2, 2), **quadratic),
+            lambda: rpx.matrices.Kronecker((2, 2), **quadratic),
             lambda: rpx.LoRA(2, **matrices),
             lambda: rpx.LoRA(1, alpha=2.0, **matrices),
-            lambda: rpx.VeRA(3, **square),
-            lambda: rpx.Hadamard(**matrices),
+            lambda: rpx.adapters.VeRA(3, **square),
+            lambda: rpx.adapters.Hadamard(**matrices),
             lambda: rpx.Delta(**some),
             lambda: rpx.Gain(axis=-1, **some),
             lambda: rpx.Freeze(**some),
             lambda: rpx.Freeze(where=".*bias"),
             lambda: rpx.MagnitudePrune(number, **some),
-            lambda: rpx.GlobalPrune(number, **square),
-            lambda: rpx.RandomPrune(number, **some),
-            lambda: rpx.SET(number, **square),
+            lambda: rpx.sparse.GlobalPrune(number, **square),
+            lambda: rpx.sparse.RandomPrune(number, **some),
+            lambda: rpx.sparse.SET(number, **square),
             lambda: rpx.Mask(**some),
             lambda: rpx.Gaussian(number, **some),
-            lambda: rpx.VariationalDropout(number / 2, **some),
-            lambda: rpx.HardConcrete(axis=-1, **some),
+            lambda: rpx.noise.VariationalDropout(number / 2, **some),
+            lambda: rpx.noise.HardConcrete(axis=-1, **some),
             lambda: rpx.Cast("bfloat16", **some),
             lambda: rpx.Quantize("int8", axis=-1, **matrices),
             lambda: rpx.Stored("int8", axis=-1, **matrices),
             lambda: rpx.Tie({"dec/bias": ("enc/bias", jnp.flip)}, unequal="overwrite"),
-            lambda: rpx.Split({"all": rpx.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))}, at=pick.choice(["enc", "dec"])),
+            lambda: rpx.shared.Split(
+                {"all": rpx.shared.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))}, at=pick.choice(["enc", "dec"])
+            ),
             lambda: rpx.VarNoise(number, where=".*/(g|a|log_std)"),
         ]
     )()

@@ -68,7 +68,7 @@ def ways(rank: int | None, members: int, width: int) -> dict[str, tuple[Any, Any
     p, raw = rpx.VarNoise(STD, rank=rank), {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
 
     def ours(chunk: int | None) -> Callable[[Any, jax.Array, jax.Array], Any]:
-        return lambda raw, keys, fitness: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk)
+        return lambda raw, keys, fitness: rpx.noise.noise_gradient(p, raw, keys, fitness, chunk=chunk)
 
     args = raw, jax.eval_shape(lambda: jax.random.split(KEY, members)), jax.ShapeDtypeStruct((members,), jnp.float32)
     found = {"by hand": (by_hand(rank), args), "noise_gradient": (ours(None), args)}

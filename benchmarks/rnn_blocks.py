@@ -67,8 +67,12 @@ def separate(params: dict[str, jax.Array], xs: jax.Array) -> jax.Array:
     return unrolled(gates, xs, params["bias_i"].shape[0])
 
 
-LAYOUT = {"W": rpx.gates("input", GATES), "W_re": rpx.gates("hidden", GATES), "b": rpx.gates("bias", GATES)}
-PARTS = {f"{source}_{gate}": rpx.gates(source, gate) for source in ("input", "hidden", "bias") for gate in GATES}
+LAYOUT = {
+    "W": rpx.shared.gates("input", GATES),
+    "W_re": rpx.shared.gates("hidden", GATES),
+    "b": rpx.shared.gates("bias", GATES),
+}
+PARTS = {f"{source}_{gate}": rpx.shared.gates(source, gate) for source in ("input", "hidden", "bias") for gate in GATES}
 
 
 def waited(run: Callable[[Any, jax.Array], jax.Array], params: Any, xs: jax.Array) -> Callable[[], Any]:
@@ -80,7 +84,7 @@ def waited(run: Callable[[Any, jax.Array], jax.Array], params: Any, xs: jax.Arra
 def in_jax(parts: dict[str, jax.Array], xs: jax.Array) -> dict[str, Callable[[], Any]]:
     """A call for each way in jax."""
     block = rpx.convert(parts, PARTS, LAYOUT)
-    pack, split = rpx.Pack(LAYOUT), rpx.Split(LAYOUT)
+    pack, split = rpx.shared.Pack(LAYOUT), rpx.shared.Split(LAYOUT)
     ways = {
         "packed once (Pack)": waited(lambda raw, xs: fused(pack.apply(raw), xs), pack.init(block), xs),
         "the block is the parameter": waited(fused, block, xs),
@@ -98,7 +102,7 @@ def on_gpu(parts: dict[str, jax.Array], xs: jax.Array) -> dict[str, Callable[[],
     from jax.experimental import rnn
 
     steps, batch, hidden = xs.shape
-    p = rpx.CudnnLSTM(hidden, hidden, biases=1)
+    p = rpx.shared.CudnnLSTM(hidden, hidden, biases=1)
     raw = {"w": {"@cudnn_lstm": {f"{name}_l0": part for name, part in parts.items()}}}
     zeros, lengths = jnp.zeros((1, batch, hidden)), jnp.full(batch, steps, jnp.int32)
 

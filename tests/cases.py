@@ -43,12 +43,12 @@ def vector() -> dict[str, jax.Array]:
     return {"weights": jax.random.normal(jax.random.key(9), (56,))}
 
 
-SPLIT = rpx.Split({"block": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell")
-PACK = rpx.Pack(
-    {"qkv/weight": rpx.Concat(("query: n heads h", "key: n heads h", "value: n heads h"), axis=1, per="heads")},
+SPLIT = rpx.shared.Split({"block": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell")
+PACK = rpx.shared.Pack(
+    {"qkv/weight": rpx.shared.Concat(("query: n heads h", "key: n heads h", "value: n heads h"), axis=1, per="heads")},
     sizes={"heads": 2},
 )
-HALVES = rpx.Pack({"wi": rpx.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
+HALVES = rpx.shared.Pack({"wi": rpx.shared.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
 
 
 def matrices() -> dict[str, jax.Array]:
@@ -91,10 +91,10 @@ class FlippedSigns(rpx.Perturbation):
         return (1 - 2 * self.rate) * w
 
 
-class JointNorm(rpx.Joint):
+class JointNorm(rpx.stage.Joint):
     """Weight norm of the weights of each output together with its bias."""
 
-    raw_values = {"v": rpx.main(), "g": rpx.aux()}
+    raw_values = {"v": rpx.stage.main(), "g": rpx.stage.aux()}
 
     def init_leaves(self, arrays):
         return {"w": {"g": lengths(arrays["w"], arrays["b"]), "v": arrays["w"]}, "b": {"v": arrays["b"]}}
@@ -115,24 +115,31 @@ LOW_RANK = rpx.LowRank(2, where=".*(dense|out)/kernel")
 CONVOLUTION = rpx.LowRank(2, rows=(0, 1, 2), columns=3, where="conv/kernel")
 
 # Matrices of which each number stands at places of its own.
-PATTERNS = [rpx.Symmetric(), rpx.Skew(), rpx.Triangular(), rpx.Diagonal(), rpx.Circulant(), rpx.Toeplitz()]
+PATTERNS = [
+    rpx.matrices.Symmetric(),
+    rpx.matrices.Skew(),
+    rpx.matrices.Triangular(),
+    rpx.matrices.Diagonal(),
+    rpx.matrices.Circulant(),
+    rpx.matrices.Toeplitz(),
+]
 
 # Stages on an array each: one program runs them all.
 SPHERES_AND_BALLS = (
-    rpx.Sphere(radius=2.0, where="dense/kernel")
-    >> rpx.MaxNorm(5.0, where="out/kernel")
-    >> rpx.PoincareBall(0.01, along=-1, where="conv/kernel")
+    rpx.norms.Sphere(radius=2.0, where="dense/kernel")
+    >> rpx.norms.MaxNorm(5.0, where="out/kernel")
+    >> rpx.norms.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
     rpx.Bounded(-1, 3, outside="project", where="dense/bias")
-    >> rpx.Simplex(along=0, outside="project", where="dense/kernel")
-    >> rpx.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
+    >> rpx.numbers.Simplex(along=0, outside="project", where="dense/kernel")
+    >> rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
     >> rpx.Scale(0.5, where="conv/kernel")
 )
 MASKS = (
     rpx.Mask(where="dense/kernel")
-    >> rpx.NofM(2, 4, along=0, where="out/kernel")
-    >> rpx.RandomPrune(0.5, where="conv/.*")
+    >> rpx.sparse.NofM(2, 4, along=0, where="out/kernel")
+    >> rpx.sparse.RandomPrune(0.5, where="conv/.*")
 )
 
 CASES = {
@@ -150,12 +157,12 @@ CASES = {
     "spectral norm of rows": (rpx.SpectralNorm(n_steps=3, columns=0), model),
     "positive": (rpx.Positive(), positive),
     "spheres and balls": (SPHERES_AND_BALLS, model),
-    "standardization with a gain": (rpx.WeightStandardization(axis=-1) >> rpx.WeightNorm(), model),
+    "standardization with a gain": (rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(), model),
     "maps of numbers": (MAPS, model),
     "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
     "masks": (MASKS, model),
-    "regrown masks": (rpx.RigL(0.5, where="dense/kernel") >> rpx.SET(0.5, where="out/kernel"), model),
-    "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.GlobalPrune(0.5), model),
+    "regrown masks": (rpx.sparse.RigL(0.5, where="dense/kernel") >> rpx.sparse.SET(0.5, where="out/kernel"), model),
+    "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.sparse.GlobalPrune(0.5), model),
     "cast": (rpx.Cast("bfloat16"), model),
     "stacked": (
         rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
@@ -166,55 +173,57 @@ CASES = {
     "orthogonal": (
         rpx.Orthogonal("expm", where="wide")
         >> rpx.Orthogonal("householder", where="batch", stacked=0)
-        >> rpx.SpecialOrthogonal(where="square")
-        >> rpx.Stiefel(where="tall")
-        >> rpx.Grassmann("householder", where="column"),
+        >> rpx.matrices.SpecialOrthogonal(where="square")
+        >> rpx.matrices.Stiefel(where="tall")
+        >> rpx.matrices.Grassmann("householder", where="column"),
         matrices,
     ),
     "singular values": (
-        rpx.FixedRank(1, where="tall")
-        >> rpx.SpecialLinear(where="square")
-        >> rpx.AlmostOrthogonal(where="batch", stacked=0),
+        rpx.matrices.FixedRank(1, where="tall")
+        >> rpx.matrices.SpecialLinear(where="square")
+        >> rpx.matrices.AlmostOrthogonal(where="batch", stacked=0),
         matrices,
     ),
     "linear spaces": (
-        rpx.Symmetric(where="square")
-        >> rpx.Skew(where="also square")
-        >> rpx.Triangular(where="small")
-        >> rpx.BlockDiagonal(2, where="wide")
-        >> rpx.Kronecker((2, 1), where="tall"),
+        rpx.matrices.Symmetric(where="square")
+        >> rpx.matrices.Skew(where="also square")
+        >> rpx.matrices.Triangular(where="small")
+        >> rpx.matrices.BlockDiagonal(2, where="wide")
+        >> rpx.matrices.Kronecker((2, 1), where="tall"),
         matrices,
     ),
     "definite": (
-        rpx.PositiveDefinite(where="square")
-        >> rpx.PositiveSemidefinite(where="small")
-        >> rpx.Hurwitz(0.1, where="also square")
-        >> rpx.Fibration(jnp.transpose, jnp.transpose, where="wide"),
+        rpx.matrices.PositiveDefinite(where="square")
+        >> rpx.matrices.PositiveSemidefinite(where="small")
+        >> rpx.matrices.Hurwitz(0.1, where="also square")
+        >> rpx.matrices.Fibration(jnp.transpose, jnp.transpose, where="wide"),
         definite,
     ),
     "adapters": (
         rpx.Freeze()
         >> rpx.LoRA(2, alpha=4.0, where="dense/kernel")
-        >> rpx.VeRA(3, where="out/kernel")
+        >> rpx.adapters.VeRA(3, where="out/kernel")
         >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, start="pissa", where="conv/kernel"),
         model,
     ),
     "differences": (
-        rpx.LowRank(2) >> rpx.Hadamard(where=".*(dense|out)/kernel") >> rpx.Delta(where=".*(dense|out)/kernel"),
+        rpx.LowRank(2)
+        >> rpx.adapters.Hadamard(where=".*(dense|out)/kernel")
+        >> rpx.Delta(where=".*(dense|out)/kernel"),
         flat,
     ),
-    "rotated": (rpx.Orthogonal(stacked=0) >> rpx.Rotated(2), flat),
-    "rotated by a series": (rpx.CayleyNeumann(3, stacked=0) >> rpx.Rotated(2, shared=True), flat),
+    "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
+    "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
     "blocks": (
-        rpx.Circulant(stacked=(0, 1), where="dense/kernel")
+        rpx.matrices.Circulant(stacked=(0, 1), where="dense/kernel")
         >> rpx.LowRank(1, stacked=(0, 1), where="out/kernel")
-        >> rpx.Blocks((2, 1)),
+        >> rpx.matrices.Blocks((2, 1)),
         flat,
     ),
     "few numbers": (
-        rpx.Reflected(4, where="dense/kernel")
-        >> rpx.Coefficients(5, "fourier", scale=3.0, where="out/kernel")
-        >> rpx.Slices((0, 2), axis=-1, where="conv/kernel"),
+        rpx.adapters.Reflected(4, where="dense/kernel")
+        >> rpx.adapters.Coefficients(5, "fourier", scale=3.0, where="out/kernel")
+        >> rpx.adapters.Slices((0, 2), axis=-1, where="conv/kernel"),
         model,
     ),
     "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
@@ -238,8 +247,8 @@ CASES = {
     "halved": (rpx.Halved(), flat),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
-        >> rpx.VariationalDropout(0.1, where="out/kernel")
-        >> rpx.HardConcrete(0.2, axis=-1, where="conv/kernel"),
+        >> rpx.noise.VariationalDropout(0.1, where="out/kernel")
+        >> rpx.noise.HardConcrete(0.2, axis=-1, where="conv/kernel"),
         model,
     ),
     "noise of two kinds": (
@@ -279,7 +288,7 @@ CASES = {
     "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
     "pack": (PACK, cell),
     "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
-    "cudnn lstm": (rpx.CudnnLSTM(3, 2, biases=1), vector),
+    "cudnn lstm": (rpx.shared.CudnnLSTM(3, 2, biases=1), vector),
     "low rank twice": (rpx.LowRank(1, where=".*(dense|out)/kernel") >> LOW_RANK, model),
 }
 
@@ -298,7 +307,7 @@ LEARNING = {
     ),
     "masks from data": (
         rpx.MagnitudePrune(0.5, fit="sparsegpt", where="dense/kernel")
-        >> rpx.NofM(2, 4, along=0, fit="sparsegpt", where="out/kernel")
+        >> rpx.sparse.NofM(2, 4, along=0, fit="sparsegpt", where="out/kernel")
         >> rpx.MagnitudePrune(0.5, fit="wanda", where="conv/kernel"),
         model,
     ),

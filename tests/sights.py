@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from one_array import normal
 
-from reparax import Read, Seen
+from reparax.seen import Read, Seen
 
 
 def correlated(count, inputs, seed=0):

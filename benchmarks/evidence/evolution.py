@@ -98,7 +98,7 @@ def generation(way: Way, weights: PyTree, keys: Array, batch: Batch) -> PyTree:
     judged = rpx.factored(score, argnums=(0, 1, 2)) if way.in_factors else score
     over = jax.vmap if way.at_once else lambda f: lambda keys: jax.lax.map(f, keys)
     up, down = jax.lax.map(lambda std: over(lambda key: judged(weights, key, std, batch))(keys), jnp.array([STD, -STD]))
-    return rpx.noise_gradient(rpx.VarNoise(STD, rank=way.rank), weights, keys, (up - down) / 2)
+    return rpx.noise.noise_gradient(rpx.VarNoise(STD, rank=way.rank), weights, keys, (up - down) / 2)
 
 
 def climb(way: Way, units: int, generations: int, points: int, data: Split) -> Callable[[float], Cell]:

@@ -96,9 +96,9 @@ def planned(method: str, sparsity: float, setting: float, rounds: int) -> tuple[
 def stage(method: str, sparsity: Array, planned: Array | float) -> rpx.Parametrization:
     """The stage of a method, with what the plan says for a round."""
     if method == "RigL":
-        return rpx.RigL(sparsity, drop=planned, where=PRUNED)
+        return rpx.sparse.RigL(sparsity, drop=planned, where=PRUNED)
     if method == "SET":
-        return rpx.SET(sparsity, drop=planned, where=PRUNED)
+        return rpx.sparse.SET(sparsity, drop=planned, where=PRUNED)
     return rpx.MagnitudePrune(planned, where=PRUNED)
 
 
@@ -126,7 +126,7 @@ def training(method: str, size: Size) -> Callable[[Array, Array, Array, Array], 
             dense = jax.grad(error)(p.apply(raw), batch(key_batch))
             moved = stage(method, sparsity, value).update(raw, key_update, dense)
             moved = jax.tree.map(lambda new, old: jnp.where(moves > 0, new, old), moved, raw)
-            return (moved, rpx.reset_moments(state, raw, moved)), None
+            return (moved, rpx.training.reset_moments(state, raw, moved)), None
 
         keys = jax.random.split(key_fit, len(values))
         (raw, _), _ = jax.lax.scan(one_round, (raw, tx.init(raw)), (keys, values, moves))

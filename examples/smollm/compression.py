@@ -32,7 +32,7 @@ STAGES: dict[str, rpx.Parametrization] = {
         for name, fit in FITS.items()
     },
     **{f"50 %, {name}": rpx.MagnitudePrune(0.5, fit=fit, stacked=0) for name, fit in MASKS.items()},
-    **{f"2:4, {name}": rpx.NofM(2, 4, along=0, fit=fit, stacked=0) for name, fit in MASKS.items()},
+    **{f"2:4, {name}": rpx.sparse.NofM(2, 4, along=0, fit=fit, stacked=0) for name, fit in MASKS.items()},
 }
 """All numbers have zeros, as in the papers. Kernels of all layers are one array, so stages say ``stacked=0``."""
 

@@ -101,14 +101,14 @@ def test_what_a_box_says_of_its_axes() -> None:
 
 BY_NAME = [
     lambda axis, **where: rpx.SpectralNorm(3, columns=axis, **where),
-    lambda axis, **where: rpx.WeightStandardization(axis=axis, **where),
-    lambda axis, **where: rpx.MaxNorm(2.0, axis=axis, **where),
-    lambda axis, **where: rpx.Sphere(along=axis, **where),
-    lambda axis, **where: rpx.PoincareBall(0.01, along=axis, **where),
-    lambda axis, **where: rpx.Simplex(along=axis, **where),
-    lambda axis, **where: rpx.NofM(1, 1, along=axis, **where),
+    lambda axis, **where: rpx.norms.WeightStandardization(axis=axis, **where),
+    lambda axis, **where: rpx.norms.MaxNorm(2.0, axis=axis, **where),
+    lambda axis, **where: rpx.norms.Sphere(along=axis, **where),
+    lambda axis, **where: rpx.norms.PoincareBall(0.01, along=axis, **where),
+    lambda axis, **where: rpx.numbers.Simplex(along=axis, **where),
+    lambda axis, **where: rpx.sparse.NofM(1, 1, along=axis, **where),
     lambda axis, **where: rpx.MagnitudePrune(0.5, axis=axis, **where),
-    lambda axis, **where: rpx.RandomPrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.RandomPrune(0.5, axis=axis, **where),
     lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
 ]
 
@@ -150,7 +150,7 @@ def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
 
 def test_a_stage_of_ones_own_takes_names(key: Array) -> None:
     class Reversed(rpx.Perturbation):
-        axis: Any = rpx.axes(default=-1)
+        axis: Any = rpx.stage.axes(default=-1)
 
         stochastic = False
         min_ndim = 2
@@ -173,7 +173,7 @@ def test_a_mapped_first_axis_leaves_names_right() -> None:
     raw = init(p, stacked)
     np.testing.assert_allclose(np.asarray(arrays(raw)["kernel/@weight_norm/g"])[1], 2 * lengths(UP, 0), rtol=1e-6)
     np.testing.assert_allclose(fold(p, raw)["kernel"].value, stacked["kernel"].value, rtol=1e-6)
-    sphere = rpx.Sphere(along="embed")
+    sphere = rpx.norms.Sphere(along="embed")
     mapped = jax.jit(lambda params: jax.vmap(sphere.apply)(sphere.init(params)))(stacked)["kernel"].value
     np.testing.assert_allclose(np.asarray(mapped)[1], UP / lengths(UP, 0), rtol=1e-6)
 
@@ -210,7 +210,7 @@ def test_a_name_of_two_axes_is_refused() -> None:
     square = {"w": nn.Partitioned(jnp.ones((2, 2)), ("mlp", "mlp"))}
     text = "expected one axis named 'mlp', got axes named ('mlp', 'mlp')"
     with raises(ValueError, f"Sphere(along='mlp').init at 'w': {text}. {TO_DO}"):
-        rpx.Sphere(along="mlp").init(square)
+        rpx.norms.Sphere(along="mlp").init(square)
 
 
 def test_a_value_whose_axes_are_others_has_no_names() -> None:
@@ -250,4 +250,4 @@ def test_a_name_that_no_selected_array_has_is_misspelt(key: Array) -> None:
 
 def test_an_array_by_itself_has_no_names() -> None:
     with raises(ValueError, "the axis 'mlp' is a name, but a plain array has no axis names. Give the number."):
-        rpx.Sphere(along="mlp").project(jnp.ones((2, 2)))
+        rpx.norms.Sphere(along="mlp").project(jnp.ones((2, 2)))

@@ -86,7 +86,7 @@ def test_names_are_also_several_axes_of_a_mesh_and_trailing_ones_may_be_left_out
 @pytest.mark.parametrize("params", [partitioned, logical])
 def test_the_model_gets_the_boxes_it_had(params, key):
     square = jnp.asarray(np.eye(4, dtype=np.float32) + np.float32(0.5))
-    p = rpx.Symmetric() >> rpx.VarNoise(0.1)  # of the free numbers no axis follows any
+    p = rpx.matrices.Symmetric() >> rpx.VarNoise(0.1)  # of the free numbers no axis follows any
     raw = init(p, params(square))
     assert raw["kernel"]["@symmetric"]["x"].names == (None,)
     got = effective(p, raw, key)
@@ -129,7 +129,7 @@ def test_boxes_survive_transforms_optimizers_and_pickle():
 
 
 def test_boxes_of_two_models_are_told_apart_by_what_the_parameter_names():
-    p, square = rpx.Symmetric(where="kernel"), np.eye(4, dtype=np.float32)
+    p, square = rpx.matrices.Symmetric(where="kernel"), np.eye(4, dtype=np.float32)
     for names in (("a", "b"), ("c", "d")):  # the free numbers have no names in either
         assert fold(p, init(p, partitioned(square, names)))["kernel"].names == names
 

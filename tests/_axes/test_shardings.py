@@ -64,11 +64,21 @@ SPEC = repr(P()).removesuffix("()")  # P, and PartitionSpec in older versions of
             (3, 8, 16),
             {"@spectral_norm": {"@fixed": {"u": P("model"), "v": P(None)}, "w": P(None, "data", "model")}},
         ),
-        (rpx.SpecialOrthogonal(), BOTH, (8, 8), {"@special_orthogonal": {"@fixed": {"base": BOTH}, "x": BOTH}}),
-        (rpx.Symmetric(), BOTH, (8, 8), {"@symmetric": {"x": P(None)}}),
-        (rpx.BlockDiagonal(4), BOTH, (8, 16), {"@block_diagonal": {"x": P(None, "data", "model")}}),
-        (rpx.BlockDiagonal(4), P("model", "data"), (8, 16), {"@block_diagonal": {"x": P(None, None, "data")}}),
-        (rpx.Fibration(jnp.transpose, jnp.transpose), BOTH, (8, 16), {"@fibration": {"x": P("model", "data")}}),
+        (
+            rpx.matrices.SpecialOrthogonal(),
+            BOTH,
+            (8, 8),
+            {"@special_orthogonal": {"@fixed": {"base": BOTH}, "x": BOTH}},
+        ),
+        (rpx.matrices.Symmetric(), BOTH, (8, 8), {"@symmetric": {"x": P(None)}}),
+        (rpx.matrices.BlockDiagonal(4), BOTH, (8, 16), {"@block_diagonal": {"x": P(None, "data", "model")}}),
+        (rpx.matrices.BlockDiagonal(4), P("model", "data"), (8, 16), {"@block_diagonal": {"x": P(None, None, "data")}}),
+        (
+            rpx.matrices.Fibration(jnp.transpose, jnp.transpose),
+            BOTH,
+            (8, 16),
+            {"@fibration": {"x": P("model", "data")}},
+        ),
         (
             rpx.WeightNorm() >> rpx.LowRank(2),
             BOTH,
@@ -80,7 +90,12 @@ SPEC = repr(P()).removesuffix("()")  # P, and PartitionSpec in older versions of
                 }
             },
         ),
-        (rpx.Pack({"w": rpx.Concat(("l: n h", "r: n h"), axis=1)}), BOTH, (8, 16), {"@pack": {"l": BOTH, "r": BOTH}}),
+        (
+            rpx.shared.Pack({"w": rpx.shared.Concat(("l: n h", "r: n h"), axis=1)}),
+            BOTH,
+            (8, 16),
+            {"@pack": {"l": BOTH, "r": BOTH}},
+        ),
     ],
     ids=str,
 )
@@ -95,12 +110,12 @@ def test_equal_lengths_of_other_arrays_do_not_matter():
 
 
 def test_lengths_that_only_change_together_do_not_make_a_rank_follow_an_axis():
-    p = rpx.SpecialOrthogonal(where="q") >> rpx.LowRank(8, where="w")
+    p = rpx.matrices.SpecialOrthogonal(where="q") >> rpx.LowRank(8, where="w")
     assert found(p, BOTH, (8, 8), q=(8, 8)) == {"@low_rank": {"u": P("data", None), "v": P(None, "model")}}
 
 
 def test_the_smaller_of_two_lengths_stays_the_smaller():
-    values = found(rpx.AlmostOrthogonal(), BOTH, (8, 12))["@almost_orthogonal"]
+    values = found(rpx.matrices.AlmostOrthogonal(), BOTH, (8, 12))["@almost_orthogonal"]
     assert {name: values[name] for name in "usv"} == {"u": P("data", None), "s": P("data"), "v": P("model", "data")}
 
 
@@ -111,7 +126,7 @@ def test_a_tied_place_has_no_sharding_and_its_source_keeps_its_own():
 
 
 def test_lengths_that_a_stage_is_told_are_known_by_their_numbers():
-    p = rpx.Split({"block": rpx.Concat(("wi: 4 16", "wh: 7 16", "b: 16 -> 1 16"))})
+    p = rpx.shared.Split({"block": rpx.shared.Concat(("wi: 4 16", "wh: 7 16", "b: 16 -> 1 16"))})
     like = shapes(wi=(4, 16), wh=(7, 16), b=(16,))
     raw = p.shardings({"wi": BOTH, "wh": P(None, "model"), "b": P("model")}, MESH, like=like)
     assert specs(raw)["wi"] == {"@split": {"block": P(None, "model")}}

@@ -25,34 +25,34 @@ STAGES = [
     rpx.WeightNorm(),
     rpx.WeightNorm(axis=0),
     rpx.WeightNorm(axis=None),
-    rpx.WeightStandardization(),
-    rpx.MaxNorm(1.0),
-    rpx.Sphere(),
-    rpx.PoincareBall(),
-    rpx.Simplex(outside="project"),
-    rpx.NofM(2, 4),
+    rpx.norms.WeightStandardization(),
+    rpx.norms.MaxNorm(1.0),
+    rpx.norms.Sphere(),
+    rpx.norms.PoincareBall(),
+    rpx.numbers.Simplex(outside="project"),
+    rpx.sparse.NofM(2, 4),
     rpx.MagnitudePrune(0.5),
     rpx.MagnitudePrune(0.5, axis=-1),
     rpx.Mask(),
     rpx.LowRank(2),
-    rpx.Kronecker((2, 1)),
-    rpx.BlockDiagonal(2),
-    rpx.FixedRank(2),
-    rpx.Invertible(),
-    rpx.SpecialLinear(),
-    rpx.AlmostOrthogonal(),
+    rpx.matrices.Kronecker((2, 1)),
+    rpx.matrices.BlockDiagonal(2),
+    rpx.matrices.FixedRank(2),
+    rpx.matrices.Invertible(),
+    rpx.matrices.SpecialLinear(),
+    rpx.matrices.AlmostOrthogonal(),
     rpx.Orthogonal(),
     rpx.Orthogonal("householder"),
-    rpx.SpecialOrthogonal(),
+    rpx.matrices.SpecialOrthogonal(),
     *PATTERNS,
-    rpx.PositiveDefinite(),
-    rpx.PositiveSemidefinite(2),
-    rpx.Hurwitz(),
+    rpx.matrices.PositiveDefinite(),
+    rpx.matrices.PositiveSemidefinite(2),
+    rpx.matrices.Hurwitz(),
     rpx.Scale(2.0),
     rpx.Freeze(),
 ]
 
-DRAWN = [rpx.SpectralNorm(), rpx.RandomPrune(0.5), rpx.RandomPrune(0.5, axis=-1)]
+DRAWN = [rpx.SpectralNorm(), rpx.sparse.RandomPrune(0.5), rpx.sparse.RandomPrune(0.5, axis=-1)]
 
 every_stage = pytest.mark.parametrize("stage", STAGES, ids=repr)
 
@@ -194,7 +194,7 @@ KERNEL = normal(6, 2, 3, seed=9)  # (embed, heads, dim)
         ),
         (rpx.Orthogonal(columns=0), {"x": (2, 3, 6), "@fixed": {"base": (2, 3, 6)}}),
         (
-            rpx.FixedRank(2, rows=0),
+            rpx.matrices.FixedRank(2, rows=0),
             {"u": (6, 2), "v": (2, 3, 2), "s": (2,), "@fixed": {"base_u": (6, 2), "base_v": (2, 3, 2)}},
         ),
     ],
@@ -228,7 +228,7 @@ def test_rows_and_columns_of_stacked_kernels():
 
 def test_a_square_matrix_may_have_several_rows_and_columns():
     w = normal(2, 3, 2, 3, seed=2)
-    p = rpx.PositiveSemidefinite(rows=(0, 1), columns=(2, 3))
+    p = rpx.matrices.PositiveSemidefinite(rows=(0, 1), columns=(2, 3))
     raw = init(p, {"w": w})
     assert raw["w"]["@positive_semidefinite"]["x"].shape == (2, 3, 6)
     assert np.linalg.eigvalsh(np.asarray(fold(p, raw)["w"]).reshape(6, 6)).min() > -1e-5
@@ -236,9 +236,9 @@ def test_a_square_matrix_may_have_several_rows_and_columns():
 
 def test_columns_before_rows():
     w = np.tril(normal(4, 4, seed=1))
-    assert bool(contained(rpx.Triangular(), w))
-    assert bool(contained(rpx.Triangular(rows=1, columns=0), w.T))
-    assert not bool(contained(rpx.Triangular(rows=1, columns=0), w))
+    assert bool(contained(rpx.matrices.Triangular(), w))
+    assert bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w.T))
+    assert not bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w))
 
 
 # ---- errors
@@ -264,7 +264,7 @@ def test_columns_before_rows():
             "columns, got rows=(0, -3) and columns=None. Name each axis once; `stacked` axes do not count.",
         ),
         (
-            rpx.Symmetric(rows=0),
+            rpx.matrices.Symmetric(rows=0),
             "Symmetric(rows=0).init at 'w': expected one axis as rows and one as columns, got rows=0 and columns=None "
             "of shape (6, 2, 3). Leave the array out with `where`, or reshape it.",
         ),
@@ -298,8 +298,8 @@ def test_axes_that_do_not_fit_are_refused(stage, text):
         (rpx.LowRank(2, stacked=0), rpx.LowRank(2), (3, 6, 4), "expected u of 2 axes, got one of shape (3, 6, 2)"),
         (rpx.LowRank(2, rows=0), rpx.LowRank(2), (6, 2, 3), "expected v of 2 axes, got one of shape (2, 2, 3)"),
         (
-            rpx.Diagonal(stacked=0),
-            rpx.Diagonal(),
+            rpx.matrices.Diagonal(stacked=0),
+            rpx.matrices.Diagonal(),
             (6, 3, 3),
             "expected the values of a matrix, got those of shape (6, 3, 3)",
         ),
@@ -345,4 +345,4 @@ def test_no_axis_is_named_from_the_front_and_from_the_back():
 def test_global_pruning_takes_no_stacked_axes():
     text = "GlobalPrune got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
     with raises(ValueError, text):
-        rpx.GlobalPrune(0.5, stacked=0)
+        rpx.sparse.GlobalPrune(0.5, stacked=0)

@@ -242,7 +242,7 @@ def test_a_chain_is_a_sequence_of_its_stages():
         p[3]
 
 
-@pytest.mark.parametrize("kind", [rpx.MagnitudePrune, rpx.GlobalPrune], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [rpx.MagnitudePrune, rpx.sparse.GlobalPrune], ids=lambda kind: kind.__name__)
 def test_each_pruning_counts_all_entries(kind):
     params = {"w": normal(32, 32)}
     one, again = kind(0.5), kind(0.5, where="w")
@@ -303,9 +303,9 @@ def of(size):
             id="stacked first",
         ),
         pytest.param(
-            rpx.PositiveDefinite(where=of(16))
-            >> rpx.PositiveDefinite(where=of(27), stacked=0)
-            >> rpx.PositiveDefinite("expm", where=of(4)),
+            rpx.matrices.PositiveDefinite(where=of(16))
+            >> rpx.matrices.PositiveDefinite(where=of(27), stacked=0)
+            >> rpx.matrices.PositiveDefinite("expm", where=of(4)),
             SQUARES,
             id="triangles",
         ),
@@ -351,8 +351,8 @@ def test_a_start_that_needs_numbers_is_not_asked_for_when_it_is_applied():
 # ---- noise that waits for its neighbour is drawn by the stages of its own array alone
 
 
-class Copied(rpx.Joint):
-    raw_values = {"v": rpx.main()}
+class Copied(rpx.stage.Joint):
+    raw_values = {"v": rpx.stage.main()}
 
     def init_leaves(self, arrays):
         return {name: {"v": w} for name, w in arrays.items()}
@@ -369,13 +369,13 @@ class Raised(rpx.Perturbation):
         return w + 1.0
 
 
-HALVES = rpx.Concat(("x: 1 2", "y: 1 2"))
+HALVES = rpx.shared.Concat(("x: 1 2", "y: 1 2"))
 WHOLE_TREE = [
     rpx.Tie({"b": "a"}),
-    rpx.Pack({"a": HALVES}),
-    rpx.Split({"whole": rpx.Concat(("a: 2 2", "b: 2 2"))}),
+    rpx.shared.Pack({"a": HALVES}),
+    rpx.shared.Split({"whole": rpx.shared.Concat(("a: 2 2", "b: 2 2"))}),
     Copied({"w": "a", "u": "b"}),
-    rpx.GlobalPrune(0.5, where="a|b"),
+    rpx.sparse.GlobalPrune(0.5, where="a|b"),
     Raised(where="a"),
     Raised(where="a").deterministic,
 ]

@@ -48,7 +48,7 @@ class Affine(rpx.Reparametrization):
 class Counter(rpx.Reparametrization):
     """Fixed values that change only in ``update``: how often it ran, and the value it saw then."""
 
-    raw_values = {"w": rpx.main(), "n": rpx.fixed(), "seen": rpx.fixed()}
+    raw_values = {"w": rpx.stage.main(), "n": rpx.stage.fixed(), "seen": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"w": w, "n": jnp.zeros((), jnp.int32), "seen": w}
@@ -175,9 +175,9 @@ class RandomBase(rpx.Reparametrization):
 
 RANDOM_STARTS = {
     "LoRA(2)": rpx.LoRA(2),
-    "RandomPrune(sparsity=0.5)": rpx.RandomPrune(0.5),
-    "(VarNoise(0.1) >> RigL(sparsity=0.5))": rpx.VarNoise(0.1) >> rpx.RigL(0.5),
-    "SET(sparsity=0.5)": rpx.SET(0.5),
+    "RandomPrune(sparsity=0.5)": rpx.sparse.RandomPrune(0.5),
+    "(VarNoise(0.1) >> RigL(sparsity=0.5))": rpx.VarNoise(0.1) >> rpx.sparse.RigL(0.5),
+    "SET(sparsity=0.5)": rpx.sparse.SET(0.5),
     "RandomBase()": RandomBase(),
 }
 
@@ -197,7 +197,8 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
 
 
 @pytest.mark.parametrize(
-    "p", [rpx.LoRA(2, start="pissa"), rpx.SpectralNorm(), rpx.LowRank(2), rpx.Kronecker((2, 2)), rpx.WeightNorm()]
+    "p",
+    [rpx.LoRA(2, start="pissa"), rpx.SpectralNorm(), rpx.LowRank(2), rpx.matrices.Kronecker((2, 2)), rpx.WeightNorm()],
 )
 def test_a_start_that_the_weights_determine_needs_no_key(p):
     params = {"w": np.asarray(np.random.default_rng(0).normal(size=(4, 4)), np.float32)}
@@ -326,7 +327,7 @@ class AddedAtRandom(Added):
         return self.apply_leaf(w, None)
 
 
-@pytest.mark.parametrize("of", [lambda **given: Added(**given), lambda **given: rpx.Mean(AddedAtRandom(**given))])
+@pytest.mark.parametrize("of", [lambda **given: Added(**given), lambda **given: rpx.stage.Mean(AddedAtRandom(**given))])
 def test_what_is_remembered_for_a_stage_is_not_taken_for_an_equal_one_with_other_values(of):
     tree = {"w": jnp.ones(2)}
     for given, expected in [({}, 1.0), ({"by": True}, 10.0), ({"unseen": 3.0}, 3.0), ({}, 1.0)]:
@@ -367,7 +368,7 @@ def without(raw, *path):
 
 def test_errors_for_damaged_trees_name_what_is_missing_and_where():
     arrays, key = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, jax.random.key(0)
-    norm, prune, tie = rpx.SpectralNorm(), rpx.GlobalPrune(0.5), rpx.Tie({"c": "a"})
+    norm, prune, tie = rpx.SpectralNorm(), rpx.sparse.GlobalPrune(0.5), rpx.Tie({"c": "a"})
     raw = jax.jit(norm.init)(arrays)
     for verb in ("apply", "update"):
         empty = {**raw, "a": {"@spectral_norm": {**raw["a"]["@spectral_norm"], "@fixed": {}}}}
@@ -392,7 +393,7 @@ def test_errors_for_damaged_trees_name_what_is_missing_and_where():
 
 
 def test_an_empty_node_may_be_restored_as_none():
-    tie, split = rpx.Tie({"c": "a"}), rpx.Split({"w": rpx.Concat(("a: 2 3", "c: 2 3"))})
+    tie, split = rpx.Tie({"c": "a"}), rpx.shared.Split({"w": rpx.shared.Concat(("a: 2 3", "c: 2 3"))})
     arrays = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}
     for p, mark in ((tie, "@tie"), (split, "@split")):
         effective = p.apply({**p.init(arrays), "c": {mark: None}})
@@ -400,7 +401,7 @@ def test_an_empty_node_may_be_restored_as_none():
 
 
 def test_a_value_that_is_no_array_in_a_block_is_named():
-    p = rpx.Pack("haiku.lstm", at="l")
+    p = rpx.shared.Pack("haiku.lstm", at="l")
     raw = p.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
     raw["l"]["linear"]["b"]["@pack"]["bias_f"] = "text"
     with raises(
@@ -420,7 +421,7 @@ def test_a_stage_that_says_nothing_of_arrays_is_refused():
         type("Empty", (rpx.Parametrization,), {})
 
 
-@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.Joint, rpx.Together])
+@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.stage.Joint, rpx.stage.Together])
 @pytest.mark.parametrize("verb", ["init", "apply", "update", "rebase", "penalty", "log_det"])
 def test_a_stage_writes_formulas_and_no_method_of_a_chain(base, verb):
     text = (
@@ -438,11 +439,11 @@ def test_a_mean_takes_what_is_random():
         TypeError,
         "Mean takes a stage that draws random numbers and defines their mean, but got WeightNorm(). Leave it out.",
     ):
-        rpx.Mean(rpx.WeightNorm())
+        rpx.stage.Mean(rpx.WeightNorm())
 
 
 def test_update_says_so_where_an_earlier_stage_computes_what_it_moves():
-    p = rpx.Scale(2.0) >> rpx.RigL(0.5)
+    p = rpx.Scale(2.0) >> rpx.sparse.RigL(0.5)
     raw = p.init({"w": jnp.arange(1.0, 7.0).reshape(2, 3)}, jax.random.key(0))
     with raises(
         ValueError,
@@ -514,7 +515,7 @@ SHOWN = [
     [
         (rpx.WeightNorm(), ["axis", "detach", "stacked", "where"]),
         (rpx.VarNoise(0.1), ["axis", "rank", "relative", "stacked", "std", "where"]),
-        (rpx.Sphere(), ["along", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
+        (rpx.norms.Sphere(), ["along", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
         (rpx.Chain(), ["stages"]),
         (WithHelp(), ["explain", "rate", "stacked", "where"]),
     ],

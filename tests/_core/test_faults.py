@@ -815,14 +815,14 @@ CONSTRUCTORS = {
         for rank in [0, -1]
     },
     "rank_too_big": Fault(
-        rpx.FixedRank(3).init,
+        rpx.matrices.FixedRank(3).init,
         lambda: (_params(),),
         ValueError,
         "FixedRank(3).init at 'dense/kernel': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
         "Narrow the stage with `where`, or change `rank`.",
     ),
     "rank_too_big_for_a_stack": Fault(
-        rpx.FixedRank(3, stacked=0).init,
+        rpx.matrices.FixedRank(3, stacked=0).init,
         lambda: ({"w": jnp.ones((5, 3, 2))},),
         ValueError,
         "FixedRank(3, stacked=0).init at 'w': expected 1 <= rank <= min(3, 2) = 2, got rank 3. "
@@ -1278,11 +1278,11 @@ class ReadsAnother(Keeps):
 
 
 class ForgetsAFixedValue(Keeps):
-    raw_values = {"mask": rpx.fixed()}
+    raw_values = {"mask": rpx.stage.fixed()}
 
 
 class MisnamesItsMain(Keeps):
-    raw_values = {"weight": rpx.main()}
+    raw_values = {"weight": rpx.stage.main()}
 
 
 class HasNoInit(rpx.Reparametrization):

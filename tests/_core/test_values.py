@@ -39,36 +39,45 @@ class Jump(rpx.Perturbation):
 MODULE["Jump"] = Jump
 
 STAGES = {
-    "AlmostOrthogonal": [rpx.AlmostOrthogonal(), rpx.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]")],
-    "Blocks": [rpx.Blocks((2, 3))],
-    "BlockDiagonal": [rpx.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
+    "AlmostOrthogonal": [
+        rpx.matrices.AlmostOrthogonal(),
+        rpx.matrices.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]"),
+    ],
+    "Blocks": [rpx.matrices.Blocks((2, 3))],
+    "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
     "Bounded": [rpx.Bounded(-1e-30, 1e30), rpx.Bounded(low=-2, high=-1, outside="refuse")],
     "Cast": [rpx.Cast(jnp.float8_e4m3fn), rpx.Cast("float16", where="")],
-    "CayleyNeumann": [rpx.CayleyNeumann(), rpx.CayleyNeumann(3, stacked=0)],
+    "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
-    "Circulant": [rpx.Circulant(where="a")],
-    "Coefficients": [rpx.Coefficients(4), rpx.Coefficients(3, "fourier", scale=0.1, rows=1, columns=0)],
-    "CudnnLSTM": [rpx.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
-    "Delta": [rpx.Delta(), rpx.Delta(strength=0.1), rpx.Delta(where=".*kernel", stacked=0)],
-    "Diagonal": [rpx.Diagonal(outside="refuse")],
-    "Elementwise": [
-        rpx.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
-        rpx.Elementwise(jax.nn.sigmoid, jax.scipy.special.logit),
-        rpx.Elementwise(jax.lax.exp, jnp.log),
+    "Circulant": [rpx.matrices.Circulant(where="a")],
+    "Coefficients": [
+        rpx.adapters.Coefficients(4),
+        rpx.adapters.Coefficients(3, "fourier", scale=0.1, rows=1, columns=0),
     ],
-    "Fibration": [rpx.Fibration(jnp.diagonal, jnp.diag), rpx.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky)],
-    "FixedRank": [rpx.FixedRank(1, least=0), rpx.FixedRank(2, least=1e-30)],
+    "CudnnLSTM": [rpx.shared.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
+    "Delta": [rpx.Delta(), rpx.Delta(strength=0.1), rpx.Delta(where=".*kernel", stacked=0)],
+    "Diagonal": [rpx.matrices.Diagonal(outside="refuse")],
+    "Elementwise": [
+        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
+        rpx.numbers.Elementwise(jax.nn.sigmoid, jax.scipy.special.logit),
+        rpx.numbers.Elementwise(jax.lax.exp, jnp.log),
+    ],
+    "Fibration": [
+        rpx.matrices.Fibration(jnp.diagonal, jnp.diag),
+        rpx.matrices.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky),
+    ],
+    "FixedRank": [rpx.matrices.FixedRank(1, least=0), rpx.matrices.FixedRank(2, least=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
     "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
-    "GlobalPrune": [rpx.GlobalPrune(0.5), rpx.GlobalPrune(count=3), rpx.GlobalPrune((0.5, 0.25))],
-    "Grassmann": [rpx.Grassmann("householder")],
-    "Hadamard": [rpx.Hadamard()],
+    "GlobalPrune": [rpx.sparse.GlobalPrune(0.5), rpx.sparse.GlobalPrune(count=3), rpx.sparse.GlobalPrune((0.5, 0.25))],
+    "Grassmann": [rpx.matrices.Grassmann("householder")],
+    "Hadamard": [rpx.adapters.Hadamard()],
     "Halved": [rpx.Halved(), rpx.Halved(rest="int8", where="a|b")],
-    "HardConcrete": [rpx.HardConcrete(0.5, axis=0)],
-    "Hurwitz": [rpx.Hurwitz(), rpx.Hurwitz(2, outside="refuse")],
-    "Invertible": [rpx.Invertible(least=0.5)],
-    "Kronecker": [rpx.Kronecker((2, 1)), rpx.Kronecker(shape=[3, 2])],
+    "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
+    "Hurwitz": [rpx.matrices.Hurwitz(), rpx.matrices.Hurwitz(2, outside="refuse")],
+    "Invertible": [rpx.matrices.Invertible(least=0.5)],
+    "Kronecker": [rpx.matrices.Kronecker((2, 1)), rpx.matrices.Kronecker(shape=[3, 2])],
     "LoRA": [
         rpx.LoRA(8),
         rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2)),
@@ -82,56 +91,62 @@ STAGES = {
         rpx.MagnitudePrune(0.5, fit="sparsegpt", percdamp=0.1),
     ],
     "Mask": [rpx.Mask()],
-    "Mean": [rpx.Mean(Jump(0.5, where="w"))],
+    "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "Moments8bit": [rpx.Moments8bit(), rpx.Moments8bit(along=-1, rounding="nearest", min_size=16)],
-    "MaxNorm": [rpx.MaxNorm(3, axis=None), rpx.MaxNorm(1e-300, axis=("a", "b"))],
-    "NofM": [rpx.NofM(0, 1, along="x"), rpx.NofM(2, 4, along=0, fit="wanda")],
+    "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
+    "NofM": [rpx.sparse.NofM(0, 1, along="x"), rpx.sparse.NofM(2, 4, along=0, fit="wanda")],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
-        rpx.Pack("haiku.lstm", at="lstm(/.*)?"),
-        rpx.Pack({"w": rpx.Concat(("q: n heads h", "k: n heads h"), axis=1, per="heads")}, sizes={"heads": 2}),
+        rpx.shared.Pack("haiku.lstm", at="lstm(/.*)?"),
+        rpx.shared.Pack(
+            {"w": rpx.shared.Concat(("q: n heads h", "k: n heads h"), axis=1, per="heads")}, sizes={"heads": 2}
+        ),
     ],
-    "PoincareBall": [rpx.PoincareBall(0.01, along=(0, -1))],
-    "PositiveDefinite": [rpx.PositiveDefinite("expm")],
+    "PoincareBall": [rpx.norms.PoincareBall(0.01, along=(0, -1))],
+    "PositiveDefinite": [rpx.matrices.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
-    "PositiveSemidefinite": [rpx.PositiveSemidefinite(), rpx.PositiveSemidefinite(rank=1)],
+    "PositiveSemidefinite": [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveSemidefinite(rank=1)],
     "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", axis=-1, block=64, step="learned")],
-    "RandomPrune": [rpx.RandomPrune(0.0, axis=-1)],
-    "SET": [rpx.SET({".*kernel": 0.5}, 0.2)],
+    "RandomPrune": [rpx.sparse.RandomPrune(0.0, axis=-1)],
+    "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
-    "RigL": [rpx.RigL(0.75, drop=0.1)],
-    "Reflected": [rpx.Reflected(2)],
-    "Rotated": [rpx.Rotated(4), rpx.Rotated(2, shared=True), rpx.Rotated(2, rows=1, columns=0)],
-    "Slices": [rpx.Slices((5, 7), where="embed/.*"), rpx.Slices((0,), axis="vocab")],
-    "Simplex": [rpx.Simplex(along="a name")],
-    "Skew": [rpx.Skew()],
-    "SpecialLinear": [rpx.SpecialLinear(outside="refuse")],
-    "SpecialOrthogonal": [rpx.SpecialOrthogonal("householder")],
-    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, columns=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
-    "Sphere": [rpx.Sphere(radius=2, along=None)],
-    "Split": [
-        rpx.Split({"W": rpx.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
-        rpx.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
+    "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
+    "Reflected": [rpx.adapters.Reflected(2)],
+    "Rotated": [
+        rpx.adapters.Rotated(4),
+        rpx.adapters.Rotated(2, shared=True),
+        rpx.adapters.Rotated(2, rows=1, columns=0),
     ],
-    "Stiefel": [rpx.Stiefel("expm")],
-    "Smooth": [rpx.Smooth({"scale": "(.*)/scale", "w": "(.*)/kernel"}, alpha=0.8)],
+    "Slices": [rpx.adapters.Slices((5, 7), where="embed/.*"), rpx.adapters.Slices((0,), axis="vocab")],
+    "Simplex": [rpx.numbers.Simplex(along="a name")],
+    "Skew": [rpx.matrices.Skew()],
+    "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
+    "SpecialOrthogonal": [rpx.matrices.SpecialOrthogonal("householder")],
+    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, columns=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
+    "Sphere": [rpx.norms.Sphere(radius=2, along=None)],
+    "Split": [
+        rpx.shared.Split({"W": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
+        rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
+    ],
+    "Stiefel": [rpx.matrices.Stiefel("expm")],
+    "Smooth": [rpx.quantized.Smooth({"scale": "(.*)/scale", "w": "(.*)/kernel"}, alpha=0.8)],
     "Stored": [
         rpx.Stored("int8"),
         rpx.Stored("nf4", block=64, double_quant=True, where="a|b"),
         rpx.Stored("int4", block=64, fit="gptq", act_order=True, percdamp=0.1),
     ],
-    "Symmetric": [rpx.Symmetric(where=".*")],
+    "Symmetric": [rpx.matrices.Symmetric(where=".*")],
     "Tie": [
         rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite"),
     ],
-    "Toeplitz": [rpx.Toeplitz()],
-    "Triangular": [rpx.Triangular(lower=False, unit_diagonal=True)],
+    "Toeplitz": [rpx.matrices.Toeplitz()],
+    "Triangular": [rpx.matrices.Triangular(lower=False, unit_diagonal=True)],
     "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0, rank=2)],
-    "VariationalDropout": [rpx.VariationalDropout(), rpx.VariationalDropout(0.1, threshold=2.0)],
-    "VeRA": [rpx.VeRA(256), rpx.VeRA(4, 0.5, seed=3, rows=1)],
+    "VariationalDropout": [rpx.noise.VariationalDropout(), rpx.noise.VariationalDropout(0.1, threshold=2.0)],
+    "VeRA": [rpx.adapters.VeRA(256), rpx.adapters.VeRA(4, 0.5, seed=3, rows=1)],
     "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
     "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(detach=True), rpx.WeightNorm(axis=(0, "heads"))],
-    "WeightStandardization": [rpx.WeightStandardization(axis=(0, 1))],
+    "WeightStandardization": [rpx.norms.WeightStandardization(axis=(0, 1))],
 }
 
 each_stage = pytest.mark.parametrize("p", [p for each in STAGES.values() for p in each], ids=repr)
@@ -240,7 +255,7 @@ def test_numbers_of_float32_print_and_store_as_they_were_written():
 
 def test_a_float32_reads_back_to_itself():
     words = np.random.default_rng(0).integers(0, 2**32, 2000, np.uint32).view(np.float32)
-    found = [rpx.check_number(x, "", "") for x in words]
+    found = [rpx.stage.check_number(x, "", "") for x in words]
     np.testing.assert_array_equal(np.array(found).astype(np.float32), words)
     known = [x for x in words if np.isfinite(x)]
     assert [repr(x) for x in found if np.isfinite(x)] == [repr(float(str(x))) for x in known]  # as numpy prints them
@@ -269,20 +284,20 @@ def test_known_arrays_stay_arrays():
 
 
 OF_SCALARS = {
-    "AlmostOrthogonal(radius=0.25)": lambda: rpx.AlmostOrthogonal(np.float64(0.25)),
-    "Hurwitz(margin=0.5)": lambda: rpx.Hurwitz(jnp.float32(0.5)),
-    "Invertible(least=0.5)": lambda: rpx.Invertible(least=np.float32(0.5)),
-    "FixedRank(2, least=0.5)": lambda: rpx.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
-    "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.Triangular(np.bool_(0), jnp.array(1, bool)),
+    "AlmostOrthogonal(radius=0.25)": lambda: rpx.matrices.AlmostOrthogonal(np.float64(0.25)),
+    "Hurwitz(margin=0.5)": lambda: rpx.matrices.Hurwitz(jnp.float32(0.5)),
+    "Invertible(least=0.5)": lambda: rpx.matrices.Invertible(least=np.float32(0.5)),
+    "FixedRank(2, least=0.5)": lambda: rpx.matrices.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
+    "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(np.bool_(0), jnp.array(1, bool)),
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
-    "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
+    "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.shared.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
     "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
         (jnp.float32(1), np.float16(0.5)), axis=np.int8(1)
     ),
     "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
     "Split((('W', Concat(('a: 2', 'b: 2'), axis=1)),))": (
-        lambda: rpx.Split({"W": rpx.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
+        lambda: rpx.shared.Split({"W": rpx.shared.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
     ),
 }
 
@@ -341,7 +356,7 @@ def test_functions_of_jax_go_by_their_public_names(text, function):
         assert twin == p
 
 
-class Ranked(rpx.Joint):
+class Ranked(rpx.stage.Joint):
     f: object = jnp.sort
 
     def init_leaves(self, arrays):
@@ -703,7 +718,7 @@ def test_an_init_of_ones_own_is_refused():
 
     with raises(TypeError, f"Low {OWN} what varies {INSTEAD}"):
 
-        class Low(rpx.Joint):
+        class Low(rpx.stage.Joint):
             def __init__(self):
                 pass
 
@@ -723,10 +738,10 @@ OF_NUMBERS = {
     "low": lambda f: rpx.Bounded(f, 1),
     "high": lambda f: rpx.Bounded(0, f),
     "order": lambda f: rpx.MagnitudePrune(0.5, axis=0, order=f),
-    "radius": lambda f: rpx.Sphere(radius=f),
-    "max": rpx.MaxNorm,
-    "curvature": rpx.PoincareBall,
-    "least": lambda f: rpx.Invertible(least=f),
+    "radius": lambda f: rpx.norms.Sphere(radius=f),
+    "max": rpx.norms.MaxNorm,
+    "curvature": rpx.norms.PoincareBall,
+    "least": lambda f: rpx.matrices.Invertible(least=f),
 }
 OWNERS = {
     "std": "VarNoise",
@@ -760,9 +775,9 @@ def test_a_schedule_is_no_number(name, function):
 @pytest.mark.parametrize(
     ("who", "name", "build"),
     [
-        ("AlmostOrthogonal", "radius", rpx.AlmostOrthogonal),
-        ("Hurwitz", "margin", rpx.Hurwitz),
-        ("FixedRank", "least", lambda x: rpx.FixedRank(1, least=x)),
+        ("AlmostOrthogonal", "radius", rpx.matrices.AlmostOrthogonal),
+        ("Hurwitz", "margin", rpx.matrices.Hurwitz),
+        ("FixedRank", "least", lambda x: rpx.matrices.FixedRank(1, least=x)),
     ],
 )
 def test_numbers_that_must_be_known_are_not_traced(who, name, build):
@@ -786,7 +801,7 @@ UNNAMED = {
         "stacked=.",
     ),
     "too many": (
-        lambda: rpx.MaxNorm(1.0, -1),
+        lambda: rpx.norms.MaxNorm(1.0, -1),
         "MaxNorm takes 1 of its arguments by position, but got 2. Write the others by name: axis=, where=, stacked=, "
         "outside=.",
     ),
@@ -811,7 +826,7 @@ def test_arguments_without_their_name_are_refused(case):
 P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
-    "noise.noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise_gradient(RAW, P, None, None),
+    "noise.noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise.noise_gradient(RAW, P, None, None),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
     "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
     "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),
@@ -826,7 +841,7 @@ def test_functions_of_a_chain_take_it_first(usage):
         SWAPPED[usage]()
 
 
-@pytest.mark.parametrize("build", [rpx.Gaussian, rpx.HardConcrete, functools.partial(rpx.MagnitudePrune, 0.5)])
+@pytest.mark.parametrize("build", [rpx.Gaussian, rpx.noise.HardConcrete, functools.partial(rpx.MagnitudePrune, 0.5)])
 def test_none_does_not_mean_single_weights(build):
     name = type(build()).__name__
     with raises(
@@ -840,7 +855,7 @@ def test_none_does_not_mean_single_weights(build):
 @pytest.mark.parametrize("axis", ["each", ("each", 0)])
 def test_each_is_no_axis_along_which_something_lies(axis):
     with raises(TypeError, f"Sphere takes an axis or a tuple of axes as along, but got {axis!r}."):
-        rpx.Sphere(along=axis)
+        rpx.norms.Sphere(along=axis)
 
 
 def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():

@@ -17,14 +17,14 @@ def test_its_repr_tells_inputs_bytes_and_reasons():
     assert repr(seen(DATA, shape=(3, 2))) == "Seen(3 inputs along axis 0, 52 B)"
     layers = seen(DATA, DATA, shape=(2, 3, 2), batch=(0,), axes=(1,), full=False)
     assert repr(layers) == "Seen(2 x 3 inputs along axis 1, 56 B)"
-    assert repr(rpx.Seen(why=("add reads it: net.py:3",))) == "Seen(no data, 0 B, add reads it: net.py:3)"
+    assert repr(rpx.seen.Seen(why=("add reads it: net.py:3",))) == "Seen(no data, 0 B, add reads it: net.py:3)"
 
 
 @pytest.mark.parametrize(
     ("found", "moments", "axes", "text"),
     [
         (
-            rpx.Seen(why=("add reads it: net.py:3",)),
+            rpx.seen.Seen(why=("add reads it: net.py:3",)),
             "full",
             None,
             "expected data of this array, but add reads it: net.py:3. Leave the array out with `where`, or choose "
@@ -38,7 +38,7 @@ def test_its_repr_tells_inputs_bytes_and_reasons():
             "with `where`, or choose other axes.",
         ),
         (
-            rpx.Seen(seen(DATA, shape=(3, 2)).reads + seen(DATA[:, :2], shape=(3, 2), axes=(1,)).reads),
+            rpx.seen.Seen(seen(DATA, shape=(3, 2)).reads + seen(DATA[:, :2], shape=(3, 2), axes=(1,)).reads),
             "full",
             None,
             "expected one way in which products read this array, but they contract axis 0 of (3, 2) and axis 1 of "

@@ -20,7 +20,7 @@ SEEN = {"w": seen(DATA, shape=(3, 2))}
 class Squares(rpx.Reparametrization):
     """Keeps the mean squares of the inputs."""
 
-    raw_values: ClassVar = {"x": rpx.main(aligned=True), "squares": rpx.fixed()}
+    raw_values: ClassVar = {"x": rpx.stage.main(aligned=True), "squares": rpx.stage.fixed()}
 
     def init_leaf(self, w, *, seen=None):
         read = needed(seen, "full").read("full", w, {0})
@@ -50,7 +50,7 @@ def test_each_array_of_a_stack_gets_its_own():
 
 
 def test_several_trees_are_taken_together():
-    empty = {"w": rpx.Seen(why=("add reads it",))}
+    empty = {"w": rpx.seen.Seen(why=("add reads it",))}
     np.testing.assert_allclose(
         squares(Squares().init({"w": W}, seen=(empty, SEEN))), np.sum(DATA**2, axis=0), rtol=1e-5
     )
@@ -82,14 +82,14 @@ def test_transfer_carries_what_was_learned_and_starts_nothing_from_data():
     ("wrong", "text"),
     [
         (
-            {"v": rpx.Seen()},
+            {"v": rpx.seen.Seen()},
             "Squares().init got seen for 'v', which is no array of the parameters: these have 'w'. Pass what "
             "`rpx.inputs` returned for the same parameters.",
         ),
         (
             {"w": W},
-            "Squares().init takes a tree of `rpx.Seen` as seen, but got an array of shape (3, 2). Pass the result of "
-            "`rpx.inputs(loss)(params, batch)`.",
+            "Squares().init takes a tree of `rpx.seen.Seen` as seen, but got an array of shape (3, 2). Pass the result "
+            "of `rpx.inputs(loss)(params, batch)`.",
         ),
     ],
 )

@@ -35,7 +35,7 @@ TERMS = {
 def test_the_array_of_a_term(name):
     (spec, *arrays), expected = TERMS[name]
     with jax.numpy_dtype_promotion("standard"):
-        array = jax.jit(lambda *arrays: rpx.Term(spec, *arrays).array())(*arrays)
+        array = jax.jit(lambda *arrays: rpx.stage.Term(spec, *arrays).array())(*arrays)
     np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
         return jnp.exp(jnp.log(a @ b))
 
     def terms(a, b):
-        return [rpx.Term("ir,rj->ij", a, b), rpx.Term("i->ii", a[:, 0])]
+        return [rpx.stage.Term("ir,rj->ij", a, b), rpx.stage.Term("i->ii", a[:, 0])]
 
     a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
     (eqn,) = jax.make_jaxpr(lambda a, b: told(formula, terms, a, b))(a, b).jaxpr.eqns
@@ -75,4 +75,4 @@ WRONG = {
 def test_a_spec_that_does_not_fit_is_refused(text):
     spec, *arrays = WRONG[text]
     with raises(ValueError, f"Term({spec!r}) {text}"):
-        rpx.Term(spec, *arrays)
+        rpx.stage.Term(spec, *arrays)

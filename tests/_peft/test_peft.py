@@ -896,7 +896,7 @@ WRITING = {
         refused("out/kernel: PEFT has no equivalent of Delta(where='out/kernel')"),
     ),
     "a difference of one product": (
-        lambda: written(rpx.Freeze() >> rpx.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Hadamard(where='out/kernel') with other stages on its 'x'"),
     ),
     "rows that are outputs": (
@@ -939,18 +939,18 @@ WRITING = {
         ),
     ),
     "places of frequencies that no seed draws": (
-        lambda: written(rpx.Freeze() >> rpx.Coefficients(3, "fourier", where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(3, "fourier", where=OUT)),
         refused("out/kernel: PEFT has no equivalent of the numbers at @coefficients/index, which it stores nowhere"),
     ),
     "a number of entries that no rank gives": (
-        lambda: written(rpx.Freeze() >> rpx.Coefficients(11, where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(11, where=OUT)),
         refused(
             "out/kernel: PEFT has r * 10 entries for a matrix of shape (6, 4), but no equivalent of "
             "Coefficients(11, where='out/kernel')"
         ),
     ),
     "entries with a scale": (
-        lambda: written(rpx.Freeze() >> rpx.Coefficients(10, scale=2.0, where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(10, scale=2.0, where=OUT)),
         refused(
             "out/kernel: PEFT has no equivalent of Coefficients(10, scale=2.0, where='out/kernel'), only of "
             "Coefficients(10)"
@@ -969,14 +969,16 @@ WRITING = {
         ),
     ),
     "a share of another kind": (
-        lambda: written(rpx.Freeze() >> rpx.Kronecker((2, 2), where=OUT) >> rpx.Delta(relative=True, where=OUT)),
+        lambda: written(
+            rpx.Freeze() >> rpx.matrices.Kronecker((2, 2), where=OUT) >> rpx.Delta(relative=True, where=OUT)
+        ),
         refused("out/kernel: PEFT has no equivalent of Delta(relative=True, where='out/kernel')"),
     ),
     "another scale of circles": (
         lambda: written(
             rpx.Freeze()
-            >> rpx.Circulant(stacked=(0, 1), where=OUT)
-            >> rpx.Blocks((3, 2), where=OUT)
+            >> rpx.matrices.Circulant(stacked=(0, 1), where=OUT)
+            >> rpx.matrices.Blocks((3, 2), where=OUT)
             >> rpx.Scale(2.0, where=OUT)
             >> rpx.Delta(where=OUT)
         ),
@@ -987,7 +989,7 @@ WRITING = {
         ),
     ),
     "reflections of outputs": (
-        lambda: written(rpx.Freeze() >> rpx.Reflected(2, rows=1, where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Reflected(2, rows=1, where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Reflected(2, rows=1, where='out/kernel'), only of Reflected(2)"),
     ),
     "a difference of a bias alone": (
@@ -1001,14 +1003,18 @@ WRITING = {
         "`p.fold(raw)`.",
     ),
     "a short series": (
-        lambda: written(rpx.Freeze() >> rpx.CayleyNeumann(2, stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),
+        lambda: written(
+            rpx.Freeze() >> rpx.adapters.CayleyNeumann(2, stacked=0, where=OUT) >> rpx.adapters.Rotated(2, where=OUT)
+        ),
         refused(
             "out/kernel: PEFT has series of degree 3 or more around the identity, but no equivalent of "
             "CayleyNeumann(degree=2, where='out/kernel', stacked=0)"
         ),
     ),
     "another map": (
-        lambda: written(rpx.Freeze() >> rpx.Orthogonal("expm", stacked=0, where=OUT) >> rpx.Rotated(2, where=OUT)),
+        lambda: written(
+            rpx.Freeze() >> rpx.Orthogonal("expm", stacked=0, where=OUT) >> rpx.adapters.Rotated(2, where=OUT)
+        ),
         refused(
             "out/kernel: PEFT has rotations by the Cayley map, but no equivalent of Orthogonal(map='expm', "
             "where='out/kernel', stacked=0)"
@@ -1046,7 +1052,7 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
 
 
 def test_rotations_are_written_after_a_rebase_too():
-    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.Rotated(2, where=DENSE)
+    p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.adapters.Rotated(2, where=DENSE)
     raw = init(p, model())
     raw["dense"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 4, 4, seed=5))
     before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, jax.jit(p.rebase)(raw))[0]

@@ -9,7 +9,7 @@ from errors import raises
 import reparax as rpx
 
 
-class Centered(rpx.Constraint):
+class Centered(rpx.stage.Constraint):
     """Arrays of mean zero, which are a linear space: the nearest point is the array less its mean."""
 
     def init_leaf(self, w):
@@ -107,7 +107,7 @@ def test_what_to_do_outside_is_one_of_three_words():
         Centered(outside="raise")
 
 
-class Ramp(rpx.Constraint):
+class Ramp(rpx.stage.Constraint):
     """Numbers that are not negative, as those of a third party: a row is flat where none of it is positive."""
 
     def init_leaf(self, w):

@@ -34,8 +34,8 @@ OF_ALL = [
     rpx.Scale(2.0),
     rpx.Positive(outside="project"),
     rpx.Bounded(-9.0, 9.0),
-    rpx.Elementwise(jnp.sinh, jnp.arcsinh),
-    rpx.Simplex(along=-1, outside="project"),
+    rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
+    rpx.numbers.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
     rpx.Halved(),
 ]
@@ -43,23 +43,23 @@ OF_ALL = [
 OF_KERNELS = [
     rpx.WeightNorm(),
     rpx.SpectralNorm(columns=-1),
-    rpx.WeightStandardization(axis=-1),
-    rpx.MaxNorm(1.0, axis=-1),
-    rpx.Sphere(along=-1),
-    rpx.PoincareBall(along=-1),
+    rpx.norms.WeightStandardization(axis=-1),
+    rpx.norms.MaxNorm(1.0, axis=-1),
+    rpx.norms.Sphere(along=-1),
+    rpx.norms.PoincareBall(along=-1),
     rpx.WeightDropout(0.5),
     rpx.Mask(),
-    rpx.NofM(1, 3, along=-1),
+    rpx.sparse.NofM(1, 3, along=-1),
     rpx.MagnitudePrune(0.5),
-    rpx.RandomPrune(0.5),
-    rpx.RigL(0.5),
-    rpx.SET(0.5),
-    rpx.GlobalPrune(0.5),
-    rpx.VariationalDropout(),
-    rpx.HardConcrete(),
+    rpx.sparse.RandomPrune(0.5),
+    rpx.sparse.RigL(0.5),
+    rpx.sparse.SET(0.5),
+    rpx.sparse.GlobalPrune(0.5),
+    rpx.noise.VariationalDropout(),
+    rpx.noise.HardConcrete(),
     rpx.Delta(),
-    rpx.Slices((0,)),
-    rpx.Hadamard(),
+    rpx.adapters.Slices((0,)),
+    rpx.adapters.Hadamard(),
     rpx.Gain(),
     rpx.Stored("int8"),
     rpx.Quantize("int8"),
@@ -67,40 +67,44 @@ OF_KERNELS = [
 
 OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
     rpx.LoRA(2),
-    rpx.VeRA(2),
-    rpx.Rotated(2),
-    rpx.Reflected(2),
-    rpx.Coefficients(2),
-    rpx.CayleyNeumann(),
+    rpx.adapters.VeRA(2),
+    rpx.adapters.Rotated(2),
+    rpx.adapters.Reflected(2),
+    rpx.adapters.Coefficients(2),
+    rpx.adapters.CayleyNeumann(),
     rpx.LowRank(2),
-    rpx.FixedRank(2),
+    rpx.matrices.FixedRank(2),
     rpx.Orthogonal(),
-    rpx.Stiefel(),
-    rpx.SpecialOrthogonal(),
-    rpx.AlmostOrthogonal(),
-    rpx.Invertible(),
-    rpx.SpecialLinear(),
+    rpx.matrices.Stiefel(),
+    rpx.matrices.SpecialOrthogonal(),
+    rpx.matrices.AlmostOrthogonal(),
+    rpx.matrices.Invertible(),
+    rpx.matrices.SpecialLinear(),
 ]
 
 OF_ONE_ROW_AND_COLUMN = [
-    rpx.Kronecker((2, 2)),
-    rpx.BlockDiagonal(2),
-    rpx.Blocks((2, 2)),
+    rpx.matrices.Kronecker((2, 2)),
+    rpx.matrices.BlockDiagonal(2),
+    rpx.matrices.Blocks((2, 2)),
     *PATTERNS,
-    rpx.PositiveDefinite(),
-    rpx.Hurwitz(),
+    rpx.matrices.PositiveDefinite(),
+    rpx.matrices.Hurwitz(),
 ]
 
 OF_MATRICES = [
     *OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
     *OF_ONE_ROW_AND_COLUMN,
-    rpx.PositiveSemidefinite(),  # of as many rows as columns, however many
+    rpx.matrices.PositiveSemidefinite(),  # of as many rows as columns, however many
 ]
 
-OF_TALL_MATRICES = [rpx.Grassmann()]
+OF_TALL_MATRICES = [rpx.matrices.Grassmann()]
 
-OF_OTHERS = {rpx.CudnnLSTM, rpx.Fibration, rpx.Moments8bit}  # of one size, of functions, of 4096 numbers or more
-NO_STAGES = {rpx.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.Together}
+OF_OTHERS = {
+    rpx.shared.CudnnLSTM,
+    rpx.matrices.Fibration,
+    rpx.Moments8bit,
+}  # of one size, of functions, of 4096 numbers or more
+NO_STAGES = {rpx.stage.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.stage.Together}
 
 
 def test_each_public_stage_with_a_default_is_tested_here() -> None:
@@ -256,7 +260,9 @@ def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
 
 def of_layers(stage: Any, name: str) -> Any:
     """The stage for the layers of a model, which may be stacked; what ranks arrays together is not."""
-    return replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.GlobalPrune else stage
+    return (
+        replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalPrune else stage
+    )
 
 
 # Tests ------------------------------------------------------------------------------------------------------------
@@ -287,7 +293,7 @@ def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], n
 @pytest.mark.parametrize(
     "stage",
     mostly_thorough(
-        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.GlobalPrune(0.5)
+        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.sparse.GlobalPrune(0.5)
     ),
     ids=repr,
 )
@@ -301,7 +307,7 @@ def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
 def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
     params = models["scanned equinox blocks"]
     assert taken(stage, params) == ["linear/weight", "norm/weight"]
-    if type(stage) is not rpx.GlobalPrune:
+    if type(stage) is not rpx.sparse.GlobalPrune:
         assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
 
 
@@ -334,7 +340,11 @@ def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[s
 @pytest.mark.parametrize(
     "stage",
     mostly_thorough(
-        OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS, rpx.LoRA(2), rpx.Reflected(2), rpx.LowRank(2), rpx.Orthogonal()
+        OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
+        rpx.LoRA(2),
+        rpx.adapters.Reflected(2),
+        rpx.LowRank(2),
+        rpx.Orthogonal(),
     ),
     ids=repr,
 )
@@ -371,12 +381,12 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
-        (rpx.MaxNorm(1.0), "axis"),
-        (rpx.WeightStandardization(), "axis"),
-        (rpx.Sphere(), "along"),
-        (rpx.PoincareBall(), "along"),
-        (rpx.NofM(1, 3), "along"),
-        (rpx.Simplex(outside="project"), "along"),
+        (rpx.norms.MaxNorm(1.0), "axis"),
+        (rpx.norms.WeightStandardization(), "axis"),
+        (rpx.norms.Sphere(), "along"),
+        (rpx.norms.PoincareBall(), "along"),
+        (rpx.sparse.NofM(1, 3), "along"),
+        (rpx.numbers.Simplex(outside="project"), "along"),
     ],
     ids=repr,
 )
@@ -409,7 +419,7 @@ def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) ->
 def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
     params, heads = models["linen attention"], {"rows": 0, "columns": (1, 2), "where": rpx.all_but("out/.*")}
     params = {**params, "query": {**params["query"], "bias": jnp.asarray(np.zeros((2, 3), np.float32))}}
-    for p in (rpx.Sphere(along=-1), rpx.Orthogonal(**heads), rpx.SpectralNorm(columns=-1)):
+    for p in (rpx.norms.Sphere(along=-1), rpx.Orthogonal(**heads), rpx.SpectralNorm(columns=-1)):
 
         @jax.jit
         def bias(by: float, p: rpx.Parametrization = p) -> Array:

@@ -12,12 +12,12 @@ import reparax as rpx
 LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
 
 
-class AffineInAnother(rpx.Joint):
+class AffineInAnother(rpx.stage.Joint):
     """A matrix that is an affine function of another one: B = M A + C."""
 
     rank: int = 1
 
-    raw_values = {"a": rpx.main(), "c": rpx.main(), "m": rpx.aux()}
+    raw_values = {"a": rpx.stage.main(), "c": rpx.stage.main(), "m": rpx.stage.aux()}
 
     def init_leaves(self, arrays):
         a, b = arrays["a"], arrays["b"]
@@ -29,10 +29,10 @@ class AffineInAnother(rpx.Joint):
         return {"a": a, "b": b["m"] @ a + b["c"]}
 
 
-class Together(rpx.Joint):
+class Together(rpx.stage.Joint):
     """Both arrays as the sum and the difference, of which the second is fixed; the raw values stand at the first."""
 
-    raw_values = {"difference": rpx.fixed()}
+    raw_values = {"difference": rpx.stage.fixed()}
 
     def init_leaves(self, arrays):
         x, y = arrays["x"], arrays["y"]
@@ -108,10 +108,10 @@ def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), p.fold(p.init(params)), params)
 
 
-class SharedGain(rpx.Joint):
+class SharedGain(rpx.stage.Joint):
     """Two arrays with one gain."""
 
-    raw_values = {"x": rpx.main(), "gain": rpx.aux()}
+    raw_values = {"x": rpx.stage.main(), "gain": rpx.stage.aux()}
 
     def init_leaves(self, arrays):
         gain = jnp.max(jnp.abs(arrays["q"]))
@@ -165,7 +165,7 @@ def test_a_joint_stage_is_written_as_data():
     assert rpx.from_json(p.to_json()) == p
 
 
-class Wrong(rpx.Joint):
+class Wrong(rpx.stage.Joint):
     """Gives what its fields say."""
 
     values: object = None

@@ -18,7 +18,7 @@ class Quantized(rpx.Perturbation):
     """A stage that changes types, with a field that is called like an attribute of arrays."""
 
     dtype: str
-    axis: str | int = rpx.axes(default=0)
+    axis: str | int = rpx.stage.axes(default=0)
     changes_type, straight_through = True, True
 
     def apply_leaf(self, w, key):
@@ -49,8 +49,8 @@ def test_the_mean_stands_in_its_place_in_a_chain():
 
 def test_the_mean_is_a_value_like_any_stage():
     mean = FlippedSigns(0.25, where="w").deterministic
-    assert mean == rpx.Mean(FlippedSigns(0.25, where="w")) != rpx.Mean(FlippedSigns(0.5, where="w"))
-    assert hash(mean) == hash(rpx.Mean(FlippedSigns(0.25, where="w")))
+    assert mean == rpx.stage.Mean(FlippedSigns(0.25, where="w")) != rpx.stage.Mean(FlippedSigns(0.5, where="w"))
+    assert hash(mean) == hash(rpx.stage.Mean(FlippedSigns(0.25, where="w")))
     assert repr(mean) == "Mean(FlippedSigns(0.25, where='w'))"
     assert mean == copy.deepcopy(mean) == pickle.loads(pickle.dumps(mean)) == rpx.from_json(mean.to_json())
     assert jax.tree.leaves(mean) == []
@@ -98,7 +98,7 @@ def test_a_mean_of_another_shape_is_refused():
 def test_what_draws_nothing_is_refused(other):
     text = f"Mean takes a stage that draws random numbers and defines their mean, but got {other!r}. Leave it out."
     with raises(TypeError, text):
-        rpx.Mean(other)
+        rpx.stage.Mean(other)
 
 
 def test_formulas_of_stages_that_python_takes_for_equal_are_told_apart():
@@ -117,7 +117,7 @@ def test_formulas_of_stages_that_python_takes_for_equal_are_told_apart():
 
 def test_a_function_may_read_what_changes():
     scale = {"now": 1.0}
-    p = rpx.Elementwise(lambda v: v * scale["now"], lambda w: w)
+    p = rpx.numbers.Elementwise(lambda v: v * scale["now"], lambda w: w)
     raw = p.init({"w": jnp.ones(2)})
     before = p.apply(raw)["w"][0]
     scale["now"] = 2.0

@@ -9,10 +9,10 @@ from errors import raises
 import reparax as rpx
 
 
-class UnitTogether(rpx.Together):
+class UnitTogether(rpx.stage.Together):
     """All arrays together have norm one; a fixed value counts the updates."""
 
-    raw_values = {"x": rpx.main(aligned=True), "n": rpx.fixed()}
+    raw_values = {"x": rpx.stage.main(aligned=True), "n": rpx.stage.fixed()}
 
     def init_arrays(self, arrays):
         return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}

@@ -57,10 +57,10 @@ STAGES = [
     rpx.WeightDropout({"decoder/.*": 0.5, "encoder/.*": 0.25}),
     rpx.Scale({"decoder/.*": 2.0}),
     rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25}),
-    rpx.RandomPrune({"decoder/kernel": 0.5}),
+    rpx.sparse.RandomPrune({"decoder/kernel": 0.5}),
     rpx.Gaussian({"decoder/kernel": 0.5, "encoder/.*": 0.1}, prior={".*": 2.0}),
     rpx.LoRA(2, {"decoder/.*": 2.0, "encoder/.*": 4.0}),
-    rpx.MaxNorm({"decoder/.*": 2.0}),
+    rpx.norms.MaxNorm({"decoder/.*": 2.0}),
     rpx.WeightNorm() >> rpx.VarNoise(TWO),
     rpx.VarNoise({"decoder/kernel": 0.1}) >> rpx.VarNoise({".*kernel": 0.2}),
 ]
@@ -125,7 +125,7 @@ def test_a_where_and_numbers_select_together():
 
 
 def test_a_function_gets_types_alone_and_is_told_so():
-    p = rpx.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
+    p = rpx.norms.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
     with pytest.raises(
         TypeError, match=r"^MaxNorm got a function as max that fails for 'w': .* It takes the path, and the"
     ):
@@ -201,7 +201,7 @@ def test_errors(case):
     "ask", [lambda p, w: p.contains(w), lambda p, w: p.project(w), lambda p, w: p.sample(jax.random.key(0), w.shape)]
 )
 def test_a_stage_with_several_numbers_does_not_speak_of_one_array(ask):
-    p, w = rpx.Sphere(radius={"w": 2.0}), jnp.ones((2, 4))
+    p, w = rpx.norms.Sphere(radius={"w": 2.0}), jnp.ones((2, 4))
     with raises(
         ValueError,
         "Sphere(radius={'w': 2.0}) has different numbers for different arrays, so it has no single image. Use "

@@ -8,19 +8,22 @@ from errors import raises
 import reparax as rpx
 
 
-@pytest.mark.parametrize("given", [None, {"v": "main"}, {1: rpx.main()}, ("v",), {"a/b": rpx.main()}, {"": rpx.main()}])
+@pytest.mark.parametrize(
+    "given", [None, {"v": "main"}, {1: rpx.stage.main()}, ("v",), {"a/b": rpx.stage.main()}, {"": rpx.stage.main()}]
+)
 def test_raw_values_are_names_with_what_each_is(given):
     with raises(
         TypeError,
-        f"Said got raw_values={given!r}, but takes a dict of names, without '@', '.' and '/', with `rpx.main()`, "
-        f"`rpx.aux()` or `rpx.fixed()` for each: raw_values = {{'v': rpx.main(), 'g': rpx.aux()}}.",
+        f"Said got raw_values={given!r}, but takes a dict of names, without '@', '.' and '/', with `rpx.stage.main()`, "
+        f"`rpx.stage.aux()` or `rpx.stage.fixed()` for each: raw_values = "
+        f"{{'v': rpx.stage.main(), 'g': rpx.stage.aux()}}.",
     ):
         type("Said", (rpx.Reparametrization,), {"raw_values": given})
 
 
 def test_the_type_of_the_array_is_that_of_the_first_aligned_value_that_is_declared():
     class Gained(rpx.Reparametrization):
-        raw_values = {"v": rpx.main(aligned=True), "g": rpx.main(aligned=True)}
+        raw_values = {"v": rpx.stage.main(aligned=True), "g": rpx.stage.main(aligned=True)}
 
         def init_leaf(self, w):
             return {"v": w, "g": jnp.ones((1, w.shape[1]), w.dtype)}
@@ -35,7 +38,7 @@ def test_the_type_of_the_array_is_that_of_the_first_aligned_value_that_is_declar
 def test_what_an_update_reads_is_known_by_name():
     def stage(update_leaf, **more):
         class Reads(rpx.Reparametrization):
-            raw_values = {"w": rpx.main(), "*": rpx.fixed()}
+            raw_values = {"w": rpx.stage.main(), "*": rpx.stage.fixed()}
 
             def init_leaf(self, w):
                 return {"w": w, "seen": jnp.zeros_like(w)}
@@ -77,9 +80,9 @@ def test_values_without_an_entry_are_auxiliary_beside_a_main_one_and_main_otherw
         return jax.tree.leaves(rpx.labels(raw, main="main", aux="aux", fixed="fixed"))
 
     assert selected() == ["main", "main", "main"]
-    assert selected(a=rpx.main()) == ["main", "aux", "aux"]
-    assert selected(a=rpx.fixed()) == ["fixed", "main", "main"]
-    assert selected(**{"*": rpx.aux(), "c": rpx.main()}) == ["aux", "aux", "main"]
+    assert selected(a=rpx.stage.main()) == ["main", "aux", "aux"]
+    assert selected(a=rpx.stage.fixed()) == ["fixed", "main", "main"]
+    assert selected(**{"*": rpx.stage.aux(), "c": rpx.stage.main()}) == ["aux", "aux", "main"]
 
 
 def test_a_start_with_a_key_is_draw_leaf():
@@ -125,7 +128,7 @@ def test_a_formula_that_takes_a_key_is_random():
 
 def test_the_error_names_the_method_that_gave_the_values():
     class Misnamed(rpx.Reparametrization):
-        raw_values = {"base": rpx.main()}
+        raw_values = {"base": rpx.stage.main()}
 
         def draw_leaf(self, w, key):
             return {"bse": w}

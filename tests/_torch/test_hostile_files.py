@@ -258,7 +258,7 @@ def read(name, tensors, config):
         p = rpx.MagnitudePrune(0.5)
         return "from_torch", lambda: (p, rpx.from_torch(p, tensors, LIKE))
     if "quant_method" in FILES[name]()[1]:
-        return "from_quantized", lambda: rpx.from_quantized(tensors, config, LIKE)
+        return "from_quantized", lambda: rpx.torch.from_quantized(tensors, config, LIKE)
     return "from_peft", lambda: rpx.from_peft(tensors, config, LIKE)
 
 
@@ -298,7 +298,7 @@ def test_nothing_is_made_in_a_size_that_a_file_claims(many):
     tensors, config = FILES["bitsandbytes"]()
     tensors |= {STATE: text({**SAID, "nested_blocksize": many})}
     tracemalloc.start()
-    p, raw = rpx.from_quantized(tensors, config, LIKE)
+    p, raw = rpx.torch.from_quantized(tensors, config, LIKE)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23
@@ -314,7 +314,7 @@ def refusal(*lines):
 
 def quantized(name, tensors=(), **config):
     held, said = FILES[name]()
-    return lambda: rpx.from_quantized({**held, **dict(tensors)}, {**said, **config}, LIKE)
+    return lambda: rpx.torch.from_quantized({**held, **dict(tensors)}, {**said, **config}, LIKE)
 
 
 def peft(name, tensors=(), **config):
@@ -329,7 +329,7 @@ READERS = (
 )
 SENTENCES = {
     "a method in place of a configuration": (
-        lambda: rpx.from_quantized({}, "gptq", LIKE),
+        lambda: rpx.torch.from_quantized({}, "gptq", LIKE),
         TypeError,
         "from_quantized takes a dict as config, but got str. Pass `quantization_config` of the model's config.json.",
     ),
@@ -388,7 +388,7 @@ SENTENCES = {
         ),
     ),
     "words that are not full": (
-        lambda: rpx.from_quantized(
+        lambda: rpx.torch.from_quantized(
             {"dense.qweight": words(3, 16)},
             {"quant_method": "gptq", "bits": 3, "group_size": -1},
             {"dense": {"kernel": np.zeros((40, 16), np.float32)}},
@@ -397,7 +397,7 @@ SENTENCES = {
         refusal("dense.weight: its 40 inputs of 3 bits fill no whole words"),
     ),
     "one bit without zeros": (
-        lambda: rpx.from_quantized(
+        lambda: rpx.torch.from_quantized(
             at(weight_packed=words(16, 2), weight_scale=half(16, 2)),
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 1}}}},
             LIKE,

@@ -22,7 +22,7 @@ BIAS = {"dense.bias": np.arange(16, dtype=np.float32)}
 
 def read(tensors, config, like=LIKE, **how):
     """The effective kernel, with the axes of torch."""
-    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, like, **how)
+    p, raw = rpx.torch.from_quantized({**BIAS, **tensors}, config, like, **how)
     got = effective(p, raw)["dense"]
     np.testing.assert_array_equal(got["bias"], BIAS["dense.bias"])
     return np.asarray(got["kernel"]).T
@@ -59,7 +59,7 @@ def test_gptq_by_importance():
     codes = ((words[:, None] >> (4 * np.arange(8, dtype=np.uint32))[:, None]) & 15).reshape(64, 16)[order]
     packed = np.sum(codes.reshape(8, 8, 16) << (4 * np.arange(8))[None, :, None], axis=1).astype(np.uint32)
     changed = {"dense.qweight": packed.view(np.int32), "dense.g_idx": tensors["dense.g_idx"][order]}
-    p, raw = rpx.from_quantized({**BIAS, **tensors, **changed}, {**GPTQ, "desc_act": True}, LIKE)
+    p, raw = rpx.torch.from_quantized({**BIAS, **tensors, **changed}, {**GPTQ, "desc_act": True}, LIKE)
     assert np.ptp(changed["dense.g_idx"][:3]) == 1  # blocks alone do not tell them
     np.testing.assert_array_equal(np.asarray(effective(p, raw)["dense"]["kernel"]).T, plain[:, order])
     tuned = p >> rpx.LoRA(2, where="dense/kernel")
@@ -163,7 +163,7 @@ def test_layers_in_a_stack_and_tables_keep_their_codes():
         "embed": {"embedding": np.zeros_like(three)},
     }
     config = {"quant_method": "gguf", "types": dict.fromkeys(tensors, "Q4_0")}
-    p, raw = rpx.from_quantized(tensors, config, like, names={"layers/up/kernel": "blk.{i}.up.weight"})
+    p, raw = rpx.torch.from_quantized(tensors, config, like, names={"layers/up/kernel": "blk.{i}.up.weight"})
     table_of = rpx.Stored("gguf:q4_0", where="embed/embedding", axis=0)
     assert p == table_of >> rpx.Stored("gguf:q4_0", where="layers/up/kernel", stacked=0)
     got = effective(p, raw)
@@ -175,7 +175,7 @@ def test_layers_in_a_stack_and_tables_keep_their_codes():
 def test_an_adapter_is_added_to_the_codes_of_the_file():
     data, want = blocks("Q4_1")
     tensors, config = gguf("Q4_1", data)
-    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
+    p, raw = rpx.torch.from_quantized({**BIAS, **tensors}, config, LIKE)
     tuned = p >> rpx.LoRA(2)
     adapted = rpx.transfer(p, tuned, raw)
     base = adapted["dense"]["kernel"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
@@ -189,8 +189,8 @@ def test_an_adapter_is_added_to_the_codes_of_the_file():
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_what_was_read_is_written_bit_for_bit(kind):
     tensors, config = gguf(kind, blocks(kind)[0])
-    p, raw = rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
-    written = rpx.to_quantized(p, raw, f"gguf:{kind.lower()}")
+    p, raw = rpx.torch.from_quantized({**BIAS, **tensors}, config, LIKE)
+    written = rpx.torch.to_quantized(p, raw, f"gguf:{kind.lower()}")
     assert list(written) == ["dense.bias", "dense.weight"]
     np.testing.assert_array_equal(written["dense.weight"], tensors["dense.weight"])
     np.testing.assert_array_equal(written["dense.bias"], BIAS["dense.bias"])
@@ -200,9 +200,9 @@ def test_what_was_read_is_written_bit_for_bit(kind):
 def test_other_weights_are_rounded_and_read_back(kind):
     weights = {"layers": {"up": {"kernel": jnp.asarray(RNG.standard_normal((2, 64, 8)), jnp.float32)}}}
     names, stage = {"layers/up/kernel": "blk.{i}.up.weight"}, rpx.Stored(f"gguf:{kind.lower()}", stacked=0)
-    written = rpx.to_quantized(rpx.Chain(), weights, stage.format, names=names)
+    written = rpx.torch.to_quantized(rpx.Chain(), weights, stage.format, names=names)
     config = {"quant_method": "gguf", "types": dict.fromkeys(written, kind)}
-    p, raw = rpx.from_quantized(written, config, weights, names=names)
+    p, raw = rpx.torch.from_quantized(written, config, weights, names=names)
     got, want = effective(p, raw), effective(stage, init(stage, weights))
     np.testing.assert_array_equal(got["layers"]["up"]["kernel"], want["layers"]["up"]["kernel"])
 
@@ -213,8 +213,8 @@ def test_weights_that_learned_from_data_are_written(fit):
     p = rpx.Stored("gguf:q8_0", fit=fit)
     data = sights.seen(sights.correlated(90, 64), shape=(64, 8))
     raw = jax.jit(p.init)(weights, seen={"dense": {"kernel": data}})
-    written = rpx.to_quantized(p, raw, "gguf:q8_0")
-    read, again = rpx.from_quantized(
+    written = rpx.torch.to_quantized(p, raw, "gguf:q8_0")
+    read, again = rpx.torch.from_quantized(
         written, {"quant_method": "gguf", "types": dict.fromkeys(written, "Q8_0")}, weights
     )
     got, want = (effective(chain, held)["dense"]["kernel"] for chain, held in ((read, again), (p, raw)))
@@ -374,7 +374,7 @@ def test_damaged_files_are_told_in_a_sentence(case):
         ValueError,
         f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`.",
     ):
-        rpx.from_quantized({**BIAS, **tensors}, config, LIKE)
+        rpx.torch.from_quantized({**BIAS, **tensors}, config, LIKE)
 
 
 def test_errors():
@@ -383,16 +383,16 @@ def test_errors():
         "from_quantized: the file does not fit this model:\n  dense.weight: there is no tensor for it\n  "
         "../../secret.qweight: the model has no parameter for it\nCorrect `like`, `names` or `layouts`.",
     ):
-        rpx.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
+        rpx.torch.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
     with raises(
         ValueError,
         "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors and gguf, by config['quant_method']"
         ", but got 'fp6'. Pass `quantization_config` of the model's config.json.",
     ):
-        rpx.from_quantized({}, {"quant_method": "fp6"}, LIKE)
+        rpx.torch.from_quantized({}, {"quant_method": "fp6"}, LIKE)
     with raises(
         ValueError,
         "to_quantized takes format='gguf:q4_0', 'gguf:q4_1', 'gguf:q5_0', 'gguf:q5_1' or 'gguf:q8_0', but got "
         "'gguf:q6_k'.",
     ):
-        rpx.to_quantized(rpx.Chain(), {}, "gguf:q6_k")
+        rpx.torch.to_quantized(rpx.Chain(), {}, "gguf:q6_k")

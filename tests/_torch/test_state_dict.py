@@ -376,7 +376,7 @@ def test_the_classes_of_equinox_tell_transposed_convolutions():
     np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, module).weight, module.weight)
 
 
-@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.RandomPrune(0.5, where=".*bias")], ids=repr)
+@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPrune(0.5, where=".*bias")], ids=repr)
 @pytest.mark.parametrize(
     "module",
     [eqx.nn.Conv2d(3, 4, 2, key=jax.random.key(0)), eqx.nn.ConvTranspose1d(3, 4, 2, key=jax.random.key(0))],

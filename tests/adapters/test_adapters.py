@@ -204,7 +204,7 @@ def language_model():
     return {"embed": {"embedding": normal(10, 8, seed=2)}, "layers": layers, "norm": {"scale": ones}}
 
 
-@pytest.mark.parametrize("p", [rpx.LoRA(2), rpx.VeRA(2), rpx.Stored("nf4", block=4) >> rpx.LoRA(2)], ids=repr)
+@pytest.mark.parametrize("p", [rpx.LoRA(2), rpx.adapters.VeRA(2), rpx.Stored("nf4", block=4) >> rpx.LoRA(2)], ids=repr)
 def test_of_a_language_model_the_kernels_are_adapted_and_rounded_and_nothing_else_trains(p):
     params, p = language_model(), rpx.Freeze() >> p
     raw = init(p, params, jax.random.key(0))
@@ -266,10 +266,10 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
     "shape",
     [
         pytest.param(rpx.LowRank(2), marks=pytest.mark.thorough),
-        rpx.Kronecker((2, 2)),
-        pytest.param(rpx.LowRank(2) >> rpx.Hadamard(), marks=pytest.mark.thorough),
-        rpx.LowRank(2) >> rpx.Hadamard() >> rpx.Scale(0.5),
-        rpx.RandomPrune(0.9),
+        rpx.matrices.Kronecker((2, 2)),
+        pytest.param(rpx.LowRank(2) >> rpx.adapters.Hadamard(), marks=pytest.mark.thorough),
+        rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Scale(0.5),
+        rpx.sparse.RandomPrune(0.9),
         pytest.param(rpx.Chain(), marks=pytest.mark.thorough),
     ],
 )
@@ -296,7 +296,7 @@ def test_a_shaped_difference_starts_at_zero_and_trains(shape):
 
 
 def test_a_difference_stays_what_it_is_shaped_to():
-    p = rpx.LowRank(2) >> rpx.Hadamard() >> rpx.Delta()
+    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Delta()
     raw = init(p, model())
     node = values(raw, "@delta")["x"]["@hadamard"]
     first, second = ((np.asarray(normal(8, 2, seed=i)), np.asarray(normal(2, 6, seed=i + 1))) for i in (20, 22))
@@ -340,9 +340,9 @@ def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
 
 
 def test_vera_draws_factors_from_its_seed_and_stores_vectors_alone():
-    p = rpx.Freeze() >> rpx.VeRA(5, 0.1, seed=7)
+    p = rpx.Freeze() >> rpx.adapters.VeRA(5, 0.1, seed=7)
     params = {"x": normal(8, 6), "y": normal(8, 6, seed=1), "z": normal(4, 6, seed=2)}
-    factors = jax.jit(lambda w: (*rpx.VeRA(5, seed=7).factors(w), rpx.VeRA(5, seed=8).factors(w)[0]))
+    factors = jax.jit(lambda w: (*rpx.adapters.VeRA(5, seed=7).factors(w), rpx.adapters.VeRA(5, seed=8).factors(w)[0]))
     raw = init(p, params)
     free, _ = rpx.partition(raw)
     assert sum(x.size for x in jax.tree.leaves(free)) == 3 * (5 + 6)
@@ -413,7 +413,7 @@ def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapter
             return values["x"]
 
     class Hidden(rpx.Reparametrization):
-        raw_values = {"x": rpx.aux()}
+        raw_values = {"x": rpx.stage.aux()}
 
         def init_leaf(self, w):
             return {"x": w}
@@ -444,14 +444,14 @@ def test_each_factor_of_vera_has_a_key_of_its_own():
     @jax.jit
     def drawn(w):
         keys = [jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), i) for i in range(2)]
-        return rpx.VeRA(6, seed=3).factors(w), [jax.random.bits(key, (6, 6), jnp.uint32) for key in keys]
+        return rpx.adapters.VeRA(6, seed=3).factors(w), [jax.random.bits(key, (6, 6), jnp.uint32) for key in keys]
 
     for factor, words in zip(*drawn(np.ones((6, 6), np.float32)), strict=True):  # both have the bound 1
         np.testing.assert_allclose(factor, (np.asarray(words) >> 8) / 2**23 - 1, atol=1e-6)
 
 
 def test_factors_of_vera_depend_on_no_setting():
-    w, factors = np.asarray(normal(8, 6)), rpx.VeRA(4).factors
+    w, factors = np.asarray(normal(8, 6)), rpx.adapters.VeRA(4).factors
     want = factors(w)
     with jax.threefry_partitionable(new_val=False):
         np.testing.assert_array_equal(factors(w)[0], want[0])
@@ -529,7 +529,7 @@ ERRORS = {
         "the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ),
     "vera": (
-        lambda: rpx.VeRA(0),
+        lambda: rpx.adapters.VeRA(0),
         ValueError,
         "VeRA got rank=0, but takes at least 1.",
     ),
@@ -569,7 +569,7 @@ def on_kernel(stage, key=None, **values_of_it):
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_cayley_neumann_is_the_start_of_the_series_of_the_cayley_map(degree):
     x = 0.01 * np.asarray(normal(28, seed=4))
-    got, base, _ = on_kernel(rpx.CayleyNeumann(degree), x=jnp.asarray(x))
+    got, base, _ = on_kernel(rpx.adapters.CayleyNeumann(degree), x=jnp.asarray(x))
     skew = np.zeros((8, 8), np.float32)
     skew[np.triu_indices(8, 1)] = x
     skew -= skew.T
@@ -582,19 +582,20 @@ def test_cayley_neumann_is_the_start_of_the_series_of_the_cayley_map(degree):
 
 def test_shared_blocks_turn_all_parts_of_the_rows_alike():
     r = normal(1, 4, 4, seed=5)
-    got, base, _ = on_kernel(rpx.Rotated(2, shared=True), r=r)
+    got, base, _ = on_kernel(rpx.adapters.Rotated(2, shared=True), r=r)
     np.testing.assert_allclose(got, np.kron(np.eye(2), np.asarray(r)[0]) @ base, rtol=1e-5, atol=1e-6)
 
 
 def test_reflected_weights_are_a_product_of_reflections_the_first_one_first():
     u = np.array(normal(8, 2, seed=6))
     u[:, 1] *= 1e-3  # only directions count
-    got, base, raw = on_kernel(rpx.Reflected(2), jax.random.key(0), u=jnp.asarray(u))
+    got, base, raw = on_kernel(rpx.adapters.Reflected(2), jax.random.key(0), u=jnp.asarray(u))
     first, second = (np.eye(8) - 2 * np.outer(x, x) / (x @ x) for x in u.T)
     np.testing.assert_allclose(got, second @ first @ base, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(got.T @ got, base.T @ base, rtol=1e-4, atol=1e-5)
     zero = effective(
-        rpx.Reflected(2), {"kernel": {"@reflected": raw["kernel"]["@reflected"] | {"u": np.zeros((8, 2), np.float32)}}}
+        rpx.adapters.Reflected(2),
+        {"kernel": {"@reflected": raw["kernel"]["@reflected"] | {"u": np.zeros((8, 2), np.float32)}}},
     )
     np.testing.assert_array_equal(zero["kernel"], base)  # a vector without a direction reflects nothing
 
@@ -604,7 +605,7 @@ def test_coefficients_are_entries_of_the_matrix_or_of_its_spectrum():
     spread = np.zeros((8, 6))
     spread[tuple(np.asarray(index).T)] = 2.0 * np.asarray(x)
     for basis, want in (("entries", spread), ("fourier", np.fft.ifft2(spread).real)):
-        stage = rpx.Coefficients(3, basis, scale=2.0)
+        stage = rpx.adapters.Coefficients(3, basis, scale=2.0)
         got, base, raw = on_kernel(
             stage, jax.random.key(0), x=x, **{"@fixed": {"index": index, "w": model()["dense"]["kernel"]}}
         )
@@ -615,7 +616,7 @@ def test_coefficients_are_entries_of_the_matrix_or_of_its_spectrum():
 def test_coefficients_lie_at_different_random_places():
     params = {"kernel": normal(4, 3)}
     drawn = [
-        init(rpx.Coefficients(12), params, jax.random.key(i))["kernel"]["@coefficients"]["@fixed"]["index"]
+        init(rpx.adapters.Coefficients(12), params, jax.random.key(i))["kernel"]["@coefficients"]["@fixed"]["index"]
         for i in (0, 1)
     ]
     assert {tuple(place) for place in np.asarray(drawn[0]).tolist()} == {(i, j) for i in range(4) for j in range(3)}
@@ -624,7 +625,7 @@ def test_coefficients_lie_at_different_random_places():
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_slices_train_and_the_others_stay(axis):
-    stage = rpx.Slices((1, 3), axis=axis)
+    stage = rpx.adapters.Slices((1, 3), axis=axis)
     shape = (2, 6) if axis == 0 else (8, 2)
     got, base, raw = on_kernel(stage, x=normal(*shape, seed=8))
     want = np.array(base)
@@ -637,25 +638,37 @@ def test_slices_train_and_the_others_stay(axis):
     ("make", "error", "text"),
     [
         (
-            lambda: rpx.Reflected(3),
+            lambda: rpx.adapters.Reflected(3),
             ValueError,
             "Reflected got count=3, but takes an even number, as pairs of reflections cancel.",
         ),
-        (lambda: rpx.Slices(()), ValueError, "Slices got index=(), but takes different numbers, at least one."),
-        (lambda: rpx.Slices((2, 2)), ValueError, "Slices got index=(2, 2), but takes different numbers, at least one."),
-        (lambda: rpx.Slices((-1,)), TypeError, "Slices takes whole numbers from 0 on as index, but got (-1,)."),
         (
-            lambda: rpx.Slices((8,)).init({"w": jnp.ones((8, 2))}),
+            lambda: rpx.adapters.Slices(()),
+            ValueError,
+            "Slices got index=(), but takes different numbers, at least one.",
+        ),
+        (
+            lambda: rpx.adapters.Slices((2, 2)),
+            ValueError,
+            "Slices got index=(2, 2), but takes different numbers, at least one.",
+        ),
+        (
+            lambda: rpx.adapters.Slices((-1,)),
+            TypeError,
+            "Slices takes whole numbers from 0 on as index, but got (-1,).",
+        ),
+        (
+            lambda: rpx.adapters.Slices((8,)).init({"w": jnp.ones((8, 2))}),
             ValueError,
             "Slices((8,)).init at 'w': expected slices below 8, the size of axis 0, got 8. Correct `index`.",
         ),
         (
-            lambda: rpx.Coefficients(9).init({"w": jnp.ones((4, 2))}, jax.random.key(0)),
+            lambda: rpx.adapters.Coefficients(9).init({"w": jnp.ones((4, 2))}, jax.random.key(0)),
             ValueError,
             "Coefficients(9).init at 'w': expected at least 9 entries, got shape (4, 2). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Blocks((3, 1)).init({"w": jnp.ones((4, 2))}),
+            lambda: rpx.matrices.Blocks((3, 1)).init({"w": jnp.ones((4, 2))}),
             ValueError,
             "Blocks((3, 1)).init at 'w': expected matrices of 3 times 1 equal blocks, got shape (4, 2). Leave it out "
             "with `where`.",

@@ -38,30 +38,33 @@ SEEN = {
     ],
 )
 def test_ranks_are_those_of_the_directions_that_explain_most(rho, ranks):
-    assert rpx.eva_ranks(SEEN, 3, rho) == ranks
+    assert rpx.adapters.eva_ranks(SEEN, 3, rho) == ranks
 
 
 def test_an_array_whose_directions_explain_too_little_has_none():
     seen = {"one": seen_of([1, 0, 0, 0]), "flat": seen_of(np.ones(40))}
-    assert rpx.eva_ranks(seen, 1, 3.0) == {"one": 1, "flat": 1}
+    assert rpx.adapters.eva_ranks(seen, 1, 3.0) == {"one": 1, "flat": 1}
     seen = {"one": seen_of([0.5, 0.5, 0, 0]), "flat": seen_of(np.ones(40))}
-    assert rpx.eva_ranks(seen, 1, 3.0) == {"one": 2, "flat": 0}
+    assert rpx.adapters.eva_ranks(seen, 1, 3.0) == {"one": 2, "flat": 0}
 
 
 def test_arrays_that_are_no_one_matrix_are_left_out():
     others = {"layers": seen_of([1, 1], batch=3), "table": seen_of([1, 1], ndim=2), "bias": Seen()}
-    assert rpx.eva_ranks(others | {"w": seen_of([2, 1, 1])}, 2) == {"w": 2}
+    assert rpx.adapters.eva_ranks(others | {"w": seen_of([2, 1, 1])}, 2) == {"w": 2}
 
 
 def test_nothing_seen_explains_nothing():
-    assert rpx.eva_ranks({"zero": seen_of(np.zeros(4)), "w": seen_of([3, 2, 1])}, 1, 2.0) == {"zero": 0, "w": 2}
+    assert rpx.adapters.eva_ranks({"zero": seen_of(np.zeros(4)), "w": seen_of([3, 2, 1])}, 1, 2.0) == {
+        "zero": 0,
+        "w": 2,
+    }
 
 
 ERRORS = {
-    "rank": (lambda: rpx.eva_ranks(SEEN, 0), "eva_ranks got rank=0, but takes at least 1."),
-    "rho": (lambda: rpx.eva_ranks(SEEN, 2, 0.5), "eva_ranks got rho=0.5, but takes at least 1."),
+    "rank": (lambda: rpx.adapters.eva_ranks(SEEN, 0), "eva_ranks got rank=0, but takes at least 1."),
+    "rho": (lambda: rpx.adapters.eva_ranks(SEEN, 2, 0.5), "eva_ranks got rho=0.5, but takes at least 1."),
     "nothing": (
-        lambda: rpx.eva_ranks({"b": Seen()}, 2),
+        lambda: rpx.adapters.eva_ranks({"b": Seen()}, 2),
         "eva_ranks found no array that products read as one matrix, with full moments. Pass the result of "
         "`rpx.inputs(loss)(params, batch)`.",
     ),
@@ -77,7 +80,7 @@ def test_errors(case):
 
 def test_the_ranks_make_a_chain():
     params = {name: jnp.asarray(np.random.default_rng(1).standard_normal((6, 4)), jnp.float32) for name in SEEN}
-    p = rpx.Chain(tuple(rpx.LoRA(n, start="eva", where=path) for path, n in rpx.eva_ranks(SEEN, 3).items()))
+    p = rpx.Chain(tuple(rpx.LoRA(n, start="eva", where=path) for path, n in rpx.adapters.eva_ranks(SEEN, 3).items()))
     raw = jax.jit(p.init)(params, seen=SEEN)
     ranks = {name: node["@lora"]["a"].shape[1] for name, node in raw.items()}
     assert ranks == {"flat": 6, "steep": 1, "two": 2}

@@ -117,7 +117,7 @@ CASES = {
     "dense": Case(dense, DENSE, normal(5, seed=2)),
     "dense, a spread for each": Case(dense, DENSE, normal(5, seed=2), EACH),
     "dense, a spread for each column": Case(dense, DENSE, normal(5, seed=2), rpx.Gaussian(0.3, axis=-1)),
-    "dense, pruned": Case(dense, DENSE, normal(5, seed=2), rpx.VariationalDropout(0.3)),
+    "dense, pruned": Case(dense, DENSE, normal(5, seed=2), rpx.noise.VariationalDropout(0.3)),
     "dense, relative": Case(dense, DENSE, normal(5, seed=2), rpx.VarNoise(0.3, relative="std", axis=-1)),
     "two noises": Case(dense, DENSE, normal(5, seed=2), EACH >> rpx.VarNoise(0.2)),
     "pruned later": Case(dense, DENSE, normal(5, seed=2), NOISE >> rpx.MagnitudePrune(0.3)),
@@ -428,7 +428,7 @@ def test_one_draw_for_all(name):
     assert any(each.reason.startswith(reader) for each in report.weights)
 
 
-@pytest.mark.parametrize("p", [rpx.WeightDropout(0.3), rpx.HardConcrete(0.3)])
+@pytest.mark.parametrize("p", [rpx.WeightDropout(0.3), rpx.noise.HardConcrete(0.3)])
 def test_what_is_not_gaussian_is_as_it_was(p):
     raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)
 

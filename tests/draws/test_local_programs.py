@@ -16,7 +16,7 @@ NOISES = [
     lambda: rpx.VarNoise(0.4, rank=1),
     lambda: rpx.Gaussian(0.4),
     lambda: rpx.Gaussian(0.4, axis=-1),
-    lambda: rpx.VariationalDropout(0.4),
+    lambda: rpx.noise.VariationalDropout(0.4),
     lambda: rpx.WeightDropout(0.3),
 ]
 OTHERS = [

@@ -301,7 +301,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
     seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)
-    paths, found, _ = named(seen, lambda x: isinstance(x, rpx.Seen))
+    paths, found, _ = named(seen, lambda x: isinstance(x, rpx.seen.Seen))
     arrays = _by_path(case.params)
     entries = {path: entry for path, entry in zip(map(path_text, paths), found, strict=True) if path in arrays}
     first = [path for path, x in arrays.items() if x.shape in ((3, 4), (4, 3))]

@@ -62,18 +62,20 @@ def nearest(stage, w):
 def test_a_positive_definite_matrix_is_the_product_of_its_cholesky_factors():
     x = normal(6)
     factor = lower(x, softplus)
-    np.testing.assert_allclose(in_double(rpx.PositiveDefinite(), {"x": x}), factor @ factor.T, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        in_double(rpx.matrices.PositiveDefinite(), {"x": x}), factor @ factor.T, rtol=0, atol=1e-14
+    )
 
 
 def test_a_positive_definite_matrix_is_the_exponential_of_a_symmetric_one():
     x = normal(6)
     expected = scipy.linalg.expm(symmetric(x))
-    np.testing.assert_allclose(in_double(rpx.PositiveDefinite("expm"), {"x": x}), expected, rtol=1e-13)
+    np.testing.assert_allclose(in_double(rpx.matrices.PositiveDefinite("expm"), {"x": x}), expected, rtol=1e-13)
 
 
 def test_a_positive_semidefinite_matrix_is_a_product_with_the_adjoint():
     x = normal(2, 4, 2) + 1j * normal(2, 4, 2, seed=1)
-    got = in_double(rpx.PositiveSemidefinite(2, stacked=0), {"x": x})
+    got = in_double(rpx.matrices.PositiveSemidefinite(2, stacked=0), {"x": x})
     np.testing.assert_allclose(got, x @ x.conj().swapaxes(1, 2), rtol=0, atol=1e-14)
 
 
@@ -83,7 +85,9 @@ def test_a_stable_matrix_is_that_of_duan_and_patton():
     skew[np.tril_indices(3, -1)] = s
     left, right = (lower(x, softplus) @ lower(x, softplus).T for x in (p, q))
     expected = left @ (skew - skew.T - right / 2) - 0.3 * np.eye(3)
-    np.testing.assert_allclose(in_double(rpx.Hurwitz(0.3), {"p": p, "q": q, "s": s}), expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        in_double(rpx.matrices.Hurwitz(0.3), {"p": p, "q": q, "s": s}), expected, rtol=0, atol=1e-13
+    )
 
 
 # ---- init
@@ -93,25 +97,25 @@ def test_a_stable_matrix_is_that_of_duan_and_patton():
 @pytest.mark.parametrize(
     ("stage", "w"),
     [
-        pytest.param(rpx.PositiveDefinite(), wishart(4), id="cholesky"),
+        pytest.param(rpx.matrices.PositiveDefinite(), wishart(4), id="cholesky"),
         pytest.param(
-            rpx.PositiveDefinite(stacked=0),
+            rpx.matrices.PositiveDefinite(stacked=0),
             np.stack([wishart(2), 1e-20 * wishart(2), 1e20 * wishart(2)]),
             id="sizes",
         ),
-        pytest.param(rpx.PositiveDefinite("expm"), wishart(4), id="expm"),
-        pytest.param(rpx.PositiveDefinite("expm"), np.eye(3), id="expm, equal eigenvalues"),
-        pytest.param(rpx.PositiveSemidefinite(), np.ones((3, 3)), id="semidefinite"),
-        pytest.param(rpx.PositiveSemidefinite(1), np.array([[1, 1j], [-1j, 1]]), id="Hermitian"),
-        pytest.param(rpx.Hurwitz(), stable(4, 0.5), id="stable"),
+        pytest.param(rpx.matrices.PositiveDefinite("expm"), wishart(4), id="expm"),
+        pytest.param(rpx.matrices.PositiveDefinite("expm"), np.eye(3), id="expm, equal eigenvalues"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(), np.ones((3, 3)), id="semidefinite"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(1), np.array([[1, 1j], [-1j, 1]]), id="Hermitian"),
+        pytest.param(rpx.matrices.Hurwitz(), stable(4, 0.5), id="stable"),
         pytest.param(
-            rpx.Hurwitz(0.5, stacked=0),
+            rpx.matrices.Hurwitz(0.5, stacked=0),
             np.stack([stable(3, 0.6), 1e9 * stable(3, 0.1, seed=1)]),
             id="stable, batch",
         ),
-        pytest.param(rpx.Hurwitz(), 1e-200 * stable(3, 0.6), id="stable, small"),
-        pytest.param(rpx.Hurwitz(), np.array([[-1.0, 100.0], [0.0, -1.0]]), id="stable, far from normal"),
-        pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, -1e-2]]), id="hardly damped"),
+        pytest.param(rpx.matrices.Hurwitz(), 1e-200 * stable(3, 0.6), id="stable, small"),
+        pytest.param(rpx.matrices.Hurwitz(), np.array([[-1.0, 100.0], [0.0, -1.0]]), id="stable, far from normal"),
+        pytest.param(rpx.matrices.Hurwitz(), np.array([[0.0, 1.0], [-1.0, -1e-2]]), id="hardly damped"),
     ],
 )
 def test_init_is_exact_on_the_image(stage, w):
@@ -126,7 +130,8 @@ def test_the_raw_numbers_are_those_of_the_cholesky_factor_and_the_logarithm():
     factor, logarithm = np.linalg.cholesky(w), scipy.linalg.logm(w)
     with jax.enable_x64():
         x, y = (
-            init(rpx.PositiveDefinite(map), {"w": w})["w"]["@positive_definite"]["x"] for map in ("cholesky", "expm")
+            init(rpx.matrices.PositiveDefinite(map), {"w": w})["w"]["@positive_definite"]["x"]
+            for map in ("cholesky", "expm")
         )
     np.testing.assert_allclose(lower(np.asarray(x), softplus), factor, rtol=0, atol=1e-13)
     np.testing.assert_allclose(symmetric(np.asarray(y)), logarithm, rtol=0, atol=1e-13)
@@ -137,7 +142,7 @@ def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
     q = np.linalg.norm(w, np.inf) * np.eye(4)
     expected = np.linalg.inv(scipy.linalg.solve_continuous_lyapunov(w.T, -q))
     with jax.enable_x64():
-        p = init(rpx.Hurwitz(), {"w": w})["w"]["@hurwitz"]["p"]
+        p = init(rpx.matrices.Hurwitz(), {"w": w})["w"]["@hurwitz"]["p"]
     factor = lower(np.asarray(p), softplus)
     np.testing.assert_allclose(factor @ factor.T, expected, rtol=1e-10)
 
@@ -146,7 +151,7 @@ def test_init_of_a_stable_matrix_solves_the_lyapunov_equation():
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 4)), 16])
 def test_the_exponential_is_exact_in_single_precision_too(n, size):
-    p, rng = rpx.PositiveDefinite("expm"), np.random.default_rng(n)
+    p, rng = rpx.matrices.PositiveDefinite("expm"), np.random.default_rng(n)
     vectors = np.linalg.qr(rng.standard_normal((n, n)))[0]
     for values in (np.logspace(-3, 0, n), np.r_[np.full(n - 1, 3e-6), 1.0]):
         w = jnp.asarray(size * (vectors * values) @ vectors.T, jnp.float32)
@@ -161,7 +166,7 @@ def test_the_exponential_is_exact_in_single_precision_too(n, size):
 
 
 def test_the_exponential_has_the_gradient_of_scipy():
-    p, x, direction, dw = rpx.PositiveDefinite("expm"), normal(6), normal(6, seed=1), normal(3, 3, seed=2)
+    p, x, direction, dw = rpx.matrices.PositiveDefinite("expm"), normal(6), normal(6, seed=1), normal(3, 3, seed=2)
     with jax.enable_x64():
         slope = pulled(p, {"w": {"@positive_definite": {"x": jnp.asarray(x)}}}, jnp.asarray(dw))["@positive_definite"][
             "x"
@@ -174,7 +179,7 @@ def test_the_exponential_has_the_gradient_of_scipy():
 def test_an_indefinite_matrix_starts_at_its_positive_part(map):
     w = normal(4, 4)
     values, vectors = np.linalg.eigh((w + w.T) / 2)
-    got = nearest(rpx.PositiveDefinite(map), w)
+    got = nearest(rpx.matrices.PositiveDefinite(map), w)
     np.testing.assert_allclose(got, (vectors * np.maximum(values, 0)) @ vectors.T, rtol=0, atol=1e-13)
     assert np.linalg.eigvalsh(got).min() > 0
 
@@ -183,12 +188,12 @@ def test_the_nearest_semidefinite_matrix_is_that_of_higham():
     w = normal(4, 4)
     values, vectors = np.linalg.eigh((w + w.T) / 2)
     values[:-1] = 0
-    got = nearest(rpx.PositiveSemidefinite(1), w)
+    got = nearest(rpx.matrices.PositiveSemidefinite(1), w)
     np.testing.assert_allclose(got, (vectors * values) @ vectors.T, rtol=0, atol=1e-14)
 
 
 def test_columns_of_eigenvalue_zero_train():
-    p = rpx.PositiveSemidefinite()
+    p = rpx.matrices.PositiveSemidefinite()
     raw = p.init({"w": np.ones((3, 3), np.float32)})
     slopes = pulled(p, raw, np.diag(np.float32([1, 2, 3])))
     assert np.abs(np.asarray(slopes["@positive_semidefinite"]["x"])).max(axis=0).min() > 1e-4
@@ -205,24 +210,31 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
             "the array out with `where`, or pass outside='project' to start there anyway. The array is one of those "
             "along stacked=0.",
         ):
-            rpx.PositiveSemidefinite(stacked=0).init(params)
-        p = rpx.PositiveSemidefinite(outside="project", stacked=0)
+            rpx.matrices.PositiveSemidefinite(stacked=0).init(params)
+        p = rpx.matrices.PositiveSemidefinite(outside="project", stacked=0)
         np.testing.assert_allclose(fold(p, init(p, params))["w"], [np.eye(3), np.zeros((3, 3))], atol=1e-6)
 
 
 def test_an_unstable_matrix_is_shifted_inside():
     w = stable(3, -1.0)
-    got = nearest(rpx.Hurwitz(0.5), w)
+    got = nearest(rpx.matrices.Hurwitz(0.5), w)
     shift = np.diag(w - got).mean()
     np.testing.assert_allclose(got, w - shift * np.eye(3), rtol=0, atol=1e-12)
     assert np.linalg.eigvals(got).real.max() == pytest.approx(-0.5 - 0.01 * (np.linalg.norm(w, np.inf) + 0.5))
 
 
 @pytest.mark.parametrize(
-    "stage", [rpx.PositiveDefinite(), rpx.PositiveDefinite("expm"), rpx.PositiveSemidefinite(), rpx.Hurwitz()], ids=repr
+    "stage",
+    [
+        rpx.matrices.PositiveDefinite(),
+        rpx.matrices.PositiveDefinite("expm"),
+        rpx.matrices.PositiveSemidefinite(),
+        rpx.matrices.Hurwitz(),
+    ],
+    ids=repr,
 )
 def test_half_precision_is_computed_in_float32(stage):
-    w = -wishart(3) if stage == rpx.Hurwitz() else wishart(3)
+    w = -wishart(3) if stage == rpx.matrices.Hurwitz() else wishart(3)
     got = projected(stage, jnp.asarray(w, jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.03 * np.abs(w).max())
@@ -230,17 +242,17 @@ def test_half_precision_is_computed_in_float32(stage):
 
 @pytest.mark.parametrize("law", mostly_thorough((right_inverse, types_kept, plain_trees), right_inverse, types_kept))
 def test_the_laws_hold_for_exponentials_which_are_no_case_of_their_own(law, key):
-    check_laws(rpx.PositiveDefinite("expm"), {"w": np.float32(wishart(2))}, key, laws=(law,))
+    check_laws(rpx.matrices.PositiveDefinite("expm"), {"w": np.float32(wishart(2))}, key, laws=(law,))
 
 
 # ---- membership
 
 
 FAMILY = (
-    rpx.PositiveDefinite(where="cholesky")
-    >> rpx.PositiveDefinite("expm", where="expm")
-    >> rpx.PositiveSemidefinite(2, where="semidefinite")
-    >> rpx.Hurwitz(0.1, where="stable")
+    rpx.matrices.PositiveDefinite(where="cholesky")
+    >> rpx.matrices.PositiveDefinite("expm", where="expm")
+    >> rpx.matrices.PositiveSemidefinite(2, where="semidefinite")
+    >> rpx.matrices.Hurwitz(0.1, where="stable")
 )
 
 
@@ -261,19 +273,19 @@ def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
 @pytest.mark.parametrize(
     ("stage", "w", "member"),
     [
-        pytest.param(rpx.PositiveDefinite(), np.diag([1.0, 1e-3]), True, id="definite"),
-        pytest.param(rpx.PositiveDefinite(), np.ones((2, 2)), False, id="singular"),
-        pytest.param(rpx.PositiveDefinite(), np.zeros((2, 2)), False, id="zero"),
-        pytest.param(rpx.PositiveDefinite(), np.diag([1.0, -1e-3]), False, id="indefinite"),
-        pytest.param(rpx.PositiveDefinite(), np.array([[2.0, 1.0], [0.9, 2.0]]), False, id="not symmetric"),
-        pytest.param(rpx.PositiveSemidefinite(), np.ones((2, 2)), True, id="semidefinite"),
-        pytest.param(rpx.PositiveSemidefinite(), np.zeros((2, 2)), True, id="zero, semidefinite"),
-        pytest.param(rpx.PositiveSemidefinite(1), np.eye(2), False, id="rank too high"),
-        pytest.param(rpx.PositiveSemidefinite(), np.diag([1.0, -1e-3]), False, id="negative eigenvalue"),
-        pytest.param(rpx.Hurwitz(), np.array([[-1.0, 9.0], [0.0, -1.0]]), True, id="stable"),
-        pytest.param(rpx.Hurwitz(1.5), np.array([[-1.0, 9.0], [0.0, -1.0]]), False, id="too slow"),
-        pytest.param(rpx.Hurwitz(), np.array([[0.0, 1.0], [-1.0, 0.0]]), False, id="undamped"),
-        pytest.param(rpx.Hurwitz(), np.zeros((2, 2)), False, id="zero, not stable"),
+        pytest.param(rpx.matrices.PositiveDefinite(), np.diag([1.0, 1e-3]), True, id="definite"),
+        pytest.param(rpx.matrices.PositiveDefinite(), np.ones((2, 2)), False, id="singular"),
+        pytest.param(rpx.matrices.PositiveDefinite(), np.zeros((2, 2)), False, id="zero"),
+        pytest.param(rpx.matrices.PositiveDefinite(), np.diag([1.0, -1e-3]), False, id="indefinite"),
+        pytest.param(rpx.matrices.PositiveDefinite(), np.array([[2.0, 1.0], [0.9, 2.0]]), False, id="not symmetric"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(), np.ones((2, 2)), True, id="semidefinite"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(), np.zeros((2, 2)), True, id="zero, semidefinite"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(1), np.eye(2), False, id="rank too high"),
+        pytest.param(rpx.matrices.PositiveSemidefinite(), np.diag([1.0, -1e-3]), False, id="negative eigenvalue"),
+        pytest.param(rpx.matrices.Hurwitz(), np.array([[-1.0, 9.0], [0.0, -1.0]]), True, id="stable"),
+        pytest.param(rpx.matrices.Hurwitz(1.5), np.array([[-1.0, 9.0], [0.0, -1.0]]), False, id="too slow"),
+        pytest.param(rpx.matrices.Hurwitz(), np.array([[0.0, 1.0], [-1.0, 0.0]]), False, id="undamped"),
+        pytest.param(rpx.matrices.Hurwitz(), np.zeros((2, 2)), False, id="zero, not stable"),
     ],
 )
 def test_contains_tells_the_image_from_other_matrices(stage, w, member):
@@ -282,7 +294,7 @@ def test_contains_tells_the_image_from_other_matrices(stage, w, member):
 
 @pytest.mark.parametrize("map", ["cholesky", "expm"])
 def test_an_effective_matrix_that_rounding_makes_singular_is_contained_by_tolerance(map):
-    p = rpx.PositiveDefinite(map)
+    p = rpx.matrices.PositiveDefinite(map)
     w = read(p, {"w": {"@positive_definite": {"x": np.float32([0, 0, -60])}}})
     nearly = jax.jit(lambda w: p.contains(w, tolerance=1e-3))
     assert not contained(p, w)
@@ -293,13 +305,13 @@ def test_an_effective_matrix_that_rounding_makes_singular_is_contained_by_tolera
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("map", ["cholesky", "expm"])
 def test_which_matrices_are_definite_depends_on_no_map(map, size):
-    assert contained(rpx.PositiveDefinite(map), np.float32(size * wishart(4)))
+    assert contained(rpx.matrices.PositiveDefinite(map), np.float32(size * wishart(4)))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-8, 1.0, 1e8, 1e30])
 def test_the_projection_of_any_matrix_is_stable(size, rate):
-    p, w = rpx.Hurwitz(rate), np.float32(size * normal(4, 4))
+    p, w = rpx.matrices.Hurwitz(rate), np.float32(size * normal(4, 4))
     once = np.asarray(projected(p, w))
     assert contained(p, once)
     np.testing.assert_allclose(projected(p, once), once, rtol=0, atol=1e-5 * np.abs(once).max())
@@ -308,11 +320,11 @@ def test_the_projection_of_any_matrix_is_stable(size, rate):
 
 def test_contains_takes_a_tolerance_for_the_edge_of_stability():
     undamped = np.float32([[0, 1], [-1, 0]])
-    assert jax.jit(lambda w: rpx.Hurwitz().contains(w, tolerance=1e-3))(undamped)
+    assert jax.jit(lambda w: rpx.matrices.Hurwitz().contains(w, tolerance=1e-3))(undamped)
 
 
 def test_samples_are_wishart_matrices_of_mean_one(key):
-    stage, count = rpx.PositiveDefinite(), 1000
+    stage, count = rpx.matrices.PositiveDefinite(), 1000
     w = np.asarray(jax.jit(jax.vmap(lambda k: stage.sample(k, (3, 3))))(jax.random.split(key, count)), np.float64)
     # With 3 degrees of freedom, an entry has variance 1/3, 2/3 on the diagonal.
     assert (np.abs(w.mean(0) - np.eye(3)) < 5 * np.sqrt(2 / 3 / count)).all()
@@ -326,56 +338,56 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
     ("build", "error", "text"),
     [
         (
-            lambda: rpx.PositiveDefinite("svd"),
+            lambda: rpx.matrices.PositiveDefinite("svd"),
             ValueError,
             "PositiveDefinite takes map='cholesky' or 'expm', but got 'svd'.",
         ),
         (
-            lambda: rpx.PositiveDefinite().init({"w": np.ones((3, 2), np.float32)}),
+            lambda: rpx.matrices.PositiveDefinite().init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "PositiveDefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.PositiveDefinite(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
+            lambda: rpx.matrices.PositiveDefinite(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
             ValueError,
             "PositiveDefinite(outside='refuse').init at 'w': expected a point of the image, got one outside. "
             "Start from `stage.project(w)`, or pass outside='project'.",
         ),
         (
-            lambda: rpx.PositiveSemidefinite(4).init({"w": np.ones((3, 3), np.float32)}),
+            lambda: rpx.matrices.PositiveSemidefinite(4).init({"w": np.ones((3, 3), np.float32)}),
             ValueError,
             "PositiveSemidefinite(rank=4).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 4. Narrow the "
             "stage with `where`, or change `rank`.",
         ),
         (
-            lambda: rpx.PositiveSemidefinite(0).init({"w": np.ones((3, 3), np.float32)}),
+            lambda: rpx.matrices.PositiveSemidefinite(0).init({"w": np.ones((3, 3), np.float32)}),
             ValueError,
             "PositiveSemidefinite(rank=0).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 0. Narrow the "
             "stage with `where`, or change `rank`.",
         ),
         (
-            lambda: rpx.PositiveSemidefinite().init({"w": np.ones((3, 2), np.float32)}),
+            lambda: rpx.matrices.PositiveSemidefinite().init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "PositiveSemidefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with "
             "`where`.",
         ),
         (
-            lambda: rpx.PositiveSemidefinite(1.5),
+            lambda: rpx.matrices.PositiveSemidefinite(1.5),
             TypeError,
             "PositiveSemidefinite takes an integer as rank, but got 1.5.",
         ),
         (
-            lambda: rpx.Hurwitz(-1.0),
+            lambda: rpx.matrices.Hurwitz(-1.0),
             ValueError,
             "Hurwitz got margin=-1.0, but takes a finite margin that is not negative.",
         ),
         (
-            lambda: rpx.Hurwitz().init({"w": np.ones((3, 2), np.float32)}),
+            lambda: rpx.matrices.Hurwitz().init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "Hurwitz().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Hurwitz(outside="refuse").init({"w": np.eye(2, dtype=np.float32)}),
+            lambda: rpx.matrices.Hurwitz(outside="refuse").init({"w": np.eye(2, dtype=np.float32)}),
             ValueError,
             "Hurwitz(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
             "`stage.project(w)`, or pass outside='project'.",

@@ -128,7 +128,7 @@ def test_low_rank_trains_a_layer_that_starts_at_zero():
 
 
 @pytest.mark.parametrize("dtype", mostly_thorough([np.float32, np.complex64], np.float32))
-@pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.Kronecker((2, 2))], ids=repr)
+@pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.matrices.Kronecker((2, 2))], ids=repr)
 def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
     # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.
     target = (np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3)).astype(dtype)
@@ -170,7 +170,7 @@ def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("p", [rpx.LowRank(5), rpx.FixedRank(5)], ids=repr)
+@pytest.mark.parametrize("p", [rpx.LowRank(5), rpx.matrices.FixedRank(5)], ids=repr)
 def test_a_rank_above_that_of_the_matrix_is_refused(p):
     text = (
         f"{p!r}.init at 'w': expected 1 <= rank <= min(6, 4) = 4, got rank 5. Narrow the stage with `where`, or change "
@@ -196,15 +196,15 @@ def test_low_rank_refuses_a_vector():
 
 def test_blocks_are_the_parts_of_a_matrix():
     w = np.arange(24.0, dtype=np.float32).reshape(4, 6)
-    raw = init(rpx.Blocks((2, 3)), {"w": w})
+    raw = init(rpx.matrices.Blocks((2, 3)), {"w": w})
     x = np.asarray(raw["w"]["@blocks"]["x"])
     assert x.shape == (2, 3, 2, 2)
     np.testing.assert_array_equal(np.block([[x[i, j] for j in range(3)] for i in range(2)]), w)
-    np.testing.assert_array_equal(read(rpx.Blocks((2, 3)), raw), w)
+    np.testing.assert_array_equal(read(rpx.matrices.Blocks((2, 3)), raw), w)
 
 
 def test_earlier_stages_shape_each_block():
-    p = rpx.LowRank(1, stacked=(0, 1)) >> rpx.Blocks((2, 2))
+    p = rpx.LowRank(1, stacked=(0, 1)) >> rpx.matrices.Blocks((2, 2))
     w = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
     got = reproduced(p, w)
     for rows in (slice(0, 2), slice(2, 4)):

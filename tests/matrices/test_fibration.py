@@ -23,7 +23,7 @@ def completed(w):
     return q.at[:, -1].multiply(jnp.linalg.det(q))
 
 
-STIEFEL = rpx.SpecialOrthogonal("expm") >> rpx.Fibration(first_columns, completed)
+STIEFEL = rpx.matrices.SpecialOrthogonal("expm") >> rpx.matrices.Fibration(first_columns, completed)
 
 
 def normal(*shape, seed=0):
@@ -54,8 +54,8 @@ def test_a_whole_chain_may_act_in_the_total_space():
     p = (
         rpx.VarNoise(0.1)
         >> rpx.WeightNorm(axis=None, where="w")
-        >> rpx.Symmetric()
-        >> rpx.Fibration(jnp.diagonal, jnp.diag)
+        >> rpx.matrices.Symmetric()
+        >> rpx.matrices.Fibration(jnp.diagonal, jnp.diag)
     )
     w = np.float32([1, 2])
     raw = init(p, {"w": w})
@@ -64,7 +64,7 @@ def test_a_whole_chain_may_act_in_the_total_space():
 
 
 def test_functions_of_jax_have_a_form_in_json():
-    p = rpx.Fibration(jnp.diagonal, jnp.diag)
+    p = rpx.matrices.Fibration(jnp.diagonal, jnp.diag)
     assert repr(p) == "Fibration(jnp.diagonal, jnp.diag)"
     assert rpx.from_json(p.to_json()) == p
 
@@ -76,7 +76,7 @@ def test_an_embedding_that_is_no_right_inverse_is_refused_where_shapes_say_so():
         "model's array, but returns float32[2]. Cast or reshape in apply_leaf, or set `changes_type = True` in "
         "the class.",
     ):
-        rpx.Fibration(jnp.diagonal, jnp.transpose).init({"w": jnp.ones((3, 2))})
+        rpx.matrices.Fibration(jnp.diagonal, jnp.transpose).init({"w": jnp.ones((3, 2))})
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_an_embedding_that_is_no_right_inverse_is_refused_where_shapes_say_so():
 )
 def test_what_is_no_function_is_refused(arguments, text):
     with raises(TypeError, text):
-        rpx.Fibration(*arguments)
+        rpx.matrices.Fibration(*arguments)

@@ -88,7 +88,7 @@ def test_wide_matrices_and_batches_are_the_transposed_ones_one_by_one(map):
 def test_grassmann_counts_what_lies_across_the_base_alone(map):
     base, x = orthogonal(5, 2), normal(5, 2, seed=1)
     with jax.enable_x64():
-        got = read(rpx.Grassmann(map), marked(base, x, "@grassmann"))
+        got = read(rpx.matrices.Grassmann(map), marked(base, x, "@grassmann"))
     np.testing.assert_allclose(got, DENSE[map](base, x - base @ base.T @ x), rtol=0, atol=1e-14)
 
 
@@ -141,7 +141,7 @@ def test_the_nearest_rotation_is_that_of_kabsch():
     left, _, right = np.linalg.svd(w)
     expected = left @ np.diag([1, 1, np.linalg.det(left @ right)]) @ right
     with jax.enable_x64():
-        got = projected(rpx.SpecialOrthogonal(), jnp.asarray(w))
+        got = projected(rpx.matrices.SpecialOrthogonal(), jnp.asarray(w))
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
     assert np.linalg.det(got) == pytest.approx(1)
 
@@ -181,7 +181,7 @@ def sizes(jaxpr):
 
 @pytest.mark.parametrize("map", DENSE)
 def test_a_tall_matrix_needs_no_square_array(map):
-    p, w = rpx.Stiefel(map), jax.ShapeDtypeStruct((30000, 50), jnp.float32)
+    p, w = rpx.matrices.Stiefel(map), jax.ShapeDtypeStruct((30000, 50), jnp.float32)
     raw = jax.eval_shape(p.init, {"w": w})
     programs = [
         jax.make_jaxpr(p.init)({"w": w}),
@@ -204,7 +204,7 @@ def test_rebase_moves_the_base_to_the_current_point_and_keeps_it(map):
 
 
 def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
-    p = rpx.FixedRank(2)
+    p = rpx.matrices.FixedRank(2)
     raw = init(p, {"w": normal(4, 3, dtype=np.float32)})
     free, fixed = rpx.partition(raw)
     raw = rpx.combine(jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), free), fixed)
@@ -252,10 +252,10 @@ FAMILY = {
     "tall": rpx.Orthogonal(where="tall"),
     "wide": rpx.Orthogonal("expm", where="wide"),
     "batch": rpx.Orthogonal("householder", stacked=0, where="batch"),
-    "rotation": rpx.SpecialOrthogonal("householder", where="rotation"),
-    "frame": rpx.Stiefel(where="frame"),
-    "subspace": rpx.Grassmann("cayley", where="subspace"),
-    "almost": rpx.AlmostOrthogonal(0.2, where="almost"),
+    "rotation": rpx.matrices.SpecialOrthogonal("householder", where="rotation"),
+    "frame": rpx.matrices.Stiefel(where="frame"),
+    "subspace": rpx.matrices.Grassmann("cayley", where="subspace"),
+    "almost": rpx.matrices.AlmostOrthogonal(0.2, where="almost"),
 }
 SHAPES = {
     "tall": (5, 2),
@@ -293,10 +293,10 @@ def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay(names)
         pytest.param(rpx.Orthogonal(), orthogonal(2, 4), True, id="orthonormal rows"),
         pytest.param(rpx.Orthogonal(), 1.01 * orthogonal(4, 2), False, id="another length"),
         pytest.param(rpx.Orthogonal(), np.zeros((2, 2)), False, id="zero"),
-        pytest.param(rpx.SpecialOrthogonal(), np.eye(3), True, id="rotation"),
-        pytest.param(rpx.SpecialOrthogonal(), -np.eye(3), False, id="reflection"),
-        pytest.param(rpx.AlmostOrthogonal(0.1), np.diag([1.1, 0.9]), True, id="almost orthogonal"),
-        pytest.param(rpx.AlmostOrthogonal(0.1), np.diag([1.11, 0.9]), False, id="not so"),
+        pytest.param(rpx.matrices.SpecialOrthogonal(), np.eye(3), True, id="rotation"),
+        pytest.param(rpx.matrices.SpecialOrthogonal(), -np.eye(3), False, id="reflection"),
+        pytest.param(rpx.matrices.AlmostOrthogonal(0.1), np.diag([1.1, 0.9]), True, id="almost orthogonal"),
+        pytest.param(rpx.matrices.AlmostOrthogonal(0.1), np.diag([1.11, 0.9]), False, id="not so"),
     ],
 )
 def test_contains_tells_the_image_from_other_matrices(stage, w, member):
@@ -304,7 +304,7 @@ def test_contains_tells_the_image_from_other_matrices(stage, w, member):
 
 
 def test_samples_of_rotations_are_uniform(key):
-    stage, count = rpx.SpecialOrthogonal(), 2000
+    stage, count = rpx.matrices.SpecialOrthogonal(), 2000
     q = np.asarray(jax.jit(jax.vmap(lambda k: stage.sample(k, (3, 3))))(jax.random.split(key, count)), np.float64)
     np.testing.assert_allclose(np.linalg.det(q), 1, rtol=1e-5)
     # Each entry has mean 0 and variance 1/3; the trace has mean 0 and variance 1; all are bounded by 3.
@@ -330,7 +330,9 @@ def ascended(p, raw, a):
     return trace(jax.lax.fori_loop(0, 500, step, raw))
 
 
-@pytest.mark.parametrize("stage", mostly_thorough([rpx.Grassmann("expm"), rpx.Stiefel()], rpx.Stiefel()), ids=repr)
+@pytest.mark.parametrize(
+    "stage", mostly_thorough([rpx.matrices.Grassmann("expm"), rpx.matrices.Stiefel()], rpx.matrices.Stiefel()), ids=repr
+)
 def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
     a = normal(8, 8)
     a = a + a.T
@@ -360,21 +362,21 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
             "reach every unitary matrix, got complex64. Choose map='cayley' or 'expm'.",
         ),
         (
-            lambda: rpx.SpecialOrthogonal().init({"w": np.ones((3, 2), np.float32)}),
+            lambda: rpx.matrices.SpecialOrthogonal().init({"w": np.ones((3, 2), np.float32)}),
             "SpecialOrthogonal().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.SpecialOrthogonal(where="w").init({"w": np.ones((2, 2), np.complex64)}),
+            lambda: rpx.matrices.SpecialOrthogonal(where="w").init({"w": np.ones((2, 2), np.complex64)}),
             "SpecialOrthogonal(where='w').init at 'w': expected a floating array, got complex64. Leave it out with "
             "`where`.",
         ),
         (
-            lambda: rpx.Stiefel().init({"w": np.ones((2, 3), np.float32)}),
+            lambda: rpx.matrices.Stiefel().init({"w": np.ones((2, 3), np.float32)}),
             "Stiefel().init at 'w': expected matrices of at least as many rows as columns, got shape (2, 3). "
             "Leave it out with `where`, or use `Orthogonal`.",
         ),
         (
-            lambda: rpx.Grassmann().init({"w": np.ones((3, 3), np.float32)}),
+            lambda: rpx.matrices.Grassmann().init({"w": np.ones((3, 3), np.float32)}),
             "Grassmann().init at 'w': expected matrices of more rows than columns, got shape (3, 3). Leave it out with "
             "`where`.",
         ),
@@ -384,7 +386,7 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
             "out with `where`.",
         ),
         (
-            lambda: rpx.AlmostOrthogonal(0.0),
+            lambda: rpx.matrices.AlmostOrthogonal(0.0),
             "AlmostOrthogonal got radius=0.0, but takes more than 0 and at most 1.",
         ),
     ],

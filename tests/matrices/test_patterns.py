@@ -34,14 +34,14 @@ def symmetric(x):
 
 # Each stage with the shape of its numbers for its matrix, and how a second source makes the matrix of them.
 SPACES = {
-    "symmetric": (rpx.Symmetric(), (10,), symmetric),
-    "skew": (rpx.Skew(), (6,), lambda x: rows_of_triangle(x, -1) - rows_of_triangle(x, -1).T),
-    "lower triangular": (rpx.Triangular(), (10,), rows_of_triangle),
-    "upper triangular": (rpx.Triangular(lower=False), (10,), lambda x: rows_of_triangle(x).T),
-    "diagonal": (rpx.Diagonal(), (4,), np.diag),
-    "circulant": (rpx.Circulant(), (4,), scipy.linalg.circulant),
-    "toeplitz": (rpx.Toeplitz(), (7,), lambda x: scipy.linalg.toeplitz(x[3:], x[3::-1])),
-    "block diagonal": (rpx.BlockDiagonal(2), (2, 2, 3), lambda x: scipy.linalg.block_diag(*x)),
+    "symmetric": (rpx.matrices.Symmetric(), (10,), symmetric),
+    "skew": (rpx.matrices.Skew(), (6,), lambda x: rows_of_triangle(x, -1) - rows_of_triangle(x, -1).T),
+    "lower triangular": (rpx.matrices.Triangular(), (10,), rows_of_triangle),
+    "upper triangular": (rpx.matrices.Triangular(lower=False), (10,), lambda x: rows_of_triangle(x).T),
+    "diagonal": (rpx.matrices.Diagonal(), (4,), np.diag),
+    "circulant": (rpx.matrices.Circulant(), (4,), scipy.linalg.circulant),
+    "toeplitz": (rpx.matrices.Toeplitz(), (7,), lambda x: scipy.linalg.toeplitz(x[3:], x[3::-1])),
+    "block diagonal": (rpx.matrices.BlockDiagonal(2), (2, 2, 3), lambda x: scipy.linalg.block_diag(*x)),
 }
 GRID = pytest.mark.parametrize(("stage", "shape", "made"), SPACES.values(), ids=SPACES.keys())
 
@@ -93,7 +93,11 @@ def test_half_precision_is_as_near_as_rounding_to_it(stage, shape, made):
 
 @pytest.mark.parametrize("law", mostly_thorough((right_inverse, types_kept, plain_trees), right_inverse, types_kept))
 def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(law, key):
-    p = rpx.Diagonal(where="square") >> rpx.Circulant(where="also square") >> rpx.Toeplitz(where="small")
+    p = (
+        rpx.matrices.Diagonal(where="square")
+        >> rpx.matrices.Circulant(where="also square")
+        >> rpx.matrices.Toeplitz(where="small")
+    )
     params = {name: np.float32(normal(n, n, seed=n)) for name, n in (("square", 3), ("also square", 3), ("small", 2))}
     check_laws(p, params, key, laws=(law,))
 
@@ -101,7 +105,7 @@ def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(law, key):
 def test_a_unit_diagonal_stays_and_is_no_free_number():
     w = normal(3, 3)
     for lower, part in ((True, np.tril), (False, np.triu)):
-        stage = rpx.Triangular(lower=lower, unit_diagonal=True)
+        stage = rpx.matrices.Triangular(lower=lower, unit_diagonal=True)
         raw = init(stage, {"w": np.float32(w)})
         expected = part(w) - np.diag(np.diag(w)) + np.eye(3)
         assert raw["w"]["@triangular"]["x"].shape == (3,)
@@ -109,7 +113,9 @@ def test_a_unit_diagonal_stays_and_is_no_free_number():
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"), [(rpx.Skew(stacked=0), 0.0), (rpx.Triangular(unit_diagonal=True, stacked=0), 1.0)], ids=repr
+    ("stage", "expected"),
+    [(rpx.matrices.Skew(stacked=0), 0.0), (rpx.matrices.Triangular(unit_diagonal=True, stacked=0), 1.0)],
+    ids=repr,
 )
 def test_a_matrix_of_one_entry_may_have_no_free_number(stage, expected):
     np.testing.assert_array_equal(projected(stage, np.full((2, 1, 1), 3, np.float32)), np.full((2, 1, 1), expected))
@@ -153,8 +159,8 @@ def rearranged(w, rows, columns):
 def test_a_kronecker_product_is_that_of_numpy():
     a, b = normal(2, 3), normal(4, 2, seed=1)
     with jax.enable_x64():
-        got = read(rpx.Kronecker((2, 3)), {"w": {"@kronecker": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}})
-        reproduced = projected(rpx.Kronecker((2, 3)), jnp.asarray(np.kron(a, b)))
+        got = read(rpx.matrices.Kronecker((2, 3)), {"w": {"@kronecker": {"a": jnp.asarray(a), "b": jnp.asarray(b)}}})
+        reproduced = projected(rpx.matrices.Kronecker((2, 3)), jnp.asarray(np.kron(a, b)))
     np.testing.assert_array_equal(got, np.kron(a, b))
     np.testing.assert_allclose(reproduced, np.kron(a, b), rtol=0, atol=1e-14)
 
@@ -163,19 +169,19 @@ def test_the_nearest_kronecker_product_leaves_all_but_the_first_singular_value()
     w = normal(8, 6) + 1j * normal(8, 6, seed=1)
     singular = np.linalg.svd(rearranged(w, 2, 3), compute_uv=False)
     with jax.enable_x64():
-        got = np.asarray(projected(rpx.Kronecker((2, 3)), jnp.asarray(w)))
+        got = np.asarray(projected(rpx.matrices.Kronecker((2, 3)), jnp.asarray(w)))
     assert np.linalg.norm(w - got) == pytest.approx(np.linalg.norm(singular[1:]), rel=1e-12)
 
 
 def test_batches_and_half_precision_have_kronecker_products_too():
     w = np.stack([np.kron(normal(2, 2, seed=s), normal(1, 2, seed=s + 9)) for s in range(3)])
-    got = projected(rpx.Kronecker((2, 2), stacked=0), jnp.asarray(w, jnp.bfloat16))
+    got = projected(rpx.matrices.Kronecker((2, 2), stacked=0), jnp.asarray(w, jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.02 * np.abs(w).max())
 
 
 def test_a_zero_kronecker_product_trains():
-    p = rpx.Kronecker((2, 2))
+    p = rpx.matrices.Kronecker((2, 2))
     zeros = np.zeros((4, 4), np.float32)
     raw = init(p, {"w": zeros})
     slopes = pulled(p, raw, np.ones_like(zeros))
@@ -190,51 +196,51 @@ def test_a_zero_kronecker_product_trains():
     ("build", "error", "text"),
     [
         (
-            lambda: rpx.Symmetric().init({"w": np.ones((3, 2), np.float32)}),
+            lambda: rpx.matrices.Symmetric().init({"w": np.ones((3, 2), np.float32)}),
             ValueError,
             "Symmetric().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Skew(where="b").init({"b": np.ones(3, np.float32)}),
+            lambda: rpx.matrices.Skew(where="b").init({"b": np.ones(3, np.float32)}),
             ValueError,
             "Skew(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it out "
             "with `where`.",
         ),
         (
-            lambda: rpx.Skew().init({"w": np.ones((0, 0), np.float32)}),
+            lambda: rpx.matrices.Skew().init({"w": np.ones((0, 0), np.float32)}),
             ValueError,
             "Skew().init at 'w': expected square matrices, got shape (0, 0). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Kronecker((2, 2)).init({"w": np.ones((0, 4), np.float32)}),
+            lambda: rpx.matrices.Kronecker((2, 2)).init({"w": np.ones((0, 4), np.float32)}),
             ValueError,
             "Kronecker((2, 2)).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (0, 4). Leave it "
             "out with `where`.",
         ),
         (
-            lambda: rpx.BlockDiagonal(2).init({"w": np.ones((4, 3), np.float32)}),
+            lambda: rpx.matrices.BlockDiagonal(2).init({"w": np.ones((4, 3), np.float32)}),
             ValueError,
             "BlockDiagonal(2).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (4, 3). Leave it out "
             "with `where`.",
         ),
         (
-            lambda: rpx.BlockDiagonal(2, where="b").init({"b": np.ones(4, np.float32)}),
+            lambda: rpx.matrices.BlockDiagonal(2, where="b").init({"b": np.ones(4, np.float32)}),
             ValueError,
             "BlockDiagonal(2, where='b').init at 'b': expected an array of two or more dimensions, got shape (4,). "
             "Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Kronecker((2, 3)).init({"w": np.ones((3, 3), np.float32)}),
+            lambda: rpx.matrices.Kronecker((2, 3)).init({"w": np.ones((3, 3), np.float32)}),
             ValueError,
             "Kronecker((2, 3)).init at 'w': expected matrices of 2 times 3 equal blocks, got shape (3, 3). Leave it "
             "out with `where`.",
         ),
-        (lambda: rpx.BlockDiagonal(0), ValueError, "BlockDiagonal got blocks=0, but takes at least 1."),
-        (lambda: rpx.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes an integer as blocks, but got 2.0."),
-        (lambda: rpx.Kronecker(2), TypeError, "Kronecker takes two integers as shape, but got 2."),
-        (lambda: rpx.Kronecker((2, 0)), ValueError, "Kronecker got shape=0, but takes at least 1."),
+        (lambda: rpx.matrices.BlockDiagonal(0), ValueError, "BlockDiagonal got blocks=0, but takes at least 1."),
+        (lambda: rpx.matrices.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes an integer as blocks, but got 2.0."),
+        (lambda: rpx.matrices.Kronecker(2), TypeError, "Kronecker takes two integers as shape, but got 2."),
+        (lambda: rpx.matrices.Kronecker((2, 0)), ValueError, "Kronecker got shape=0, but takes at least 1."),
         (
-            lambda: rpx.Skew(outside="refuse").init({"w": np.eye(2, dtype=np.float32)}),
+            lambda: rpx.matrices.Skew(outside="refuse").init({"w": np.eye(2, dtype=np.float32)}),
             ValueError,
             "Skew(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
             "`stage.project(w)`, or pass outside='project'.",

@@ -43,10 +43,10 @@ def unit_product(x):
 
 
 SPECTRA = {
-    "fixed rank": (rpx.FixedRank(2), (4, 3), 2, lambda s: softplus(s) + 1e-6),
-    "invertible": (rpx.Invertible(least=0.5), (3, 3), 3, lambda s: softplus(s) + 0.5),
-    "special linear": (rpx.SpecialLinear(), (3, 3), 3, unit_product),
-    "almost orthogonal": (rpx.AlmostOrthogonal(0.3), (2, 4), 2, lambda s: 1 + 0.3 * np.sin(s)),
+    "fixed rank": (rpx.matrices.FixedRank(2), (4, 3), 2, lambda s: softplus(s) + 1e-6),
+    "invertible": (rpx.matrices.Invertible(least=0.5), (3, 3), 3, lambda s: softplus(s) + 0.5),
+    "special linear": (rpx.matrices.SpecialLinear(), (3, 3), 3, unit_product),
+    "almost orthogonal": (rpx.matrices.AlmostOrthogonal(0.3), (2, 4), 2, lambda s: 1 + 0.3 * np.sin(s)),
 }
 
 
@@ -74,19 +74,29 @@ def started(stage, w):
 @pytest.mark.parametrize(
     ("stage", "w"),
     [
-        pytest.param(rpx.FixedRank(2), with_singular_values(3.0, 1e-3, shape=(4, 3)), id="fixed rank"),
-        pytest.param(rpx.FixedRank(2), with_singular_values(2.0, 2.0, shape=(2, 5)), id="equal singular values"),
-        pytest.param(rpx.FixedRank(2), with_singular_values(1.5e-6, 1.1e-6, shape=(4, 3)), id="hardly fixed rank"),
-        pytest.param(rpx.Invertible(), normal(3, 3), id="invertible"),
+        pytest.param(rpx.matrices.FixedRank(2), with_singular_values(3.0, 1e-3, shape=(4, 3)), id="fixed rank"),
         pytest.param(
-            rpx.Invertible(least=0.5), with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)), id="hardly invertible"
+            rpx.matrices.FixedRank(2), with_singular_values(2.0, 2.0, shape=(2, 5)), id="equal singular values"
         ),
-        pytest.param(rpx.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"),
-        pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
         pytest.param(
-            rpx.AlmostOrthogonal(0.2), with_singular_values(1.2, 0.9, 0.8, shape=(4, 3)), id="almost orthogonal"
+            rpx.matrices.FixedRank(2), with_singular_values(1.5e-6, 1.1e-6, shape=(4, 3)), id="hardly fixed rank"
         ),
-        pytest.param(rpx.AlmostOrthogonal(0.2), np.eye(3), id="identity"),
+        pytest.param(rpx.matrices.Invertible(), normal(3, 3), id="invertible"),
+        pytest.param(
+            rpx.matrices.Invertible(least=0.5),
+            with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)),
+            id="hardly invertible",
+        ),
+        pytest.param(
+            rpx.matrices.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"
+        ),
+        pytest.param(rpx.matrices.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), id="special linear"),
+        pytest.param(
+            rpx.matrices.AlmostOrthogonal(0.2),
+            with_singular_values(1.2, 0.9, 0.8, shape=(4, 3)),
+            id="almost orthogonal",
+        ),
+        pytest.param(rpx.matrices.AlmostOrthogonal(0.2), np.eye(3), id="identity"),
     ],
 )
 def test_init_is_exact_on_the_image(stage, w):
@@ -99,8 +109,8 @@ def test_the_nearest_matrices_cut_singular_values_off():
     w = normal(4, 3)
     left, singular, right = np.linalg.svd(w, full_matrices=False)
     with jax.enable_x64():
-        low = projected(rpx.FixedRank(1), jnp.asarray(w))
-        almost = projected(rpx.AlmostOrthogonal(0.5), jnp.asarray(w))
+        low = projected(rpx.matrices.FixedRank(1), jnp.asarray(w))
+        almost = projected(rpx.matrices.AlmostOrthogonal(0.5), jnp.asarray(w))
     np.testing.assert_allclose(low, singular[0] * np.outer(left[:, 0], right[0]), rtol=0, atol=1e-14)
     np.testing.assert_allclose(almost, (left * np.clip(singular, 0.5, 1.5)) @ right, rtol=0, atol=1e-14)
 
@@ -112,7 +122,7 @@ def test_special_linear_scales_to_determinant_one_turning_the_smallest_singular_
     left, singular, right = np.linalg.svd(w)
     expected = (left * singular * [1, 1, sign]) @ right / singular.prod() ** (1 / 3)
     with jax.enable_x64():
-        got = projected(rpx.SpecialLinear(), jnp.asarray(w))
+        got = projected(rpx.matrices.SpecialLinear(), jnp.asarray(w))
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13)
     assert np.linalg.det(got) == pytest.approx(1)
 
@@ -121,12 +131,12 @@ def test_special_linear_scales_to_determinant_one_turning_the_smallest_singular_
 def test_special_linear_starts_from_matrices_of_every_size(size):
     w = normal(3, 3, dtype=np.float32)
     wide = w.astype(np.float64) * np.sign(np.linalg.det(w))
-    got = projected(rpx.SpecialLinear(), jnp.asarray(w * np.sign(np.linalg.det(w)) * np.float32(size)))
+    got = projected(rpx.matrices.SpecialLinear(), jnp.asarray(w * np.sign(np.linalg.det(w)) * np.float32(size)))
     np.testing.assert_allclose(got, wide / np.linalg.det(wide) ** (1 / 3), rtol=0, atol=1e-6)
 
 
 def test_special_linear_fills_in_singular_values_that_rounding_hides():
-    p, w = rpx.SpecialLinear(), with_singular_values(1e4, 1.0, 1e-4, shape=(3, 3))
+    p, w = rpx.matrices.SpecialLinear(), with_singular_values(1e4, 1.0, 1e-4, shape=(3, 3))
     for given in (w, with_singular_values(1e4, 1.0, shape=(3, 3))):
         got = projected(p, jnp.asarray(given, jnp.float32))
         np.testing.assert_allclose(got, w, rtol=0, atol=2e-2)
@@ -135,7 +145,7 @@ def test_special_linear_fills_in_singular_values_that_rounding_hides():
 
 def test_the_rounding_of_a_matrix_grows_with_its_condition():
     # Rounded to float32, these have determinants that differ from 1 by up to a thousandth.
-    p, rng = rpx.SpecialLinear(), np.random.default_rng(0)
+    p, rng = rpx.matrices.SpecialLinear(), np.random.default_rng(0)
     for least in (1e-1, 1e-2, 1e-3):
         for _ in range(5):
             left, right = (np.linalg.qr(rng.standard_normal((4, 4)))[0] for _ in range(2))
@@ -146,7 +156,9 @@ def test_the_rounding_of_a_matrix_grows_with_its_condition():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", [rpx.FixedRank(2), rpx.Invertible(), rpx.FixedRank(2, least=0.0)], ids=repr)
+@pytest.mark.parametrize(
+    "stage", [rpx.matrices.FixedRank(2), rpx.matrices.Invertible(), rpx.matrices.FixedRank(2, least=0.0)], ids=repr
+)
 def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolerance(stage):
     raw = stage.init({"w": jnp.eye(2)})
     raw["w"][f"@{stage.kind}"]["s"] = jnp.array([1.0, -60.0])
@@ -156,7 +168,7 @@ def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolera
 
 @pytest.mark.parametrize("w", [np.zeros((3, 3)), np.ones((3, 3))], ids=["zero", "rank 1"])
 def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_trains(w):
-    p = rpx.Invertible()
+    p = rpx.matrices.Invertible()
     raw = init(p, {"w": np.float32(w)})
     bases = jax.tree.map(np.asarray, raw["w"]["@invertible"]["@fixed"])
     towards = bases["base_u"] @ bases["base_v"].T  # grows every singular value, whichever vectors those of zero have
@@ -168,7 +180,7 @@ def test_a_singular_matrix_starts_next_to_itself_at_an_invertible_one_that_train
 
 @pytest.mark.parametrize("size", [0.1, 10.0])
 def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
-    p = rpx.AlmostOrthogonal(0.5)
+    p = rpx.matrices.AlmostOrthogonal(0.5)
     raw = init(p, {"w": np.float32(size * np.eye(2))})
     slopes = pulled(p, raw, np.eye(2, dtype=np.float32))
     assert np.abs(np.asarray(slopes["@almost_orthogonal"]["s"])).min() > 1e-4
@@ -176,11 +188,11 @@ def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
 
 @pytest.mark.parametrize("law", mostly_thorough((right_inverse, types_kept, plain_trees), right_inverse, types_kept))
 def test_the_laws_hold_for_invertible_matrices_which_are_no_case_of_their_own(law, key):
-    check_laws(rpx.Invertible(), {"w": normal(2, 2, dtype=np.float32)}, key, laws=(law,))
+    check_laws(rpx.matrices.Invertible(), {"w": normal(2, 2, dtype=np.float32)}, key, laws=(law,))
 
 
 def test_the_sign_of_the_determinant_stays():
-    p = rpx.Invertible()
+    p = rpx.matrices.Invertible()
     w = normal(3, 3, dtype=np.float32)
     effective, losses = jax.tree.map(np.asarray, trained(p, init(p, {"w": w}), {"w": -w}))
     assert losses[-1] < losses[0] / 2
@@ -191,10 +203,10 @@ def test_the_sign_of_the_determinant_stays():
 
 
 FAMILY = (
-    rpx.FixedRank(2, where="fixed")
+    rpx.matrices.FixedRank(2, where="fixed")
     >> rpx.LowRank(2, where="low")
-    >> rpx.Invertible(least=0.1, where="invertible")
-    >> rpx.SpecialLinear(where="special")
+    >> rpx.matrices.Invertible(least=0.1, where="invertible")
+    >> rpx.matrices.SpecialLinear(where="special")
 )
 
 
@@ -219,16 +231,16 @@ def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
         pytest.param(rpx.LowRank(1), np.ones((3, 2)), True, id="low rank"),
         pytest.param(rpx.LowRank(1), np.zeros((3, 2)), True, id="low rank, zero"),
         pytest.param(rpx.LowRank(1), np.eye(3, 2), False, id="rank too high"),
-        pytest.param(rpx.FixedRank(1), np.ones((3, 2)), True, id="fixed rank"),
-        pytest.param(rpx.FixedRank(2), np.ones((3, 2)), False, id="rank too low"),
-        pytest.param(rpx.FixedRank(1), np.eye(3, 2), False, id="rank too high for one"),
-        pytest.param(rpx.FixedRank(1), np.zeros((3, 2)), False, id="fixed rank, zero"),
-        pytest.param(rpx.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
-        pytest.param(rpx.Invertible(), np.ones((2, 2)), False, id="singular"),
-        pytest.param(rpx.Invertible(least=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
-        pytest.param(rpx.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
-        pytest.param(rpx.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
-        pytest.param(rpx.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),
+        pytest.param(rpx.matrices.FixedRank(1), np.ones((3, 2)), True, id="fixed rank"),
+        pytest.param(rpx.matrices.FixedRank(2), np.ones((3, 2)), False, id="rank too low"),
+        pytest.param(rpx.matrices.FixedRank(1), np.eye(3, 2), False, id="rank too high for one"),
+        pytest.param(rpx.matrices.FixedRank(1), np.zeros((3, 2)), False, id="fixed rank, zero"),
+        pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
+        pytest.param(rpx.matrices.Invertible(), np.ones((2, 2)), False, id="singular"),
+        pytest.param(rpx.matrices.Invertible(least=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
+        pytest.param(rpx.matrices.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
+        pytest.param(rpx.matrices.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
+        pytest.param(rpx.matrices.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),
     ],
 )
 def test_contains_tells_the_image_from_other_matrices(stage, w, member):
@@ -237,7 +249,7 @@ def test_contains_tells_the_image_from_other_matrices(stage, w, member):
 
 def test_samples_of_low_rank_have_that_rank(key):
     low = jax.jit(lambda key: rpx.LowRank(2).sample(key, (5, 4)))(key)
-    fixed = jax.jit(lambda key: rpx.FixedRank(3, stacked=0).sample(key, (2, 4, 5)))(key)
+    fixed = jax.jit(lambda key: rpx.matrices.FixedRank(3, stacked=0).sample(key, (2, 4, 5)))(key)
     assert np.linalg.matrix_rank(low, tol=1e-5) == 2
     assert np.linalg.matrix_rank(fixed, tol=1e-5).tolist() == [3, 3]
 
@@ -249,35 +261,35 @@ def test_samples_of_low_rank_have_that_rank(key):
     ("build", "text"),
     [
         (
-            lambda: rpx.FixedRank(4).init({"w": np.ones((4, 3), np.float32)}),
+            lambda: rpx.matrices.FixedRank(4).init({"w": np.ones((4, 3), np.float32)}),
             "FixedRank(4).init at 'w': expected 1 <= rank <= min(4, 3) = 3, got rank 4. Narrow the stage with `where`, "
             "or change `rank`.",
         ),
         (
-            lambda: rpx.FixedRank(1, where="b").init({"b": np.ones(3, np.float32)}),
+            lambda: rpx.matrices.FixedRank(1, where="b").init({"b": np.ones(3, np.float32)}),
             "FixedRank(1, where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave "
             "it out with `where`.",
         ),
         (
-            lambda: rpx.Invertible().init({"w": np.ones((4, 3), np.float32)}),
+            lambda: rpx.matrices.Invertible().init({"w": np.ones((4, 3), np.float32)}),
             "Invertible().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.Invertible(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
+            lambda: rpx.matrices.Invertible(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
             "Invertible(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
             "from `stage.project(w)`, or pass outside='project'.",
         ),
         (
-            lambda: rpx.Invertible().init({"w": np.full((2, 2), np.inf, np.float32)}),
+            lambda: rpx.matrices.Invertible().init({"w": np.full((2, 2), np.inf, np.float32)}),
             "Invertible().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it "
             "out with `where`.",
         ),
         (
-            lambda: rpx.SpecialLinear().init({"w": np.ones((4, 3), np.float32)}),
+            lambda: rpx.matrices.SpecialLinear().init({"w": np.ones((4, 3), np.float32)}),
             "SpecialLinear().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
         ),
         (
-            lambda: rpx.FixedRank(2, least=-1.0),
+            lambda: rpx.matrices.FixedRank(2, least=-1.0),
             "FixedRank got least=-1.0, but takes a finite bound that is not negative.",
         ),
     ],

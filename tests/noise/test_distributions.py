@@ -228,7 +228,7 @@ def test_the_distance_from_the_base_is_a_penalty():
 
 def test_variational_dropout_draws_and_prunes_by_its_rule():
     w = np.array([[1.0, 0.04, 0.02, 0.001]], np.float32)
-    p = rpx.VariationalDropout(std=0.1)
+    p = rpx.noise.VariationalDropout(std=0.1)
     raw = init(p, {"w": w})
     found = draws(p, raw)
     assert np.all(np.abs(found.mean(0) - w) < 5 * 0.1 / np.sqrt(len(KEYS)))
@@ -248,7 +248,7 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
         )
         return low + high - 0.5 * np.log(alpha)
 
-    p = rpx.VariationalDropout()
+    p = rpx.noise.VariationalDropout()
 
     def ours(alpha):
         raw = init(p, {"w": np.ones((1, 1), np.float32)})
@@ -267,7 +267,7 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
     [(0.1, "each"), (0.5, 0), pytest.param(0.3, -1, marks=pytest.mark.thorough)],
 )
 def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
-    p = rpx.HardConcrete(rate, axis=axis)
+    p = rpx.noise.HardConcrete(rate, axis=axis)
     raw = init(p, {"w": np.ones((4, 3), np.float32)})
     held = raw["w"]["@hard_concrete"]
     gates = held["log_alpha"].size
@@ -283,7 +283,7 @@ def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
 
 
 def test_the_mean_of_a_gate_is_that_of_its_draws_far_from_the_start_too():
-    p, ones = rpx.HardConcrete(), np.ones((4, 3), np.float32)
+    p, ones = rpx.noise.HardConcrete(), np.ones((4, 3), np.float32)
     raw = init(p, {"w": ones})
     for log_alpha in (-3.0, -1.0, 0.0, 4.0):
         raw["w"]["@hard_concrete"] |= {"w": ones, "log_alpha": log_alpha * ones}
@@ -292,7 +292,7 @@ def test_the_mean_of_a_gate_is_that_of_its_draws_far_from_the_start_too():
 
 
 def test_update_closes_gates_that_the_paper_closes():
-    p = rpx.HardConcrete(axis=0)
+    p = rpx.noise.HardConcrete(axis=0)
     raw = init(p, {"w": np.ones((4, 2), np.float32)})
     log_alpha = np.array([-3.0, -2.41, -2.38, 1.0], np.float32)[:, None]
     raw["w"]["@hard_concrete"]["log_alpha"] = log_alpha
@@ -310,7 +310,7 @@ def test_update_closes_gates_that_the_paper_closes():
 class Laplace(rpx.Reparametrization):
     """A distribution of a user, in a few lines."""
 
-    raw_values, stochastic = {"mean": rpx.main()}, True
+    raw_values, stochastic = {"mean": rpx.stage.main()}, True
 
     def init_leaf(self, w):
         return {"mean": w, "log_scale": jnp.full_like(w, -3)}
@@ -338,10 +338,10 @@ def test_a_random_stage_that_says_no_mean_is_told_so():
 
 def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     p = rpx.Gaussian() >> rpx.VarNoise(0.1)
-    assert p.deterministic == rpx.Mean(rpx.Gaussian())
+    assert p.deterministic == rpx.stage.Mean(rpx.Gaussian())
     raw = init(p, {"w": normal(3)})
     p.deterministic.check(raw, like={"w": normal(3)})
-    q = rpx.VariationalDropout(std=0.1)
+    q = rpx.noise.VariationalDropout(std=0.1)
     start = init(q, {"w": np.full((2, 2), 1e-3, np.float32)})
     assert jax.tree.all(jax.tree.map(np.array_equal, q.deterministic.update(start), q.update(start)))
     other = rpx.transfer(p, rpx.Gaussian(), raw)
@@ -362,7 +362,7 @@ def test_penalties_add_up_in_double_precision_too():
         both = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float64)}
         assert penalty_at_start(rpx.Gaussian(), both).dtype == jnp.float64
         gates = {"a": np.ones((2, 2), np.float32)}
-        assert penalty_at_start(rpx.HardConcrete(), gates).dtype == jnp.float32
+        assert penalty_at_start(rpx.noise.HardConcrete(), gates).dtype == jnp.float32
 
 
 def test_a_random_formula_of_another_type_is_refused():
@@ -396,7 +396,7 @@ ERRORS = {
         "Gaussian got std=0.0, but takes a finite number greater than 0.",
     ),
     "rate": (
-        lambda: rpx.HardConcrete(1.0),
+        lambda: rpx.noise.HardConcrete(1.0),
         ValueError,
         "HardConcrete got rate=1.0, but takes a probability above 0 and below 0.68: `update` closes gates with "
         "a larger one.",

@@ -143,7 +143,7 @@ def members(p, raw, keys):
 
 @jax.jit
 def estimate(p, raw, keys, fitness):
-    return rpx.noise_gradient(p, raw, keys, fitness)
+    return rpx.noise.noise_gradient(p, raw, keys, fitness)
 
 
 @pytest.mark.parametrize("rank", mostly_thorough([None, 2], None))
@@ -165,7 +165,7 @@ def test_the_estimate_of_low_rank_is_that_of_whole_matrices(chunk):
     p = rpx.VarNoise(0.3, rank=2, stacked=1)
     raw = {"layers": normal(6, 3, 4), "kernel": normal(2, 3, 5, seed=1), "b": normal(4, seed=2)}
     keys, fitness = jax.random.split(KEY, 7), normal(7, seed=3)
-    got = jax.jit(lambda keys: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk))(keys)
+    got = jax.jit(lambda keys: rpx.noise.noise_gradient(p, raw, keys, fitness, chunk=chunk))(keys)
     drawn = members(rpx.VarNoise(1.0, rank=2, stacked=1), jax.tree.map(np.zeros_like, raw), keys)
     for name, noise in drawn.items():
         want = np.tensordot(np.asarray(fitness, np.float64), np.asarray(noise, np.float64), 1) / (7 * 0.3)
@@ -177,7 +177,9 @@ def test_noise_of_low_rank_is_never_a_matrix():
     given = raw, jax.eval_shape(lambda: jax.random.split(KEY, 512)), jax.ShapeDtypeStruct((512,), jnp.float32)
 
     def traced(chunk):
-        return jax.jit(lambda raw, keys, fitness: rpx.noise_gradient(p, raw, keys, fitness, chunk=chunk)).trace(*given)
+        return jax.jit(lambda raw, keys, fitness: rpx.noise.noise_gradient(p, raw, keys, fitness, chunk=chunk)).trace(
+            *given
+        )
 
     def steps(program):
         (call,) = [eqn for eqn in program.jaxpr.eqns if eqn.params.get("name") == "_summed"]
@@ -242,13 +244,13 @@ def test_the_estimate_of_complex_weights_is_their_gradient():
         return jnp.sum(w.real**2 + 3 * w.imag)
 
     fitness = jax.vmap(lambda key: value(p.apply(raw, key)["w"]))(keys)
-    got = rpx.noise_gradient(p, raw, keys, fitness - fitness.mean())["w"]
+    got = rpx.noise.noise_gradient(p, raw, keys, fitness - fitness.mean())["w"]
     assert abs(complex(got[0] - jax.grad(value)(raw["w"])[0])) < 0.25
 
 
 def test_the_estimate_takes_trees_with_functions_and_half_precision():
     raw = {"w": jnp.ones(3, jnp.bfloat16), "act": jax.nn.relu, "n": jnp.arange(2)}
-    got = rpx.noise_gradient(rpx.VarNoise(0.1), raw, jax.random.split(KEY, 4), jnp.arange(4))
+    got = rpx.noise.noise_gradient(rpx.VarNoise(0.1), raw, jax.random.split(KEY, 4), jnp.arange(4))
     assert (got["w"].dtype, got["act"]) == (jnp.bfloat16, jax.nn.relu)
 
 
@@ -270,7 +272,7 @@ ERRORS = {
         "VarNoise got rank=0, but takes at least 1.",
     ),
     "two noises": (
-        lambda: rpx.noise_gradient(
+        lambda: rpx.noise.noise_gradient(
             rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1), {"w": normal(2, 2)}, jax.random.split(KEY, 2), jnp.ones(2)
         ),
         ValueError,
@@ -278,19 +280,21 @@ ERRORS = {
         "nonzero std and without `relative`, and no other random stage. Pass such a chain.",
     ),
     "counts": (
-        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(3)),
+        lambda: rpx.noise.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(3)),
         ValueError,
         "noise_gradient takes a number for each key, but got fitness of shape (3,) for keys of shape (2,). "
         "Pass one key and one number for each member.",
     ),
     "mirrored counts": (
-        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(4)),
+        lambda: rpx.noise.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(4)),
         ValueError,
         "noise_gradient takes a number for each key, but got fitness of shape (4,) for keys of shape (2,). "
         "Pass one key and half the difference of each mirrored pair.",
     ),
     "chunk": (
-        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(2), chunk=0),
+        lambda: rpx.noise.noise_gradient(
+            rpx.VarNoise(0.1), {"w": normal(2)}, jax.random.split(KEY, 2), jnp.ones(2), chunk=0
+        ),
         ValueError,
         "noise_gradient got chunk=0, but takes at least 1.",
     ),

@@ -74,21 +74,21 @@ def every(*shape, scale=3.0):
 )
 def test_sphere_divides_by_the_length_along_its_axes(along, axes):
     arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
-    assert_projects(rpx.Sphere(2.0, along=along), arrays, lambda w: 2 * w / length(w, axes))
+    assert_projects(rpx.norms.Sphere(2.0, along=along), arrays, lambda w: 2 * w / length(w, axes))
 
 
 def test_sphere_takes_a_vector_of_zeros_to_equal_numbers():
-    np.testing.assert_allclose(projected(rpx.Sphere(), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5))
+    np.testing.assert_allclose(projected(rpx.norms.Sphere(), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5))
 
 
 def test_sphere_of_float64_has_float64_precision():
     w = normal(4, 5, dtype=np.float64)
     with jax.enable_x64():
-        np.testing.assert_allclose(projected(rpx.Sphere(), w), w / length(w, -1), rtol=1e-15)
+        np.testing.assert_allclose(projected(rpx.norms.Sphere(), w), w / length(w, -1), rtol=1e-15)
 
 
 def test_samples_of_the_sphere_are_uniform(key):
-    points = np.asarray(jax.jit(rpx.Sphere().sample, static_argnums=1)(key, (4096, 3)), np.float64)
+    points = np.asarray(jax.jit(rpx.norms.Sphere().sample, static_argnums=1)(key, (4096, 3)), np.float64)
     np.testing.assert_allclose(points.mean(0), 0, atol=5 / np.sqrt(3 * 4096))
     # By symmetry a third of each square; Archimedes: each coordinate is uniform, of which a square has variance 4/45.
     np.testing.assert_allclose((points**2).mean(0), 1 / 3, atol=5 * np.sqrt(4 / 45 / 4096))
@@ -110,18 +110,18 @@ def test_samples_of_the_sphere_are_uniform(key):
 )
 def test_max_norm_rescales_what_is_too_long(axis, normed):
     arrays = every(3, 4, 5)
-    assert_projects(rpx.MaxNorm(0.5, axis=axis), arrays, lambda w: w * np.minimum(1, 0.5 / length(w, normed)))
+    assert_projects(rpx.norms.MaxNorm(0.5, axis=axis), arrays, lambda w: w * np.minimum(1, 0.5 / length(w, normed)))
 
 
 def test_max_norm_leaves_shorter_weights_bit_for_bit():
-    p, w = rpx.MaxNorm(10.0), normal(6, 4)
+    p, w = rpx.norms.MaxNorm(10.0), normal(6, 4)
     assert contained(p, w)
     np.testing.assert_array_equal(read(p, init(p, {"w": w})), w)
 
 
 def test_max_norm_inverts_at_the_sphere_beyond_it():
     v = np.array([[0.3, 3.0], [0.4, 4.0]], np.float32)
-    got = read(rpx.MaxNorm(2.0), {"w": {"@max_norm": {"v": v}}})
+    got = read(rpx.norms.MaxNorm(2.0), {"w": {"@max_norm": {"v": v}}})
     np.testing.assert_allclose(got, [[0.3, 3 * 4 / 25], [0.4, 4 * 4 / 25]], rtol=1e-6)
 
 
@@ -129,16 +129,16 @@ def test_max_norm_lets_weights_that_have_left_the_ball_become_shorter():
     target = np.array([[0.3], [0.4]], np.float32)
 
     def step(_, raw):
-        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.MaxNorm(1.0).apply(raw)["w"] - target)))(raw)
+        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.norms.MaxNorm(1.0).apply(raw)["w"] - target)))(raw)
         return jax.tree.map(lambda x, slope: x - 0.1 * slope, raw, slopes)
 
     raw = {"w": {"@max_norm": {"v": 1.1 * target / 0.5}}}
     reached = jax.jit(lambda raw: jax.lax.fori_loop(0, 1000, step, raw))(raw)
-    np.testing.assert_allclose(read(rpx.MaxNorm(1.0), reached), target, rtol=1e-4)
+    np.testing.assert_allclose(read(rpx.norms.MaxNorm(1.0), reached), target, rtol=1e-4)
 
 
 def test_max_norm_has_the_gradient_of_plain_weights_at_zero():
-    p = rpx.MaxNorm(0.5)
+    p = rpx.norms.MaxNorm(0.5)
     slope = pulled(p, init(p, {"w": np.zeros((3, 2), np.float32)}), normal(3, 2))["@max_norm"]["v"]
     np.testing.assert_array_equal(slope, normal(3, 2))
 
@@ -151,7 +151,7 @@ def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
     v = np.concatenate([normal(5, 3), normal(5, 3, scale=1e-3), normal(5, 3, scale=1e-20), np.zeros((1, 3))])
     s = np.sqrt(curvature) * length(v, -1)
     with jax.enable_x64():
-        p = rpx.PoincareBall(curvature)
+        p = rpx.norms.PoincareBall(curvature)
         w = read(p, {"w": {"@poincare_ball": {"v": v}}})
         back = init(p, {"w": w})["w"]["@poincare_ball"]["v"]
     np.testing.assert_allclose(w, np.tanh(s) * v / np.where(s == 0, 1, s), rtol=1e-12)
@@ -161,7 +161,7 @@ def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
 def test_poincare_ball_puts_points_at_twice_the_length_of_their_tangent_vector():
     v = normal(5, 3, dtype=np.float64)
     with jax.enable_x64():
-        w = read(rpx.PoincareBall(), {"w": {"@poincare_ball": {"v": v}}})
+        w = read(rpx.norms.PoincareBall(), {"w": {"@poincare_ball": {"v": v}}})
     squares = np.sum(np.square(w), axis=-1)
     # The distance in the Poincaré metric; the conformal factor at the origin is 2.
     np.testing.assert_allclose(np.arccosh(1 + 2 * squares / (1 - squares)), 2 * length(v, -1)[:, 0], rtol=1e-10)
@@ -171,7 +171,7 @@ def test_poincare_ball_puts_points_at_twice_the_length_of_their_tangent_vector()
     "dtype", mostly_thorough([np.float32, np.float16, jnp.bfloat16], np.float16), ids=["float32", "float16", "bfloat16"]
 )
 def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dtype):
-    p = rpx.PoincareBall()
+    p = rpx.norms.PoincareBall()
     far = normal(50, 3, scale=100, dtype=dtype)
     for w in (read(p, {"w": {"@poincare_ball": {"v": far}}}), projected(p, far)):
         assert contained(p, w)
@@ -183,7 +183,7 @@ def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dty
     "dtype", mostly_thorough([np.float32, np.float16, jnp.bfloat16], np.float16), ids=["float32", "float16", "bfloat16"]
 )
 def test_points_that_start_at_the_edge_of_the_ball_can_leave_it(dtype):
-    p, far = rpx.PoincareBall(), np.array([[1, 0], [0, -7], [0.6, 0.8], [300, 400]], dtype)
+    p, far = rpx.norms.PoincareBall(), np.array([[1, 0], [0, -7], [0.6, 0.8], [300, 400]], dtype)
     outwards = far / length(far, -1).astype(dtype)
     slopes = pulled(p, init(p, {"w": far}), outwards)["@poincare_ball"]["v"]
     # The derivative of the hyperbolic tangent is 1 - w^2, where the margin is four machine epsilons.
@@ -192,7 +192,7 @@ def test_points_that_start_at_the_edge_of_the_ball_can_leave_it(dtype):
 
 
 def test_poincare_ball_is_open():
-    p = rpx.PoincareBall(4.0)
+    p = rpx.norms.PoincareBall(4.0)
     inside, border = np.array([[0.0, 0.49999]], np.float32), np.array([[0.0, 0.5]], np.float32)
     inner = jax.jit(p.contains, static_argnums=1)
     assert [bool(inner(inside)), bool(inner(border)), bool(inner(border, 1e-6))] == [True, False, True]
@@ -201,13 +201,13 @@ def test_poincare_ball_is_open():
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3])
 def test_poincare_ball_near_the_origin_has_the_gradient_of_plain_weights(scale):
     w, dw = normal(4, 3, scale=scale), normal(4, 3, seed=1)
-    p = rpx.PoincareBall()
+    p = rpx.norms.PoincareBall()
     slope = pulled(p, init(p, {"w": w}), dw)["@poincare_ball"]["v"]
     np.testing.assert_allclose(slope, dw, rtol=1e-4)
 
 
 def test_samples_of_the_poincare_ball_are_images_of_normal_vectors(key):
-    p = rpx.PoincareBall()
+    p = rpx.norms.PoincareBall()
     points = jax.jit(p.sample, static_argnums=1)(key, (4096, 3))
     tangent = np.asarray(init(p, {"w": points})["w"]["@poincare_ball"]["v"], np.float64)
     # A normal number has variance 1, its square variance 2.
@@ -234,11 +234,15 @@ def standardized(w, axis):
 )
 def test_standardized_weights_have_mean_zero_and_variance_one(axis, inputs):
     arrays = [*every(3, 4, 5), normal(3, 4, 5, scale=1e-25)]
-    assert_projects(rpx.WeightStandardization(axis=axis), arrays, lambda w: standardized(w, inputs))
+    assert_projects(rpx.norms.WeightStandardization(axis=axis), arrays, lambda w: standardized(w, inputs))
 
 
 def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_standardization():
-    p, v, g = rpx.WeightStandardization(axis=-1) >> rpx.WeightNorm(), normal(3, 3, 4, 5), normal(1, 1, 1, 5, seed=1)
+    p, v, g = (
+        rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(),
+        normal(3, 3, 4, 5),
+        normal(1, 1, 1, 5, seed=1),
+    )
     raw = {"w": {"@weight_norm": {"g": g, "v": {"@weight_standardization": {"v": v}}}}}
     # Brock, De and Smith 2021, equation 1: (W - mean) / (sqrt(N) std), times the gain.
     inputs = (0, 1, 2)
@@ -247,19 +251,19 @@ def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_stand
 
 
 def test_standardization_with_a_gain_reproduces_weights_of_mean_zero_and_the_length_of_others():
-    p, w = rpx.WeightStandardization() >> rpx.WeightNorm(), normal(6, 4)
+    p, w = rpx.norms.WeightStandardization() >> rpx.WeightNorm(), normal(6, 4)
     centred = w - w.mean(0)
     np.testing.assert_allclose(read(p, init(p, {"w": centred})), centred, atol=2e-6)
     np.testing.assert_allclose(length(read(p, init(p, {"w": w})), 0), length(w, 0), rtol=1e-6)
 
 
 def test_a_channel_of_equal_numbers_is_standardized_to_an_even_ramp():
-    got = np.asarray(projected(rpx.WeightStandardization(), np.full((3, 2), 0.1, np.float32)))
+    got = np.asarray(projected(rpx.norms.WeightStandardization(), np.full((3, 2), 0.1, np.float32)))
     np.testing.assert_allclose(got[:, 0], np.sqrt([1.5, 0, 1.5]) * [-1, 0, 1], 1e-6)
 
 
 def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
-    p = rpx.WeightStandardization() >> rpx.WeightNorm()
+    p = rpx.norms.WeightStandardization() >> rpx.WeightNorm()
     raw = init(p, {"w": np.zeros((3, 2), np.float32)})
     np.testing.assert_array_equal(read(p, raw), np.zeros((3, 2)))
     slope = pulled(p, raw, np.eye(3, 2, dtype=np.float32))["@weight_norm"]["g"]
@@ -272,42 +276,46 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (lambda: rpx.Sphere(along=0.5), TypeError, "Sphere takes an axis or a tuple of axes as along, but got 0.5."),
         (
-            lambda: rpx.Sphere(0),
+            lambda: rpx.norms.Sphere(along=0.5),
+            TypeError,
+            "Sphere takes an axis or a tuple of axes as along, but got 0.5.",
+        ),
+        (
+            lambda: rpx.norms.Sphere(0),
             ValueError,
             "Sphere got radius=0.0, but takes a finite number greater than 0.",
         ),
-        (lambda: rpx.MaxNorm(-1), ValueError, "MaxNorm got max=-1.0, but takes a finite number greater than 0."),
+        (lambda: rpx.norms.MaxNorm(-1), ValueError, "MaxNorm got max=-1.0, but takes a finite number greater than 0."),
         (
-            lambda: rpx.MaxNorm("1"),
+            lambda: rpx.norms.MaxNorm("1"),
             TypeError,
             "MaxNorm takes a real number or a real scalar array as max, but got '1'.",
         ),
         (
-            lambda: rpx.PoincareBall(np.inf),
+            lambda: rpx.norms.PoincareBall(np.inf),
             ValueError,
             "PoincareBall got curvature=inf, but takes a finite number greater than 0.",
         ),
         (
-            lambda: rpx.Sphere(along=2, stacked=0).init({"w": jnp.ones((3, 4, 4))}),
+            lambda: rpx.norms.Sphere(along=2, stacked=0).init({"w": jnp.ones((3, 4, 4))}),
             ValueError,
             "Sphere(along=2, stacked=0).init at 'w': along=2 is out of bounds for an array of shape (4, 4). Leave it "
             "out with `where`, or use a separate stage for it. The array is one of those along stacked=0.",
         ),
         (
-            lambda: rpx.Sphere(along=2).init({"w": jnp.ones((3, 2))}),
+            lambda: rpx.norms.Sphere(along=2).init({"w": jnp.ones((3, 2))}),
             ValueError,
             "Sphere(along=2).init at 'w': along=2 is out of bounds for an array of shape (3, 2). Leave it out "
             "with `where`, or use a separate stage for it.",
         ),
         (
-            lambda: rpx.PoincareBall(where="z").init({"z": jnp.ones((3, 2), complex)}),
+            lambda: rpx.norms.PoincareBall(where="z").init({"z": jnp.ones((3, 2), complex)}),
             ValueError,
             "PoincareBall(where='z').init at 'z': expected a floating array, got complex64. Leave it out with `where`.",
         ),
         (
-            lambda: rpx.WeightStandardization().init({"w": jnp.ones((1, 2))}),
+            lambda: rpx.norms.WeightStandardization().init({"w": jnp.ones((1, 2))}),
             ValueError,
             "WeightStandardization().init at 'w': expected several inputs for each index of axis -1, got one "
             "in shape (1, 2). Leave it out with `where`, or use a separate stage for it.",
@@ -323,7 +331,7 @@ def test_a_traced_radius_compiles_once_and_has_a_gradient():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def slope(radius, v):
-        return jax.grad(lambda r: jnp.sum(rpx.Sphere(radius=r).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
+        return jax.grad(lambda r: jnp.sum(rpx.norms.Sphere(radius=r).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
 
     v = normal(2, 3)
     expected = np.sum(v / length(v, -1))

@@ -107,7 +107,7 @@ def test_bounds_may_be_traced():
 
 @pytest.mark.parametrize("axis", mostly_thorough([-1, 0, 1], -1))
 def test_simplex_is_the_softmax_along_its_axis(axis):
-    p, x = rpx.Simplex(along=axis), normal(3, 4, 5, scale=5)
+    p, x = rpx.numbers.Simplex(along=axis), normal(3, 4, 5, scale=5)
     w = special.softmax(x.astype(float), axis)
     np.testing.assert_allclose(read(p, raw_of("simplex", x)), w, rtol=2e-6)
     np.testing.assert_allclose(started(p, w.astype(np.float32)), np.log(w), rtol=1e-5, atol=1e-6)
@@ -126,19 +126,19 @@ def nearest(w):
 def test_simplex_starts_at_the_nearest_point(dtype):
     arrays = [normal(6, dtype=dtype), np.array([0.2, 0, 0.8], dtype), np.zeros(4, dtype), np.full(3, -100, dtype)]
     for w in arrays:
-        got = np.asarray(projected(rpx.Simplex(), w), float)
+        got = np.asarray(projected(rpx.numbers.Simplex(), w), float)
         np.testing.assert_allclose(got, nearest(w), atol=4 * float(jnp.finfo(dtype).eps))
 
 
 def test_simplex_projects_each_row_for_itself():
     w = normal(5, 4)
     rows = np.stack([nearest(row) for row in w])
-    np.testing.assert_allclose(projected(rpx.Simplex(), w), rows, atol=1e-6)
-    np.testing.assert_allclose(projected(rpx.Simplex(along=0), w.T), rows.T, atol=1e-6)
+    np.testing.assert_allclose(projected(rpx.numbers.Simplex(), w), rows, atol=1e-6)
+    np.testing.assert_allclose(projected(rpx.numbers.Simplex(along=0), w.T), rows.T, atol=1e-6)
 
 
 def test_samples_of_the_simplex_are_uniform(key):
-    points = np.asarray(jax.jit(rpx.Simplex().sample, static_argnums=1)(key, (4096, 3)), np.float64)
+    points = np.asarray(jax.jit(rpx.numbers.Simplex().sample, static_argnums=1)(key, (4096, 3)), np.float64)
     # The Dirichlet distribution of ones: mean 1/3, variance 1/18, and a number exceeds t with probability (1 - t)^2.
     np.testing.assert_allclose(points.mean(0), 1 / 3, atol=5 * np.sqrt(1 / 18 / 4096))
     np.testing.assert_allclose((points > 0.95).mean(0), 0.05**2, atol=5 * np.sqrt(0.05**2 / 4096))
@@ -177,16 +177,16 @@ def test_a_traced_factor_has_a_gradient():
 
 
 def test_elementwise_is_the_pair_of_functions():
-    p, x = rpx.Elementwise(jnp.sinh, jnp.arcsinh), normal(5, 4)
+    p, x = rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh), normal(5, 4)
     np.testing.assert_allclose(read(p, raw_of("elementwise", x)), np.sinh(x), rtol=1e-6)
     np.testing.assert_allclose(started(p, x), np.arcsinh(x), rtol=1e-6)
-    q, numbers = rpx.Elementwise(jnp.tanh, jnp.arctanh), np.array([[0.9], [1.1]], np.float32)
+    q, numbers = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), np.array([[0.9], [1.1]], np.float32)
     assert [bool(contained(q, w)) for w in numbers] == [True, False]
 
 
 def test_elementwise_gives_half_precision_to_its_functions_as_float32():
     seen = []
-    p = rpx.Elementwise(lambda x: seen.append(x.dtype) or x, lambda w: seen.append(w.dtype) or w)
+    p = rpx.numbers.Elementwise(lambda x: seen.append(x.dtype) or x, lambda w: seen.append(w.dtype) or w)
     assert p.apply(p.init({"w": jnp.ones(2, jnp.bfloat16)}))["w"].dtype == jnp.bfloat16
     assert set(seen) == {jnp.dtype("float32")}
 
@@ -200,8 +200,11 @@ def half(x):
 
 
 def test_elementwise_compares_and_travels_by_its_functions():
-    p, own = rpx.Elementwise(jnp.exp, jnp.log), rpx.Elementwise(double, half, outside="refuse", where="w")
-    assert p == rpx.Elementwise(jnp.exp, jnp.log) != rpx.Elementwise(jnp.exp, jnp.log1p)
+    p, own = (
+        rpx.numbers.Elementwise(jnp.exp, jnp.log),
+        rpx.numbers.Elementwise(double, half, outside="refuse", where="w"),
+    )
+    assert p == rpx.numbers.Elementwise(jnp.exp, jnp.log) != rpx.numbers.Elementwise(jnp.exp, jnp.log1p)
     assert [pickle.loads(pickle.dumps(q)) for q in (p, own)] == [p, own]
     assert rpx.from_json(p.to_json()) == p
     with raises(
@@ -223,9 +226,9 @@ def test_elementwise_compares_and_travels_by_its_functions():
         (rpx.Positive("exp"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
         (rpx.Positive("square"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
         (rpx.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
-        (rpx.Simplex(), [0.0, -3.0, 0.1, 0.1, 0.2, 0.2, 0.4], 2),
-        (rpx.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, -0.9, 0.1, 0.9, 0.99], 2),
-        (rpx.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 0.1, 0.2, 0.5, 1.0, 2.0], 1),
+        (rpx.numbers.Simplex(), [0.0, -3.0, 0.1, 0.1, 0.2, 0.2, 0.4], 2),
+        (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, -0.9, 0.1, 0.9, 0.99], 2),
+        (rpx.numbers.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 0.1, 0.2, 0.5, 1.0, 2.0], 1),
     ],
     ids=repr,
 )
@@ -260,7 +263,7 @@ stepped.defvjp(lambda x: (jnp.round(x), None), lambda _, dy: (dy,))
 
 @pytest.mark.parametrize("forward", [straight_through, stepped])
 def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
-    p = rpx.Elementwise(forward, jnp.asarray)
+    p = rpx.numbers.Elementwise(forward, jnp.asarray)
     np.testing.assert_array_equal(fold(p, init(p, {"w": np.array([0.2, 1.7], np.float32)}))["w"], [0, 2])
 
 
@@ -292,24 +295,24 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
             "Bounded got low=0.0 and high=inf, but takes finite bounds, the lower one first.",
         ),
         (
-            lambda: rpx.Simplex(along=(0, 1)),
+            lambda: rpx.numbers.Simplex(along=(0, 1)),
             TypeError,
             "Simplex takes one axis as along, a number or a name, but got (0, 1).",
         ),
         (
-            lambda: rpx.Simplex(along=1).init({"w": jnp.ones(3)}),
+            lambda: rpx.numbers.Simplex(along=1).init({"w": jnp.ones(3)}),
             ValueError,
             "Simplex(along=1).init at 'w': along=1 is out of bounds for an array of shape (3,). Leave it out "
             "with `where`, or use a separate stage for it.",
         ),
         (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
         (
-            lambda: rpx.Elementwise(jnp.exp, 2),
+            lambda: rpx.numbers.Elementwise(jnp.exp, 2),
             TypeError,
             "Elementwise takes a function as inverse, but got 2.",
         ),
         (
-            lambda: rpx.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
+            lambda: rpx.numbers.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
             "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that "
             "it maps to NaN. Correct the array.",

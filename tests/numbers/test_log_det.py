@@ -33,10 +33,10 @@ CASES = {
     "exp": (rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
     "square": (rpx.Positive("square"), np.exp(normal(4)), lambda w: w),
     "bounded": (rpx.Bounded(-2, 3), np.tanh(normal(4)), lambda w: w),
-    "own functions": (rpx.Elementwise(jnp.sinh, jnp.arcsinh), normal(4), lambda w: w),
+    "own functions": (rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh), normal(4), lambda w: w),
     "scale": (rpx.Scale(-0.5), normal(4), lambda w: w),
-    "triangular": (rpx.Triangular(), np.tril(normal(3, 3)), lower),
-    "definite": (rpx.PositiveDefinite(), SQUARE, lower),
+    "triangular": (rpx.matrices.Triangular(), np.tril(normal(3, 3)), lower),
+    "definite": (rpx.matrices.PositiveDefinite(), SQUARE, lower),
     "scale >> positive": (rpx.Scale(3.0) >> rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
     "positive >> scale": (rpx.Positive("exp") >> rpx.Scale(3.0), np.exp(normal(4)), lambda w: w),
     "positive >> noise": (rpx.Positive("exp") >> rpx.VarNoise(0.1), np.exp(normal(4)), lambda w: w),
@@ -74,7 +74,7 @@ def test_a_factor_scales_both_parts_of_complex_numbers():
 
 
 def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_density():
-    p = rpx.Simplex()
+    p = rpx.numbers.Simplex()
     x = np.asarray(init(p, {"w": special.softmax(normal(5))})["w"]["@simplex"]["x"]) + np.float32(0.7)
 
     def both(x):
@@ -89,7 +89,7 @@ def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior()
     # Raw values at equal distances cover all places that matter; a flat direction would make their sum as large as the
     # square that they cover.
     ends = np.linspace(-12, 8, 201)
-    p, x = rpx.Simplex(), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
+    p, x = rpx.numbers.Simplex(), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
 
     def density(x):
         raw = {"w": {"@simplex": {"x": x}}}
@@ -136,7 +136,7 @@ def test_small_slopes_have_logarithms():
 
 @pytest.mark.thorough
 def test_stacked_matrices_add_up_and_half_precision_is_a_number_in_single():
-    p, one = rpx.PositiveDefinite(stacked=0), rpx.PositiveDefinite()
+    p, one = rpx.matrices.PositiveDefinite(stacked=0), rpx.matrices.PositiveDefinite()
     both = p.log_det(p.init({"w": jnp.stack([SQUARE, 2 * SQUARE])}))
     alone = [one.log_det(one.init({"w": w})) for w in (SQUARE, 2 * SQUARE)]
     np.testing.assert_allclose(both, sum(alone), rtol=1e-5)
@@ -170,11 +170,11 @@ ERRORS = {
         "a stage of your own needs log_det_leaf(values).",
     ),
     "exponential": (
-        lambda: traced(rpx.PositiveDefinite("expm"), {"w": SQUARE}),
+        lambda: traced(rpx.matrices.PositiveDefinite("expm"), {"w": SQUARE}),
         "PositiveDefinite(map='expm').log_det at 'w': map='expm' has no log_det, but map='cholesky' has. Use that map.",
     ),
     "complex": (
-        lambda: traced(rpx.Elementwise(jnp.sinh, jnp.arcsinh), {"w": normal(2).astype(np.complex64)}),
+        lambda: traced(rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh), {"w": normal(2).astype(np.complex64)}),
         "Elementwise(jnp.sinh, jnp.arcsinh).log_det at 'w': expected real numbers for log_det, got complex64.",
     ),
 }

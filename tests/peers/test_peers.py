@@ -255,7 +255,7 @@ def test_spectral_norm_of_a_transposed_convolution_has_the_axis_of_torch():
 
 
 def test_spectral_norm_of_a_vector_in_torch_is_a_sphere():
-    w, p = normal(5), rpx.Sphere(along=None, where="w")
+    w, p = normal(5), rpx.norms.Sphere(along=None, where="w")
     got = p.apply(p.init({"w": jnp.asarray(w)}))["w"]
     np.testing.assert_allclose(got, seen(parametrizations.spectral_norm(module(w)).weight), rtol=1e-6)
 

@@ -32,5 +32,5 @@ def test_one_step_of_openai_es_moves_by_our_estimate(members):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         moved, _ = theirs.tell(jax.random.key(2), trees, fitness, state, theirs.default_params)
 
-    ours = ravel_pytree(rpx.noise_gradient(p, raw, keys, fitness))[0]
+    ours = ravel_pytree(rpx.noise.noise_gradient(p, raw, keys, fitness))[0]
     np.testing.assert_allclose(ravel_pytree(raw)[0] - ours, moved.mean, rtol=1e-5, atol=1e-5)

@@ -75,5 +75,5 @@ def test_smooth_scales():
     want = smooth_quant.compute_scales_ratio(largest, jnp.max(jnp.abs(jnp.asarray(w)), axis=1), 0.7)
     params = {"scale": jnp.ones(K), "w": jnp.asarray(w)}
     seen = rpx.inputs(lambda params: jnp.sum((x * params["scale"][None]) @ params["w"]), moments="largest")(params)
-    p = rpx.Smooth({"scale": "scale", "w": "w"}, alpha=0.7)
+    p = rpx.quantized.Smooth({"scale": "scale", "w": "w"}, alpha=0.7)
     np.testing.assert_allclose(1 / p.apply(p.init(params, seen=seen))["scale"], want, rtol=1e-5)

@@ -39,5 +39,5 @@ def test_the_volume_of_a_definite_matrix_is_that_of_numpyro():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         want = float(cholesky.log_abs_det_jacobian(theirs, cholesky(theirs)))
         want += float(square.log_abs_det_jacobian(cholesky(theirs), square(cholesky(theirs))))
-    got = rpx.PositiveDefinite().log_det({"w": {"@positive_definite": {"x": X}}})
+    got = rpx.matrices.PositiveDefinite().log_det({"w": {"@positive_definite": {"x": X}}})
     np.testing.assert_allclose(got, want, rtol=1e-5)

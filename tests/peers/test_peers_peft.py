@@ -313,9 +313,9 @@ def test_a_start_is_that_of_peft(chain, settings):
 def test_vera_is_that_of_peft_with_our_factors():
     config = peft.VeraConfig(r=5, target_modules=["layers.0"], d_initial=0.1)
     model = peft.get_peft_model(torch_net(), config)
-    params, p = base_params(), rpx.Freeze() >> rpx.VeRA(5, where="layers_0/kernel")
+    params, p = base_params(), rpx.Freeze() >> rpx.adapters.VeRA(5, where="layers_0/kernel")
     raw = p.init(params)
-    left, right = rpx.VeRA(5).factors(params["layers_0"]["kernel"])
+    left, right = rpx.adapters.VeRA(5).factors(params["layers_0"]["kernel"])
     layer, rng = model.base_model.model.layers[0], np.random.default_rng(0)
     d, b = rng.standard_normal(5).astype(np.float32), rng.standard_normal(8).astype(np.float32)
     with torch.no_grad():
@@ -335,7 +335,7 @@ def test_shira_is_that_of_peft_with_its_mask():
     weight, places = layer.shira_weight["default"], layer.shira_indices["default"]
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    p = rpx.Freeze() >> rpx.RandomPrune(0.5, where="layers_0/kernel") >> rpx.Delta(where="layers_0/kernel")
+    p = rpx.Freeze() >> rpx.sparse.RandomPrune(0.5, where="layers_0/kernel") >> rpx.Delta(where="layers_0/kernel")
     raw = p.init(base_params(), jax.random.key(0))
     rows, columns = places.numpy().astype(int)
     dense, mask = np.zeros((8, 8), np.float32), np.zeros((8, 8), np.float32)
@@ -413,7 +413,7 @@ class Deep(torch.nn.Module):
     [
         lambda: rpx.LoRA(2, alpha=4.0, stacked=0),
         lambda: rpx.LoRA(2, alpha=4.0, stacked=0) >> rpx.WeightNorm(detach=True, stacked=0),
-        lambda: rpx.Orthogonal(stacked=(0, 1)) >> rpx.Rotated(2, stacked=0),
+        lambda: rpx.Orthogonal(stacked=(0, 1)) >> rpx.adapters.Rotated(2, stacked=0),
     ],
     ids=["lora", "dora", "oft"],
 )

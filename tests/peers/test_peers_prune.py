@@ -64,7 +64,7 @@ def test_a_second_pruning_counts_among_what_the_first_leaves(amounts):
 def test_global_pruning_is_global_unstructured(amounts):
     weights = {"w0": normal(5, 7), "w1": normal(3, 4, seed=1), "w2": 5 * normal(2, 2, seed=2)}
     peer = module(*weights.values())
-    p = by(rpx.GlobalPrune, *amounts) if len(amounts) == 1 else rpx.GlobalPrune(amounts)
+    p = by(rpx.sparse.GlobalPrune, *amounts) if len(amounts) == 1 else rpx.sparse.GlobalPrune(amounts)
     for amount in amounts:
         prune.global_unstructured([(peer, name) for name in weights], prune.L1Unstructured, amount=amount)
     got = p.fold(p.init({name: jnp.asarray(w) for name, w in weights.items()}))
@@ -77,7 +77,7 @@ def test_random_pruning_takes_as_many_weights_as_random_unstructured(amounts):
     w, peer = normal(5, 7), module(normal(5, 7))
     for amount in amounts:
         prune.random_unstructured(peer, "w0", amount)
-    got = pruned(by(rpx.RandomPrune, *amounts) if len(amounts) == 1 else rpx.RandomPrune(amounts), w)
+    got = pruned(by(rpx.sparse.RandomPrune, *amounts) if len(amounts) == 1 else rpx.sparse.RandomPrune(amounts), w)
     assert np.sum(got == 0) == np.sum(seen(peer.w0) == 0)
 
 
@@ -85,7 +85,7 @@ def test_random_pruning_takes_as_many_weights_as_random_unstructured(amounts):
 def test_random_pruning_takes_as_many_slices_as_random_structured(amount):
     w = normal(5, 7)
     peer = seen(prune.random_structured(module(w), "w0", amount, dim=1).w0)
-    got = pruned(by(rpx.RandomPrune, amount, axis=1), w)
+    got = pruned(by(rpx.sparse.RandomPrune, amount, axis=1), w)
     assert np.sum((got == 0).all(0)) == np.sum((peer == 0).all(0))
     assert np.sum(got == 0) == np.sum(peer == 0)
 

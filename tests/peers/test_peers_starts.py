@@ -112,7 +112,7 @@ def test_ranks_are_those_that_eva_gives_in_peft(rho):
     theirs = {name.rpartition(".")[2]: len(a) for name, a in found.items()}
     moments = {name: jnp.asarray(x.T @ x)[None] for name, x in data.items()}
     seen = {name: Seen((Read((12, 8), (0, 1), (), (0,), jnp.ones(1), second=x),)) for name, x in moments.items()}
-    assert rpx.eva_ranks(seen, RANK, rho) == theirs
+    assert rpx.adapters.eva_ranks(seen, RANK, rho) == theirs
     assert (len(set(theirs.values())) > 1) == (rho > 1)
 
 

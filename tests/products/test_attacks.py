@@ -74,18 +74,18 @@ class Told(rpx.Reparametrization):
         return jnp.diag(jnp.diag(values["u"]) * jnp.sin(values["v"]))
 
     def terms_leaf(self, values):
-        return [rpx.Term("i->ii", jnp.diag(values["u"]) * jnp.sin(values["v"]))]
+        return [rpx.stage.Term("i->ii", jnp.diag(values["u"]) * jnp.sin(values["v"]))]
 
 
 def in_columns(r, x):
     def apply(diagonal):
-        return x @ rpx.Diagonal().apply({"w": {"@diagonal": {"x": diagonal}}})["w"]
+        return x @ rpx.matrices.Diagonal().apply({"w": {"@diagonal": {"x": diagonal}}})["w"]
 
     return total(jax.vmap(apply, in_axes=1)(r["w"]))
 
 
 def diagonal(r):
-    return rpx.Diagonal().apply({"w": {"@diagonal": {"x": r["b"][0]}}})["w"]
+    return rpx.matrices.Diagonal().apply({"w": {"@diagonal": {"x": r["b"][0]}}})["w"]
 
 
 def tall(r):
@@ -112,7 +112,7 @@ def mutable(r, x):
 
 
 def blocks(r):
-    return rpx.Term("aij->(ai)(aj)", r["w"][:, :, None]).array()
+    return rpx.stage.Term("aij->(ai)(aj)", r["w"][:, :, None]).array()
 
 
 LOSSES = {
@@ -291,7 +291,7 @@ def test_terms_that_are_none():
 def test_terms_of_another_shape():
     class Other(Told):
         def terms_leaf(self, values):
-            return [rpx.Term("ij->i", values["u"])]
+            return [rpx.stage.Term("ij->i", values["u"])]
 
     text = (
         r"^Other\(\).init at 'w': terms_leaf returns terms of shape \(6,\), but apply_leaf returns an array of "

@@ -231,19 +231,19 @@ CONTEXTS = {
     "two adapters": lambda: Context(one, W, normal(2048, 32), rpx.LoRA(1) >> rpx.LoRA(1)),
     "integers in blocks": lambda: Context(one, W, X, rpx.Stored("int8", block=8) >> rpx.LoRA(2)),
     "nf4": lambda: Context(one, W, X, rpx.Stored("nf4", block=8) >> rpx.LoRA(2)),
-    "a Kronecker product": lambda: Context(one, W, X, rpx.Kronecker((4, 4))),
+    "a Kronecker product": lambda: Context(one, W, X, rpx.matrices.Kronecker((4, 4))),
     "low rank": lambda: Context(one, W, X, rpx.LowRank(2)),
-    "singular values": lambda: Context(one, W, X, rpx.FixedRank(2)),
-    "diagonal": lambda: Context(one, {"w": np.diag(normal(32))}, X, rpx.Diagonal()),
-    "circulant": lambda: Context(one, {"w": normal(256, 256) / 16}, normal(64, 256), rpx.Circulant()),
+    "singular values": lambda: Context(one, W, X, rpx.matrices.FixedRank(2)),
+    "diagonal": lambda: Context(one, {"w": np.diag(normal(32))}, X, rpx.matrices.Diagonal()),
+    "circulant": lambda: Context(one, {"w": normal(256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant()),
     "a circulant one, transposed": lambda: Context(
         lambda w, x: squares(x @ w["w"].T),
         {"w": normal(255, 255) / 16},
         normal(64, 255),
-        rpx.Circulant() >> rpx.Gain(axis=0),
+        rpx.matrices.Circulant() >> rpx.Gain(axis=0),
     ),
     "scanned circulant ones": lambda: Context(
-        scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.Circulant(stacked=0)
+        scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant(stacked=0)
     ),
     "noise of low rank": lambda: Context(one, W, normal(8, 32), rpx.VarNoise(0.1, rank=1)),
     "rows are the second axis": lambda: Context(lambda w, x: squares(x @ w["w"].T), W, X, rpx.LoRA(2, rows=1)),

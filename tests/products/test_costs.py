@@ -212,13 +212,13 @@ def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():
 class Told(rpx.Reparametrization):
     """A stage that says terms and nothing else."""
 
-    raw_values = {"w": rpx.fixed()}
+    raw_values = {"w": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"w": w, "a": jnp.ones((w.shape[0], 1)), "b": jnp.zeros((1, w.shape[1]))}
 
     def terms_leaf(self, values):
-        return [rpx.Term("ij->ij", values["w"]), rpx.Term("ir,rj->ij", values["a"], values["b"])]
+        return [rpx.stage.Term("ij->ij", values["w"]), rpx.stage.Term("ir,rj->ij", values["a"], values["b"])]
 
 
 class Opaque(Told):

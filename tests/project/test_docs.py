@@ -218,7 +218,7 @@ def test_the_new_stage_of_contributing_keeps_the_laws():
     exec(compile(block, CONTRIBUTING.name, "exec"), globs)
     params = {"w": normal(4, 3)}
     check_laws(globs["Grid"](), params)
-    loose = type("Loose", (globs["Grid"],), {"raw_values": {"s": rpx.aux()}, "__module__": "grid"})
+    loose = type("Loose", (globs["Grid"],), {"raw_values": {"s": rpx.stage.aux()}, "__module__": "grid"})
     with pytest.raises(AssertionError, match="breaks the law of right inverse"):
         check_laws(loose(), params)
 
@@ -273,9 +273,9 @@ def test_the_table_of_stages_says_in_which_family_each_is():
         "NoisyNet": rpx.Gaussian,
         "QLoRA": rpx.Stored,
         "IA3": rpx.Gain,
-        "LoHa": rpx.Hadamard,
-        "OFT": rpx.Rotated,
-        "2:4": rpx.NofM,
+        "LoHa": rpx.adapters.Hadamard,
+        "OFT": rpx.adapters.Rotated,
+        "2:4": rpx.sparse.NofM,
         "BitNet": rpx.Quantize,
         "parametrize": rpx.Reparametrization,
     }.items(),

@@ -295,13 +295,13 @@ CHAINS = {
         lambda: rpx.WeightNorm() >> jnp.tanh,
         TypeError,
         "WeightNorm() >> tanh: expected a stage, but got a function. Make a stage of it, "
-        "`rpx.Elementwise(function, its_inverse)`, or call it on the weights.",
+        "`rpx.numbers.Elementwise(function, its_inverse)`, or call it on the weights.",
     ),
     "a function first": (
         lambda: jnp.tanh >> rpx.WeightNorm(),
         TypeError,
         "tanh >> WeightNorm(): expected a stage, but got a function. Make a stage of it, "
-        "`rpx.Elementwise(function, its_inverse)`, or call it on the weights.",
+        "`rpx.numbers.Elementwise(function, its_inverse)`, or call it on the weights.",
     ),
     "None": (
         lambda: rpx.WeightNorm() >> None,
@@ -380,7 +380,7 @@ CHAINS = {
         "WeightNorm takes no argument 'axes'. Write `axis=`.",
     ),
     "axis of a vector": (
-        lambda: rpx.Sphere(axis=0),
+        lambda: rpx.norms.Sphere(axis=0),
         TypeError,
         "Sphere takes no argument 'axis'. Write `along=`.",
     ),
@@ -912,30 +912,31 @@ FUNCTIONS = {
         "summary takes parametrizations first, but got dict. Write `rpx.summary(p, params)`.",
     ),
     "projected with an optimizer first": (
-        lambda: rpx.projected(optax.adam(1e-3), P),
+        lambda: rpx.training.projected(optax.adam(1e-3), P),
         TypeError,
-        "projected got 2 arguments by position, but takes 1. Write `rpx.projected(p)`.",
+        "projected got 2 arguments by position, but takes 1. Write `rpx.training.projected(p)`.",
     ),
     "projected of an optimizer": (
-        lambda: rpx.projected(optax.adam(1e-3)),
+        lambda: rpx.training.projected(optax.adam(1e-3)),
         TypeError,
-        "projected takes parametrizations first, but got GradientTransformationExtraArgs. Write `rpx.projected(p)`.",
+        "projected takes parametrizations first, but got GradientTransformationExtraArgs. Write "
+        "`rpx.training.projected(p)`.",
     ),
     "projected of a class": (
-        lambda: rpx.projected(rpx.MaxNorm),
+        lambda: rpx.training.projected(rpx.norms.MaxNorm),
         TypeError,
         "projected takes parametrizations first, but got the class MaxNorm, not a stage such as MaxNorm(). "
-        "Write `rpx.projected(p)`.",
+        "Write `rpx.training.projected(p)`.",
     ),
     "projected of a raw tree": (
-        lambda: rpx.projected(rpx.MaxNorm(1.0)).init(RAW),
+        lambda: rpx.training.projected(rpx.norms.MaxNorm(1.0)).init(RAW),
         ValueError,
         "MaxNorm(1.0).projected takes the model's own parameters, but got a raw tree: it holds "
         "'@weight_norm' at 'dense/kernel'. To train a raw tree, use `rpx.optimizer` alone: what `apply` "
         "makes of it is in the image already.",
     ),
     "projected with updates of a raw tree": (
-        lambda: rpx.projected(rpx.MaxNorm(1.0)).update(RAW, (), PARAMS),
+        lambda: rpx.training.projected(rpx.norms.MaxNorm(1.0)).update(RAW, (), PARAMS),
         ValueError,
         "MaxNorm(1.0).projected takes updates and parameters of one structure: expected an array at "
         "'dense/kernel', got '@weight_norm'. Call `tx.update(grads, state, params)`.",
@@ -959,14 +960,14 @@ FUNCTIONS = {
         "trees: `[p.fold(raw) for raw in raws]`.",
     ),
     "reset_moments of one tree": (
-        lambda: rpx.reset_moments(STATE, RAW),
+        lambda: rpx.training.reset_moments(STATE, RAW),
         TypeError,
-        "reset_moments needs 'after'. Write `rpx.reset_moments(state, before, after)`.",
+        "reset_moments needs 'after'. Write `rpx.training.reset_moments(state, before, after)`.",
     ),
     "noise_gradient with fewer": (
-        lambda: rpx.noise_gradient(rpx.VarNoise(0.1), RAW),
+        lambda: rpx.noise.noise_gradient(rpx.VarNoise(0.1), RAW),
         TypeError,
-        "noise_gradient needs 'keys'. Write `rpx.noise_gradient(p, raw, keys, fitness, chunk=None)`.",
+        "noise_gradient needs 'keys'. Write `rpx.noise.noise_gradient(p, raw, keys, fitness, chunk=None)`.",
     ),
     "remat of a chain": (
         lambda: rpx.remat(P),

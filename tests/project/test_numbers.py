@@ -56,7 +56,14 @@ def cut(text: str, pattern: str) -> tuple[str, ...]:
 
 
 def test_the_number_of_stages():
-    kinds = (rpx.Chain, rpx.Parametrization, rpx.Constraint, rpx.Joint, rpx.Perturbation, rpx.Reparametrization)
+    kinds = (
+        rpx.Chain,
+        rpx.Parametrization,
+        rpx.stage.Constraint,
+        rpx.stage.Joint,
+        rpx.Perturbation,
+        rpx.Reparametrization,
+    )
     stages = [each for each in PUBLIC.values() if isinstance(each, type) and issubclass(each, rpx.Parametrization)]
     assert len(stages) - len(kinds) in range(60, 70)
     assert "the same chain for each library, over sixty stages" in page("compared")

@@ -48,7 +48,7 @@ def effective(p, params, data):
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
 def test_factors_are_those_of_the_paper_and_the_network_computes_the_same(alpha):
-    got = effective(rpx.Smooth(NAMES, alpha=alpha), PARAMS, seen(PARAMS))
+    got = effective(rpx.quantized.Smooth(NAMES, alpha=alpha), PARAMS, seen(PARAMS))
     *want, y = computed(PARAMS)
     kernels = np.concatenate([PARAMS["query"]["kernel"], PARAMS["key"]["kernel"]], axis=2)
     factors = np.max(np.abs(y), axis=1) ** alpha / np.max(np.abs(kernels), axis=2) ** (1 - alpha)
@@ -63,7 +63,7 @@ def test_factors_are_those_of_the_paper_and_the_network_computes_the_same(alpha)
 
 
 def test_the_new_weights_are_stored():
-    p, data = rpx.Smooth(NAMES), seen(PARAMS)
+    p, data = rpx.quantized.Smooth(NAMES), seen(PARAMS)
     smooth = np.asarray(effective(p, PARAMS, data)["query"]["kernel"])
     both = rpx.Stored("int8", axis=-1, stacked=0, where="(query|key)/kernel") >> p
     got = np.asarray(effective(both, PARAMS, data)["query"]["kernel"])
@@ -73,18 +73,18 @@ def test_the_new_weights_are_stored():
 def test_wrong_uses():
     params = jax.tree.map(jnp.asarray, PARAMS)
     with raises(ValueError, "Smooth got alpha=2.0, but takes a number from 0 to 1."):
-        rpx.Smooth(NAMES, alpha=2)
-    at = f"{rpx.Smooth(NAMES)!r}.init at 'norm/scale', 'norm/bias', 'query/kernel', 'key/kernel': "
+        rpx.quantized.Smooth(NAMES, alpha=2)
+    at = f"{rpx.quantized.Smooth(NAMES)!r}.init at 'norm/scale', 'norm/bias', 'query/kernel', 'key/kernel': "
     with raises(
         ValueError,
         f"{at}expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
         f"moments='largest')(params, batch)` to init.",
     ):
-        rpx.Smooth(NAMES).init(params)
+        rpx.quantized.Smooth(NAMES).init(params)
     params["norm"]["scale"] = jnp.ones(K)
     with raises(
         ValueError,
         f"{at}expected a scale for each of 16 inputs of the weights, got shape (8,). Name the norm whose output these "
         f"weights read.",
     ):
-        effective(rpx.Smooth(NAMES), params, seen(PARAMS))
+        effective(rpx.quantized.Smooth(NAMES), params, seen(PARAMS))

@@ -135,7 +135,7 @@ STAGES = {
     "awq": (rpx.Stored("int4", block=2, axis=1, fit="awq"), "full"),
     "wanda": (rpx.MagnitudePrune(0.5, fit="wanda"), "diagonal"),
     "sparsegpt": (rpx.MagnitudePrune(0.5, fit="sparsegpt"), "full"),
-    "n of m": (rpx.NofM(2, 4, along=0, fit="wanda"), "diagonal"),
+    "n of m": (rpx.sparse.NofM(2, 4, along=0, fit="wanda"), "diagonal"),
     "eva": (rpx.LoRA(2, start="eva"), "full"),
     "corda": (rpx.LoRA(2, start="corda"), "full"),
 }
@@ -165,7 +165,7 @@ def test_the_whole_error():
     with raises(ValueError, f"expected {what}"):
         seen["w"].read("full", PARAMS["w"])
     with raises(ValueError, f"eva_ranks at 'w': expected {what.replace('data', 'data of this array', 1)}"):
-        rpx.eva_ranks(seen, 2)
+        rpx.adapters.eva_ranks(seen, 2)
     assert f"4 inputs along axis 0, 84 B  {reason}; slice reads it: " in repr(
         rpx.explain(rpx.inputs(sliced), PARAMS, X)
     )

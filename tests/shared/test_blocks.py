@@ -42,34 +42,34 @@ def same(got, want):
 WI, WH, B = normal(3, 8, seed=1), normal(2, 8, seed=2), normal(8, seed=3)
 TABLE = normal(2, 3, 4, seed=4)
 BLOCKS = {
-    "rows": (rpx.Concat(("wi: 3 8", "wh: 2 8")), {"wi": WI, "wh": WH}, np.concatenate([WI, WH])),
+    "rows": (rpx.shared.Concat(("wi: 3 8", "wh: 2 8")), {"wi": WI, "wh": WH}, np.concatenate([WI, WH])),
     "bias as a row": (
-        rpx.Concat(("wi: 3 8", "wh: 2 8", "b: 8 -> 1 8")),
+        rpx.shared.Concat(("wi: 3 8", "wh: 2 8", "b: 8 -> 1 8")),
         {"wi": WI, "wh": WH, "b": B},
         np.concatenate([WI, WH, B[None]]),
     ),
     "columns, turned": (
-        rpx.Concat(("wi: 3 8 -> 8 3", "wh: 2 8 -> 8 2"), axis=1),
+        rpx.shared.Concat(("wi: 3 8 -> 8 3", "wh: 2 8 -> 8 2"), axis=1),
         {"wi": WI, "wh": WH},
         np.concatenate([WI.T, WH.T], 1),
     ),
     "flat": (
-        rpx.Concat(("b: 8", "wi: 3 8 -> (3 8)", "t: 2 3 4 -> (3 2 4)", "s:  -> 1")),
+        rpx.shared.Concat(("b: 8", "wi: 3 8 -> (3 8)", "t: 2 3 4 -> (3 2 4)", "s:  -> 1")),
         {"b": B, "wi": WI, "t": TABLE, "s": np.float32(5)},
         np.concatenate([B, WI.ravel(), TABLE.transpose(1, 0, 2).ravel(), [np.float32(5)]]),
     ),
     "nested": (
-        rpx.Concat((rpx.Concat(("wi: 3 8", "wh: 2 8")), rpx.Concat(("x: 3 8", "y: 2 8"))), axis=1),
+        rpx.shared.Concat((rpx.shared.Concat(("wi: 3 8", "wh: 2 8")), rpx.shared.Concat(("x: 3 8", "y: 2 8"))), axis=1),
         {"wi": WI, "wh": WH, "x": WI + 1, "y": WH + 1},
         np.block([[WI, WI + 1], [WH, WH + 1]]),
     ),
-    "an axis of size 0": (rpx.Concat(("e: 0 8", "wh: 2 8")), {"e": np.zeros((0, 8), np.float32), "wh": WH}, WH),
+    "an axis of size 0": (rpx.shared.Concat(("e: 0 8", "wh: 2 8")), {"e": np.zeros((0, 8), np.float32), "wh": WH}, WH),
 }
 
 
 @pytest.mark.parametrize(("block", "parts", "whole"), BLOCKS.values(), ids=BLOCKS)
 def test_the_parts_of_a_block_stand_where_numpy_puts_them(block, parts, whole):
-    pack, split = rpx.Pack({"w": block}), rpx.Split({"w": block})
+    pack, split = rpx.shared.Pack({"w": block}), rpx.shared.Split({"w": block})
     raw, effective = made_and_read(pack, {"w": whole})
     same(raw["w"]["@pack"], parts)
     same(effective, {"w": whole})
@@ -81,22 +81,24 @@ def test_the_parts_of_a_block_stand_where_numpy_puts_them(block, parts, whole):
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.complex64, np.int32], ids=str)
 def test_a_block_keeps_the_dtype(dtype):
     parts = {"wi": WI.astype(dtype), "wh": WH.astype(dtype)}
-    raw, effective = made_and_read(rpx.Split({"w": rpx.Concat(("wi: 3 8", "wh: 2 8"))}), parts)
+    raw, effective = made_and_read(rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}), parts)
     assert raw["wi"]["@split"]["w"].dtype == dtype
     same(effective, parts)
 
 
 def test_letters_take_their_sizes_from_the_arrays_so_one_stage_serves_layers_of_all_sizes():
-    block = rpx.Concat(tuple(rpx.Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "ab"), axis=1)
+    block = rpx.shared.Concat(tuple(rpx.shared.Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "ab"), axis=1)
     params = {"layers": [{"w": normal(5, 4)}, {"w": normal(7, 6)}]}
-    raw, effective = made_and_read(rpx.Pack({"w": block}, at=r"layers/\d+"), params)
+    raw, effective = made_and_read(rpx.shared.Pack({"w": block}, at=r"layers/\d+"), params)
     assert [raw["layers"][i]["w"]["@pack"]["input_b"].shape for i in (0, 1)] == [(3, 2), (4, 3)]
     same(effective, params)
 
 
 def test_several_layers_stand_in_one_block():
     params = {"layers": [{"w": WI, "b": B}, {"w": WH}]}
-    p = rpx.Split({"all": rpx.Concat(("layers/0/w: 3 8 -> (3 8)", "layers/0/b: 8", "layers/1/w: 2 8 -> (2 8)"))})
+    p = rpx.shared.Split(
+        {"all": rpx.shared.Concat(("layers/0/w: 3 8 -> (3 8)", "layers/0/b: 8", "layers/1/w: 2 8 -> (2 8)"))}
+    )
     raw = p.init(params)
     assert jax.tree.map(jnp.shape, raw) == {
         "layers": [{"b": {"@split": {}}, "w": {"@split": {"all": (48,)}}}, {"w": {"@split": {}}}]
@@ -106,7 +108,9 @@ def test_several_layers_stand_in_one_block():
 
 
 def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():
-    p = rpx.VarNoise(0.1, where="cell/wi/w") >> rpx.Split({"w": rpx.Concat(("wi: 3 8", "wh: 2 8"))}, at="cell")
+    p = rpx.VarNoise(0.1, where="cell/wi/w") >> rpx.shared.Split(
+        {"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}, at="cell"
+    )
     params = {"cell": {"wi": WI, "wh": WH}, "b": B}
     raw = p.init(params)
     noise = jax.tree.map(np.subtract, p.apply(raw, jax.random.key(0)), params)
@@ -119,7 +123,7 @@ def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():
 
 def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
     w = normal(6, 2)
-    pack = rpx.Pack({"w": rpx.Concat(("a: 3 2", "c: 3 2"))})
+    pack = rpx.shared.Pack({"w": rpx.shared.Concat(("a: 3 2", "c: 3 2"))})
     before, after = rpx.WeightNorm() >> pack, pack >> rpx.WeightNorm()
     raw, effective = made_and_read(before, {"w": w})
     lengths = [x["@weight_norm"]["g"] for x in raw["w"]["@pack"].values()]
@@ -133,14 +137,14 @@ def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
 
 
 def test_parts_are_main_values_to_masks_of_weight_decay():
-    raw = init(rpx.WeightNorm() >> rpx.Pack("equinox.lstm"), cells()["equinox.lstm"])
+    raw = init(rpx.WeightNorm() >> rpx.shared.Pack("equinox.lstm"), cells()["equinox.lstm"])
     labels = rpx.labels(raw, main=True, aux=False)
     assert labels["weight_ih"]["@pack"]["input_f"] == {"@weight_norm": {"g": False, "v": True}}
     assert labels["bias"]["@pack"]["bias_f"] is True
 
 
 def test_singular_vectors_of_a_block_and_of_its_parts_advance_in_update():
-    split = rpx.Split({"w": rpx.Concat(("wi: 3 8", "wh: 2 8"))})
+    split = rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))})
     for p in (rpx.SpectralNorm() >> split, split >> rpx.SpectralNorm()):
         raw = jax.tree.map(np.asarray, init(p, {"wi": WI, "wh": WH}))
         doubled = jax.tree.map(lambda x, label: 2 * x if label == "free" else x, raw, rpx.labels(raw))
@@ -152,14 +156,14 @@ def test_singular_vectors_of_a_block_and_of_its_parts_advance_in_update():
 
 def test_blocks_are_made_in_the_modules_of_equinox_and_the_states_of_nnx():
     cell = eqx.filter_jit(eqx.nn.LSTMCell)(INPUTS, HIDDEN, key=jax.random.key(0))
-    p = rpx.Pack("equinox.lstm")
+    p = rpx.shared.Pack("equinox.lstm")
     raw = p.init(cell)
     assert type(raw) is eqx.nn.LSTMCell
     assert sorted(raw.bias["@pack"]) == ["bias_f", "bias_g", "bias_i", "bias_o"]
     same(p.apply(raw), cell)
     types = nnx.state(nnx.eval_shape(lambda: nnx.OptimizedLSTMCell(INPUTS, HIDDEN, rngs=nnx.Rngs(0))))
     state = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)), types)
-    q = rpx.WeightDropout(0.5, where="dense_h/kernel/hidden_.") >> rpx.Pack("nnx.optimized_lstm")
+    q = rpx.WeightDropout(0.5, where="dense_h/kernel/hidden_.") >> rpx.shared.Pack("nnx.optimized_lstm")
     raw = q.init(state)
     same(q.fold(raw), state)
     assert (np.asarray(q.apply(raw, jax.random.key(0))["dense_h"]["kernel"][...]) == 0).any()
@@ -323,7 +327,7 @@ def sizes(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_parts_of_a_layout_stand_where_the_library_has_them(name):
-    p = rpx.Pack(name, "cell", sizes=sizes(name))
+    p = rpx.shared.Pack(name, "cell", sizes=sizes(name))
     params = {"cell": cell(name), "other": B}
     raw = p.init(params)
     values = {k: v for x in (GATES, ATTENTION) for k, v in x.items()}
@@ -418,20 +422,20 @@ def test_a_cell_without_biases_is_one_in_every_layout():
     ]
     for name in names:
         weights = {path: x for path, x in cells()[name].items() if "bias" not in path}
-        p = rpx.Pack(name)
+        p = rpx.shared.Pack(name)
         same(p.apply(p.init(weights)), weights)
     weights = {path: x for path, x in cells()["equinox.lstm"].items() if "bias" not in path}
     got = rpx.convert(weights, "equinox.lstm", "torch.lstm")
     assert sorted(got) == ["weight_hh", "weight_ih"]
     same(rpx.convert(got, "torch.lstm", "equinox.lstm"), weights)
     assert sorted(
-        rpx.Split("equinox.lstm", model="flax.lstm").init(rpx.convert(weights, "equinox.lstm", "flax.lstm"))
+        rpx.shared.Split("equinox.lstm", model="flax.lstm").init(rpx.convert(weights, "equinox.lstm", "flax.lstm"))
     ) == [f"{source}{gate}" for source in "hi" for gate in "fgio"]
 
 
 @pytest.mark.parametrize(("order", "same_as"), [("ifco", "ifgo"), ("cifo", "gifo"), ("icfo", "igfo")])
 def test_the_cell_gate_may_be_called_c(order, same_as):
-    assert rpx.gates("input", order) == rpx.gates("input", same_as)
+    assert rpx.shared.gates("input", order) == rpx.shared.gates("input", same_as)
 
 
 # ---- The AWD-LSTM case, and the flat vector of cuDNN.
@@ -450,7 +454,7 @@ def test_the_cell_gate_may_be_called_c(order, same_as):
     ],
 )
 def test_weight_dropout_takes_the_hidden_to_hidden_block_alone_with_one_mask_for_the_sequence(name, where, hidden):
-    p = rpx.WeightDropout(0.5, where=where) >> rpx.Pack(name, "lstm")
+    p = rpx.WeightDropout(0.5, where=where) >> rpx.shared.Pack(name, "lstm")
     params = {"lstm": jax.tree.map(np.ones_like, cell(name))}
     raw = init(p, params)
     drawn = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(jax.random.key(0), 200))
@@ -471,7 +475,7 @@ def test_weight_dropout_takes_the_hidden_to_hidden_block_alone_with_one_mask_for
 
 
 def test_a_fused_weight_is_built_once_outside_of_the_loop_over_time():
-    p = rpx.Pack("nnx.optimized_lstm")
+    p = rpx.shared.Pack("nnx.optimized_lstm")
     raw = p.init(cell("nnx.optimized_lstm"))
 
     def run(raw, xs):
@@ -497,7 +501,7 @@ unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3), static_argna
 )
 def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional):
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, layers, bidirectional))
-    p = rpx.CudnnLSTM(INPUTS, HIDDEN, layers, bidirectional=bidirectional)
+    p = rpx.shared.CudnnLSTM(INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     raw, effective = made_and_read(p, {"weights": weights, "bias": np.ones(3, np.float32)})
     unpacked = unpack(weights, INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     ends = [f"l{i}{end}" for i in range(layers) for end in ("", "_reverse")[: 1 + bidirectional]]
@@ -515,7 +519,7 @@ def test_one_bias_of_cudnn_is_the_sum_of_two_and_none_leaves_zeros():
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, 1, bidirectional=False))
     unpacked = unpack(weights, INPUTS, HIDDEN, 1, bidirectional=False)
     *kernels, first, second = (np.asarray(x[0]) for x in unpacked)
-    stages = [rpx.CudnnLSTM(INPUTS, HIDDEN, biases=n) for n in (1, 0)]
+    stages = [rpx.shared.CudnnLSTM(INPUTS, HIDDEN, biases=n) for n in (1, 0)]
     vectors = [made_and_read(p, {"w": weights})[1]["w"] for p in stages]
     start = np.concatenate([np.ravel(x) for x in kernels])
     zeros = np.zeros(4 * HIDDEN, np.float32)
@@ -528,12 +532,12 @@ def test_one_bias_of_cudnn_is_the_sum_of_two_and_none_leaves_zeros():
 @pytest.mark.parametrize(
     "p",
     [
-        rpx.Pack("haiku.lstm", at="lstm"),
-        rpx.Pack("returnn.attention", sizes={"heads": 8, "key": 64}),
-        rpx.Split({"W": rpx.Concat(("a: 3 4", rpx.Concat(("b: 2 2", "c: 2 2"), axis=1)))}),
-        rpx.Split("equinox.lstm", at="a", model="flax.lstm"),
-        rpx.Pack({"w": rpx.gates("hidden", "rzn", out_first=True), "b": rpx.gates("bias", "r")}),
-        rpx.CudnnLSTM(3, 2, biases=1),
+        rpx.shared.Pack("haiku.lstm", at="lstm"),
+        rpx.shared.Pack("returnn.attention", sizes={"heads": 8, "key": 64}),
+        rpx.shared.Split({"W": rpx.shared.Concat(("a: 3 4", rpx.shared.Concat(("b: 2 2", "c: 2 2"), axis=1)))}),
+        rpx.shared.Split("equinox.lstm", at="a", model="flax.lstm"),
+        rpx.shared.Pack({"w": rpx.shared.gates("hidden", "rzn", out_first=True), "b": rpx.shared.gates("bias", "r")}),
+        rpx.shared.CudnnLSTM(3, 2, biases=1),
     ],
     ids=repr,
 )

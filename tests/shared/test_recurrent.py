@@ -72,14 +72,14 @@ def expected(name):
 def test_a_cell_of_each_library_trains_as_that_of_flax_from_converted_numbers(name):
     layout, kind = name.split(",")[0], name.split(",")[0].split("_")[-1].split(".")[-1]
     params = rpx.convert(LSTM if kind == "lstm" else GRU, f"flax.{kind}", layout)
-    for got in compared(CELLS[name], [rpx.Chain(), rpx.Pack(layout)], params):
+    for got in compared(CELLS[name], [rpx.Chain(), rpx.shared.Pack(layout)], params):
         np.testing.assert_allclose(got, expected(f"flax.{kind}"), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", mostly_thorough(["flax.lstm", "flax.gru"], "flax.gru"))
 def test_a_cell_of_flax_trains_the_same_with_the_blocks_of_each_library_as_raw_values(name):
     params = LSTM if name == "flax.lstm" else GRU
-    stages = [rpx.Pack(name), *(rpx.Split(layout, model=name) for layout in SAME_VALUES[name])]
+    stages = [rpx.shared.Pack(name), *(rpx.shared.Split(layout, model=name) for layout in SAME_VALUES[name])]
     for got in compared(CELLS[name], stages, params):
         np.testing.assert_allclose(got, expected(name), rtol=1e-5)
 
@@ -88,7 +88,7 @@ def test_a_cell_of_flax_trains_the_same_with_the_blocks_of_each_library_as_raw_v
 def test_the_flat_vector_of_cudnn_trains_from_gates_as_flax_with_one_bias_and_as_torch_with_two():
     arrays = rpx.convert(LSTM, "flax.lstm", "torch.lstm")
     vector = jnp.concatenate([arrays[name].ravel() for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")])
-    stages = [rpx.CudnnLSTM(INPUTS, HIDDEN, biases=biases) for biases in (1, 2)]
+    stages = [rpx.shared.CudnnLSTM(INPUTS, HIDDEN, biases=biases) for biases in (1, 2)]
     one, two = compared(cudnn_lstm, stages, {"weights": vector})
     np.testing.assert_allclose(one, expected("flax.lstm"), rtol=1e-5)
     np.testing.assert_allclose(two, compared(torch_lstm, [rpx.Chain()], arrays)[0], rtol=1e-5)
@@ -118,5 +118,5 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cell_with_values_of_its_own_trains_the_same_from_its_parts(name):
     run, params = OTHERS[name]
-    alone, packed = compared(run, [rpx.Chain(), rpx.Pack(name)], params)
+    alone, packed = compared(run, [rpx.Chain(), rpx.shared.Pack(name)], params)
     np.testing.assert_allclose(packed, alone, rtol=1e-5)

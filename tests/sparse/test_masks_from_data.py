@@ -63,7 +63,7 @@ def test_wanda_keeps_for_each_output_the_largest_products_with_the_size_of_input
 
 def test_wanda_in_groups():
     scores = np.abs(W) * np.sqrt(np.mean(X**2, axis=0))[:, None]
-    _, mask, _ = start(rpx.NofM(2, 4, along=0, fit="wanda"), W, DATA)
+    _, mask, _ = start(rpx.sparse.NofM(2, 4, along=0, fit="wanda"), W, DATA)
     np.testing.assert_array_equal(mask, in_groups(scores, 2, 4))
 
 
@@ -98,12 +98,15 @@ def test_sparsegpt_chooses_masks_by_blocks():
 
 
 def test_sparsegpt_in_groups():
-    _, mask, got = start(rpx.NofM(2, 4, along=0, fit="sparsegpt"), W, DATA)
+    _, mask, got = start(rpx.sparse.NofM(2, 4, along=0, fit="sparsegpt"), W, DATA)
     np.testing.assert_allclose(got, sparsegpt(W, X, 4, lambda scores: largest(scores, 2)), atol=1e-4)
     np.testing.assert_array_equal(np.asarray(mask).reshape(-1, 4, N).sum(axis=1), 2)
 
 
-STAGES = {"share": functools.partial(rpx.MagnitudePrune, 0.5), "groups": functools.partial(rpx.NofM, 2, 4, along=0)}
+STAGES = {
+    "share": functools.partial(rpx.MagnitudePrune, 0.5),
+    "groups": functools.partial(rpx.sparse.NofM, 2, 4, along=0),
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -200,7 +203,7 @@ def test_groups_along_another_axis():
         "NofM(2, 4, fit='wanda').init at 'w': expected data contracted with axis 1 of this array, but products "
         "contract axis 0. Leave the array out with `where`, or choose other axes.",
     ):
-        rpx.NofM(2, 4, fit="wanda").init({"w": jnp.asarray(W)}, seen={"w": DATA})
+        rpx.sparse.NofM(2, 4, fit="wanda").init({"w": jnp.asarray(W)}, seen={"w": DATA})
 
 
 def test_wrong_fields():
@@ -211,9 +214,9 @@ def test_wrong_fields():
     with raises(ValueError, f"MagnitudePrune got count=3 with fit='sparsegpt', {each} count {share}"):
         rpx.MagnitudePrune(count=3, fit="sparsegpt")
     with raises(ValueError, "NofM got percdamp=0.1 with fit='wanda'. Use it with fit='sparsegpt'."):
-        rpx.NofM(2, 4, fit="wanda", percdamp=0.1)
+        rpx.sparse.NofM(2, 4, fit="wanda", percdamp=0.1)
     with raises(
         ValueError,
         "NofM got outside='refuse' with fit='wanda', whose image depends on data. Leave outside out.",
     ):
-        rpx.NofM(2, 4, fit="wanda", outside="refuse")
+        rpx.sparse.NofM(2, 4, fit="wanda", outside="refuse")

@@ -152,7 +152,7 @@ def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():
 
 def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
     w = normal(8, 4)
-    for kind in (rpx.MagnitudePrune, rpx.GlobalPrune):
+    for kind in (rpx.MagnitudePrune, rpx.sparse.GlobalPrune):
         for p, left in ((kind((0.5, 0.5, 0.25)), 6), (kind(0.5) >> kind(count=8), 16)):
             assert np.count_nonzero(read(p, init(p, {"w": w}))) == left
 
@@ -183,7 +183,7 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
         "b": {"kernel": normal(4, 3, seed=1, scale=3, dtype=jnp.bfloat16)},
         "c": {"kernel": normal(3, 3, seed=2, scale=0.1)},
     }
-    p = rpx.GlobalPrune(0.5)
+    p = rpx.sparse.GlobalPrune(0.5)
     got = fold(p, init(p, params))
     kernels = [np.asarray(params[name]["kernel"], np.float32) for name in "abc"]
     flat = without_smallest(np.concatenate([w.reshape(-1) for w in kernels]), 26)  # half of 51, rounded to even
@@ -194,7 +194,7 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
 
 
 def test_global_pruning_ranks_factors_that_share_a_path():
-    p = rpx.GlobalPrune(0.5) >> rpx.LowRank(2)
+    p = rpx.sparse.GlobalPrune(0.5) >> rpx.LowRank(2)
     w = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     raw = init(p, {"w": w})
     factors = jax.tree.map(np.asarray, init(rpx.LowRank(2), {"w": w})["w"]["@low_rank"])
@@ -208,7 +208,7 @@ def test_global_pruning_ranks_factors_that_share_a_path():
 
 
 def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
-    p = rpx.Scale(2.0, where="a") >> rpx.GlobalPrune(0.5)
+    p = rpx.Scale(2.0, where="a") >> rpx.sparse.GlobalPrune(0.5)
     raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
     raw["a"]["@global_prune"]["w"]["@scale"]["x"] *= 10
     got = fold(p, update(p, raw))
@@ -233,14 +233,14 @@ def test_a_mask_keeps_the_zeros_of_the_weight():
 )
 def test_n_of_every_m_weights_stay(axis, n, m):
     arrays = [normal(4, 6, 8), normal(4, 6, 8, dtype=np.float16), rotated(4, 6, 8), np.ones((4, 6, 8), np.float32)]
-    for w, got in zip(arrays, projected(rpx.NofM(n, m, along=axis), arrays), strict=True):
+    for w, got in zip(arrays, projected(rpx.sparse.NofM(n, m, along=axis), arrays), strict=True):
         groups = np.moveaxis(w, axis, -1).reshape(-1, m)
         expected = np.stack([without_smallest(group, m - n) for group in groups])
         np.testing.assert_array_equal(np.moveaxis(np.asarray(got), axis, -1).reshape(-1, m), expected)
 
 
 def test_an_update_of_n_of_m_makes_the_mask_anew():
-    p = rpx.NofM(1, 2)
+    p = rpx.sparse.NofM(1, 2)
     raw = init(p, {"w": np.float32([[1, 2]])})
     raw["w"]["@nof_m"]["w"] = np.float32([[3, 2]])
     np.testing.assert_array_equal(read(p, update(p, raw)), [[3, 0]])
@@ -248,7 +248,7 @@ def test_an_update_of_n_of_m_makes_the_mask_anew():
 
 def test_random_pruning_takes_a_given_number_at_random(key):
     w = normal(40, 50)
-    draw = jax.jit(jax.vmap(lambda k: mask_of(rpx.RandomPrune(0.3).init({"w": w}, k), "random_prune")))
+    draw = jax.jit(jax.vmap(lambda k: mask_of(rpx.sparse.RandomPrune(0.3).init({"w": w}, k), "random_prune")))
     masks = np.asarray(draw(jax.random.split(key, 50)))
     np.testing.assert_array_equal(masks.sum((1, 2)), np.full(50, 1400))
     # Each place is kept a binomial number of times; so is the count over the places of any row.
@@ -259,13 +259,15 @@ def test_random_pruning_takes_a_given_number_at_random(key):
 
 def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest():
     w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
-    p = rpx.RandomPrune(count=1, axis=-1)
+    p = rpx.sparse.RandomPrune(count=1, axis=-1)
     np.testing.assert_array_equal(read(p, init(p, {"w": w}, jax.random.key(3))), w)
-    mask = np.asarray(mask_of(init(rpx.RandomPrune(count=2, axis=-1), {"w": w}, jax.random.key(0)), "random_prune"))
+    mask = np.asarray(
+        mask_of(init(rpx.sparse.RandomPrune(count=2, axis=-1), {"w": w}, jax.random.key(0)), "random_prune")
+    )
     assert {(0, 0), (1, 1)} == {(float(column.min()), float(column.max())) for column in mask.T}
-    np.testing.assert_array_equal(rpx.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
+    np.testing.assert_array_equal(rpx.sparse.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
     with_zeros = normal(6, 4) * np.array([1, 0, 1, 1], np.float32)
-    assert [bool(rpx.RandomPrune(count=count).contains(with_zeros)) for count in (6, 7)] == [True, False]
+    assert [bool(rpx.sparse.RandomPrune(count=count).contains(with_zeros)) for count in (6, 7)] == [True, False]
 
 
 # ---- errors
@@ -287,47 +289,47 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "one, `MagnitudePrune(count=1)`.",
         ),
         (
-            lambda: rpx.GlobalPrune((0.5, np.int32(1))),
+            lambda: rpx.sparse.GlobalPrune((0.5, np.int32(1))),
             ValueError,
             "GlobalPrune got sparsity=1, which may be all weights or one of them. For all, write sparsity=1.0; for "
             "one, `GlobalPrune(count=1)`.",
         ),
         (
-            lambda: rpx.RigL({"dense/.*": 1}),
+            lambda: rpx.sparse.RigL({"dense/.*": 1}),
             ValueError,
             "RigL got sparsity['dense/.*']=1, which may be all weights or one of them. For all, write "
             "sparsity['dense/.*']=1.0; for one, `RigL(count=1)`.",
         ),
         (
-            lambda: jax.eval_shape(lambda share: rpx.SET(share).init({"w": normal(2, 2)}, jax.random.key(0)), 1),
+            lambda: jax.eval_shape(lambda share: rpx.sparse.SET(share).init({"w": normal(2, 2)}, jax.random.key(0)), 1),
             TypeError,
             "SET takes a share of weights as sparsity, but got a traced integer of dtype int32. Make it a floating "
             "number, `jnp.float32(...)`; for a number of weights, write `SET(count=...)`.",
         ),
         (
-            lambda: rpx.RandomPrune((0.5, -0.1)),
+            lambda: rpx.sparse.RandomPrune((0.5, -0.1)),
             ValueError,
             "RandomPrune got sparsity=-0.1, but takes a share of weights from 0 to 1. For a number of weights, write "
             "`RandomPrune(count=...)`.",
         ),
         (
-            lambda: rpx.GlobalPrune(count=-1),
+            lambda: rpx.sparse.GlobalPrune(count=-1),
             ValueError,
             "GlobalPrune got count=-1, but takes a number of weights that is at least 0.",
         ),
-        (lambda: rpx.RigL(count=0.5), TypeError, "RigL takes an integer as count, but got 0.5."),
+        (lambda: rpx.sparse.RigL(count=0.5), TypeError, "RigL takes an integer as count, but got 0.5."),
         (
-            lambda: rpx.SET(),
+            lambda: rpx.sparse.SET(),
             TypeError,
             "SET takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got neither.",
         ),
         (
-            lambda: rpx.GlobalPrune(0.5, count=3),
+            lambda: rpx.sparse.GlobalPrune(0.5, count=3),
             TypeError,
             "GlobalPrune takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got both.",
         ),
         (
-            lambda: rpx.GlobalPrune("half"),
+            lambda: rpx.sparse.GlobalPrune("half"),
             TypeError,
             "GlobalPrune takes a real number or a real scalar array as sparsity, but got 'half'.",
         ),
@@ -350,36 +352,38 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
             "stage with `where`.",
         ),
         (
-            lambda: rpx.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}, jax.random.key(0)),
+            lambda: rpx.sparse.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}, jax.random.key(0)),
             ValueError,
             "RandomPrune(sparsity=0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
             "(). Leave it out with `where`, or use a separate stage for it.",
         ),
         (
-            lambda: rpx.GlobalPrune(count=13).init({name: np.ones((3, 2), np.float32) for name in "ac"}),
+            lambda: rpx.sparse.GlobalPrune(count=13).init({name: np.ones((3, 2), np.float32) for name in "ac"}),
             ValueError,
             "GlobalPrune(count=13).init: expected to prune at most 12, the number of weights or slices, got count=13. "
             "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
         ),
         (
-            lambda: rpx.GlobalPrune(0.5).init({"a": np.ones((3, 2), np.float32), "c": jnp.array([[1.0, jnp.nan]])}),
+            lambda: rpx.sparse.GlobalPrune(0.5).init(
+                {"a": np.ones((3, 2), np.float32), "c": jnp.array([[1.0, jnp.nan]])}
+            ),
             ValueError,
             "GlobalPrune(sparsity=0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, "
             "or leave it out with `where`.",
         ),
         (
-            lambda: rpx.NofM(5, 4),
+            lambda: rpx.sparse.NofM(5, 4),
             ValueError,
             "NofM got n=5 and m=4, but keeps n of every m weights, 0 <= n <= m.",
         ),
         (
-            lambda: rpx.NofM(2, 4).init({"w": np.ones((4, 6), np.float32)}),
+            lambda: rpx.sparse.NofM(2, 4).init({"w": np.ones((4, 6), np.float32)}),
             ValueError,
             "NofM(2, 4).init at 'w': expected an axis -1 whose length is divisible by 4, got shape (4, 6). Leave it "
             "out with `where`, or choose another axis.",
         ),
         (
-            lambda: rpx.NofM(2, 4, outside="refuse").init({"w": np.ones((4, 4), np.float32)}),
+            lambda: rpx.sparse.NofM(2, 4, outside="refuse").init({"w": np.ones((4, 4), np.float32)}),
             ValueError,
             "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
             "from `stage.project(w)`, or pass outside='project'.",

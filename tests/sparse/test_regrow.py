@@ -44,7 +44,7 @@ def regrown(weights, active, scores, share):
     ],
 )
 def test_masks_worked_by_hand(grads, expected):
-    p = rpx.RigL(count=2, drop=0.5)
+    p = rpx.sparse.RigL(count=2, drop=0.5)
     raw = init(p, {"w": np.float32([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])}, jax.random.key(0))
     np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
     raw = update(p, raw, grads={"w": np.float32([grads])})
@@ -62,14 +62,14 @@ def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates
     def step(raw, t, x):
         values, grads = x
         raw = with_values(raw, raw["w"]["@rigl"]["w"] + values)
-        before = rpx.RigL(0.8, drop=share(t)).fold(raw)["w"]
-        raw = rpx.RigL(0.8, drop=share(t)).update(raw, grads={"w": grads})
-        return raw, (before, mask_of_traced(raw), rpx.RigL(0.8).fold(raw)["w"])
+        before = rpx.sparse.RigL(0.8, drop=share(t)).fold(raw)["w"]
+        raw = rpx.sparse.RigL(0.8, drop=share(t)).update(raw, grads={"w": grads})
+        return raw, (before, mask_of_traced(raw), rpx.sparse.RigL(0.8).fold(raw)["w"])
 
     def mask_of_traced(raw):
         return raw["w"]["@rigl"]["@fixed"]["mask"]
 
-    raw = rpx.RigL(0.8).init({"w": normal(10, 12)}, jax.random.key(0))
+    raw = rpx.sparse.RigL(0.8).init({"w": normal(10, 12)}, jax.random.key(0))
     active = set(np.flatnonzero(mask_of(raw)))
     assert len(active) == 24
     for t in range(1000):
@@ -83,7 +83,7 @@ def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates
 
 
 def test_set_drops_the_smallest_and_grows_at_random():
-    p = rpx.SET(0.75, drop=0.5)
+    p = rpx.sparse.SET(0.75, drop=0.5)
     w = normal(16, 16)
     raw = init(p, {"w": w}, jax.random.key(0))
     first = mask_of(raw, "set") != 0
@@ -100,7 +100,10 @@ def test_set_drops_the_smallest_and_grows_at_random():
 
 
 def test_without_what_an_update_reads_the_mask_stays():
-    for p, given in ((rpx.RigL(0.5), {"key": jax.random.key(1)}), (rpx.SET(0.5), {"grads": {"w": normal(4, 4)}})):
+    for p, given in (
+        (rpx.sparse.RigL(0.5), {"key": jax.random.key(1)}),
+        (rpx.sparse.SET(0.5), {"grads": {"w": normal(4, 4)}}),
+    ):
         raw = init(p, {"w": normal(4, 4)}, jax.random.key(0))
         for got in (update(p, raw), update(p, raw, **given)):
             jax.tree.map(np.testing.assert_array_equal, got, raw)
@@ -109,7 +112,7 @@ def test_without_what_an_update_reads_the_mask_stays():
 
 
 def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
-    p = rpx.RigL(count=1, drop=1.0)
+    p = rpx.sparse.RigL(count=1, drop=1.0)
     raw = init(p, {"w": np.float32([[5.0, 0.0]])}, jax.random.key(0))
     raw = update(p, raw, grads={"w": np.float32([[0.0, 1.0]])})  # the first goes
     np.testing.assert_array_equal(fold(p, raw)["w"], [[0.0, 0.0]])
@@ -120,12 +123,12 @@ def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
 
 
 def test_init_hides_no_numbers():
-    raw = rpx.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
+    raw = rpx.sparse.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
     np.testing.assert_array_equal(raw["w"]["@rigl"]["w"] != 0, mask_of(raw) != 0)
 
 
 def test_numbers_that_are_none_do_not_change_the_density():
-    p = rpx.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop=0.5)
     raw = init(p, {"w": normal(4, 4)}, jax.random.key(0))
     for grads in (jnp.full((4, 4), jnp.nan), jnp.where(normal(4, 4) > 0, jnp.nan, 1.0), jnp.full((4, 4), jnp.inf)):
         assert mask_of(p.update(raw, grads={"w": grads})).sum() == 8
@@ -137,14 +140,14 @@ def test_numbers_that_are_none_do_not_change_the_density():
 
 @pytest.mark.parametrize("drop", [-0.5, 1.5, 2.0])
 def test_a_traced_share_is_kept_within_zero_and_one(drop):
-    raw = rpx.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
-    update = jax.jit(lambda drop: rpx.RigL(0.5, drop=drop).update(raw, grads={"w": normal(4, 4)}))
+    raw = rpx.sparse.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
+    update = jax.jit(lambda drop: rpx.sparse.RigL(0.5, drop=drop).update(raw, grads={"w": normal(4, 4)}))
     np.testing.assert_array_equal(mask_of(update(drop)), mask_of(update(float(np.clip(drop, 0, 1)))))
 
 
 def test_gradients_reach_a_stage_through_those_behind_it():
     """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
-    p = rpx.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
+    p = rpx.sparse.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
     a = np.float32([[3.0, 1.0, 0.0, 0.0]])
     raw = init(p, {"a": a, "b": 10 * a}, jax.random.key(0))
     # By itself the third place of `a` has the larger gradient, with that through `b` the fourth.
@@ -154,14 +157,14 @@ def test_gradients_reach_a_stage_through_those_behind_it():
 
 
 def test_gradients_behind_noise_are_those_by_its_mean():
-    p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    p = rpx.sparse.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
     raw = init(p, {"w": np.float32([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
     raw = update(p, raw, grads={"w": np.float32([[0.0, 0.0, 0.0, 1.0]])})
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
 def test_stacked_arrays_move_by_themselves():
-    each, stacked = rpx.RigL(0.5, drop=0.5), rpx.RigL(0.5, drop=0.5, stacked=0)
+    each, stacked = rpx.sparse.RigL(0.5, drop=0.5), rpx.sparse.RigL(0.5, drop=0.5, stacked=0)
     w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
     raw = init(stacked, {"w": w}, jax.random.key(0))
     together = mask_of(update(stacked, raw, grads={"w": g}))
@@ -171,7 +174,7 @@ def test_stacked_arrays_move_by_themselves():
 
 
 def test_set_draws_for_each_of_stacked_arrays_alone():
-    p, w = rpx.SET(0.5, drop=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
+    p, w = rpx.sparse.SET(0.5, drop=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
     first = init(p, {"w": w}, jax.random.key(0))
     after = update(p, first, jax.random.key(1))
     masks = [mask_of(raw, "set") for raw in (first, after)]
@@ -183,11 +186,11 @@ def test_set_draws_for_each_of_stacked_arrays_alone():
 
 @pytest.mark.thorough
 def test_stacked_arrays_obey_all_laws():
-    check_laws(rpx.SET(0.5, stacked=0), {"w": normal(3, 4, 4)})
+    check_laws(rpx.sparse.SET(0.5, stacked=0), {"w": normal(3, 4, 4)})
 
 
 class Remembers(rpx.Reparametrization):
-    raw_values = {"x": rpx.main(), "seen": rpx.fixed(), "drawn": rpx.fixed()}
+    raw_values = {"x": rpx.stage.main(), "seen": rpx.stage.fixed(), "drawn": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"x": w, "seen": jnp.zeros_like(w), "drawn": jnp.zeros_like(w)}
@@ -222,7 +225,7 @@ def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
 
 
 def test_errors():
-    p = rpx.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop=0.5)
     raw = init(p, {"w": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)}, jax.random.key(0))
     who = "RigL(sparsity=0.5, drop=0.5).update"
     with raises(
@@ -251,16 +254,18 @@ def test_errors():
     ):
         behind.update(behind.init({"w": normal(4, 4)}, jax.random.key(0)), grads={"w": normal(4, 4)})
     with raises(ValueError, "RigL got drop=1.5, but takes a share of the weights from 0 to 1."):
-        rpx.RigL(0.5, 1.5)
+        rpx.sparse.RigL(0.5, 1.5)
     with raises(
         ValueError,
         "RigL(count=5).init at 'w': expected to prune at most 4, the number of weights or slices, got count=5. "
         "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
-        rpx.RigL(count=5).init({"w": np.ones((2, 2), np.float32)}, jax.random.key(0))
+        rpx.sparse.RigL(count=5).init({"w": np.ones((2, 2), np.float32)}, jax.random.key(0))
 
 
-@pytest.mark.parametrize("p", [rpx.RigL(0.5), rpx.SET(0.5), rpx.RandomPrune(0.5)], ids=lambda p: p.kind)
+@pytest.mark.parametrize(
+    "p", [rpx.sparse.RigL(0.5), rpx.sparse.SET(0.5), rpx.sparse.RandomPrune(0.5)], ids=lambda p: p.kind
+)
 def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
     masks = [mask_of(init(p, {"w": np.zeros((8, 8), np.float32)}, jax.random.key(i)), p.kind) for i in range(20)]
     counts = np.sum(masks, axis=0)

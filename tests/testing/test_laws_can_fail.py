@@ -247,7 +247,7 @@ class HalfStoppedSingle(Start):
 class LengthOfZero(rpx.Reparametrization):
     """Not a number at its start, where the step is zero."""
 
-    raw_values = {"base": rpx.fixed()}
+    raw_values = {"base": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"step": jnp.zeros_like(w), "base": w}
@@ -318,7 +318,7 @@ class DriftAlone(Drift):
 class Counted(rpx.Reparametrization):
     """Keeps every law; the broken updates differ from it in one line."""
 
-    raw_values = {"x": rpx.main(), "count": rpx.fixed()}
+    raw_values = {"x": rpx.stage.main(), "count": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"x": w, "count": jnp.zeros((2,), jnp.float32)}
@@ -411,7 +411,7 @@ class Redundant(rpx.Reparametrization):
 class AllAux(Start):
     """No earlier stage finds its array."""
 
-    raw_values = {"x": rpx.aux()}
+    raw_values = {"x": rpx.stage.aux()}
 
 
 @on_whole_trees

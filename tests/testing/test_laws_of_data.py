@@ -27,7 +27,7 @@ STAGES = {
     "awq": (rpx.Stored("uint3", block=4, fit="awq"), True),
     "awq, a diagonal": (rpx.Stored("uint3", block=4, fit="awq"), False),
     "sparsegpt": (rpx.MagnitudePrune(0.5, fit="sparsegpt"), True),
-    "sparsegpt in groups": (rpx.NofM(2, 4, along=0, fit="sparsegpt"), True),
+    "sparsegpt in groups": (rpx.sparse.NofM(2, 4, along=0, fit="sparsegpt"), True),
     "wanda, a diagonal": (rpx.MagnitudePrune(0.5, fit="wanda"), False),
     "no data": (rpx.WeightNorm(), True),
 }

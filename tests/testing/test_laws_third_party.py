@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 
 class LoRA(rpx.Reparametrization):
     rank: int
-    raw_values, min_ndim = {"w": rpx.main(fixed=True), "a": rpx.aux(), "b": rpx.aux()}, 2
+    raw_values, min_ndim = {"w": rpx.stage.main(fixed=True), "a": rpx.stage.aux(), "b": rpx.stage.aux()}, 2
 
     def draw_leaf(self, w, key):
         a = jax.random.normal(key, (w.shape[0], self.rank), w.dtype)
@@ -28,13 +28,13 @@ class LoRA(rpx.Reparametrization):
 class TrainedLoRA(LoRA):
     """Whether ``w`` trains is for ``Freeze`` to say."""
 
-    raw_values = {"w": rpx.main(), "a": rpx.aux(), "b": rpx.aux()}
+    raw_values = {"w": rpx.stage.main(), "a": rpx.stage.aux(), "b": rpx.stage.aux()}
 
 
 class Int8(rpx.Reparametrization):
     """Numbers of eight bits, as storage: only the scale trains."""
 
-    raw_values, min_ndim = {"q": rpx.main(fixed=True)}, 2
+    raw_values, min_ndim = {"q": rpx.stage.main(fixed=True)}, 2
 
     def init_leaf(self, w):
         scale = jnp.maximum(jnp.max(jnp.abs(w)), 1e-9) / 127
@@ -47,7 +47,7 @@ class Int8(rpx.Reparametrization):
 class FreeInt8(Int8):
     """Integers that nobody says are fixed: no gradient moves them."""
 
-    raw_values = {"q": rpx.main()}
+    raw_values = {"q": rpx.stage.main()}
 
 
 class SingleInt8(Int8):
@@ -89,7 +89,7 @@ class StochasticRounding(rpx.Perturbation):
 
 
 class Delta(rpx.Reparametrization):
-    raw_values = {"base": rpx.fixed()}
+    raw_values = {"base": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         return {"x": jnp.zeros_like(w), "base": w}
@@ -104,7 +104,7 @@ class Delta(rpx.Reparametrization):
 class RunningScale(rpx.Reparametrization):
     """A fixed value that follows the free one, a step later."""
 
-    raw_values = {"x": rpx.main(), "scale": rpx.fixed()}
+    raw_values = {"x": rpx.stage.main(), "scale": rpx.stage.fixed()}
 
     def init_leaf(self, w):
         scale = jnp.mean(jnp.abs(w)) + 1e-9
@@ -126,10 +126,10 @@ def length(arrays):
     return jnp.sqrt(jnp.where(squares == 0, 1, squares))
 
 
-class UnitTogether(rpx.Together):
+class UnitTogether(rpx.stage.Together):
     """All arrays together have norm one, and count how often they were updated."""
 
-    raw_values, min_ndim = {"x": rpx.main(), "n": rpx.fixed()}, 1
+    raw_values, min_ndim = {"x": rpx.stage.main(), "n": rpx.stage.fixed()}, 1
 
     def init_arrays(self, arrays):
         return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}

@@ -164,7 +164,7 @@ def test_states_in_few_bits_lie_as_their_weights_do():
 
 
 def test_moments_in_few_bits_are_reset_and_transferred():
-    p = rpx.RigL(0.5, drop=0.5, where="w")
+    p = rpx.sparse.RigL(0.5, drop=0.5, where="w")
     before = init(p, {"w": normal(16, 16)}, jax.random.key(0))
     tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9), state=EIGHT)
 
@@ -175,7 +175,7 @@ def test_moments_in_few_bits_are_reset_and_transferred():
     state = stepped(before)
     after = jax.jit(lambda raw, grads: p.update(raw, grads=grads))(before, {"w": normal(16, 16, seed=1)})
     masks = [np.asarray(raw["w"]["@rigl"]["@fixed"]["mask"]) for raw in (before, after)]
-    got = jax.jit(rpx.reset_moments)(state, before, after)
+    got = jax.jit(rpx.training.reset_moments)(state, before, after)
     assert jax.tree.structure(got) == jax.tree.structure(state)
     born = (masks[0] == 0) & (masks[1] != 0)
     assert born.any()

@@ -32,7 +32,7 @@ def trained(p, tx, params, grads):
 @pytest.mark.parametrize(("inner", "moments"), [("adam", 2), ("lion", 1)])
 def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, moments):
     tx = rpx.optimizer(getattr(optax, inner)(0.1))
-    p = rpx.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    p = rpx.sparse.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
     params = {"w": COUNTED, "b": np.ones(4, np.float32)}
     before, state = trained(p, tx, params, 1.0)
     hidden = before["w"]["@rigl"]["@fixed"]["mask"] == 0
@@ -40,7 +40,7 @@ def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, m
     masks = [np.asarray(raw["w"]["@rigl"]["@fixed"]["mask"]) != 0 for raw in (before, after)]
     born = ~masks[0] & masks[1]
     assert born.sum() == 4
-    got = jax.tree.map(np.asarray, jax.jit(rpx.reset_moments)(state, before, after))
+    got = jax.tree.map(np.asarray, jax.jit(rpx.training.reset_moments)(state, before, after))
     assert jax.tree.structure(got) == jax.tree.structure(state)
     pairs = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(got), strict=True)
     seen = 0
@@ -58,7 +58,7 @@ def test_values_of_earlier_stages_under_the_mask_are_reset_too():
     before, state = trained(p, tx, {"w": np.float32([[4, 1], [3, 2]])}, 1.0)
     node = {"mask": np.float32([[0, 1], [1, 1]])}
     after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": node}}}
-    trace = rpx.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
+    trace = rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
     old = state[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
     np.testing.assert_array_equal(trace["v"], np.where([[0, 1], [0, 1]], 0, old["v"]))
     np.testing.assert_array_equal(trace["g"], old["g"])
@@ -71,7 +71,7 @@ def test_an_entry_under_two_masks_is_reset_where_either_lets_it_in():
 
     before, after = raw([0, 1, 1, 0], [1, 0, 1, 0]), raw([1, 1, 1, 0], [1, 1, 1, 0])
     (rpx.Mask(where="w") >> rpx.Mask(where="w")).check(after, like={"w": np.ones(4, np.float32)})
-    state = rpx.reset_moments(optax.trace(0.9).init(before)._replace(trace=before), before, after)
+    state = rpx.training.reset_moments(optax.trace(0.9).init(before)._replace(trace=before), before, after)
     np.testing.assert_array_equal(state.trace["w"]["@mask"]["w"]["@mask@2"]["w"], [0, 0, 1, 1])
 
 
@@ -81,27 +81,27 @@ def test_slices_that_come_back_are_reset_as_a_whole():
     before, state = trained(p, tx, {"w": np.float32([[4, 1], [3, 2]])}, 1.0)
     mask = np.ones((1, 2), np.float32)
     after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": mask}}}}
-    trace = np.asarray(rpx.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"])
+    trace = np.asarray(rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"])
     np.testing.assert_array_equal(trace[:, 1], 0)
     assert (trace[:, 0] != 0).all()
 
 
 def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
-    p = rpx.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop=0.5)
     tx = rpx.optimizer(optax.adafactor(0.1, min_dim_size_to_factor=2))
     before, state = trained(p, tx, {"w": COUNTED}, 1.0)
     after = update(p, before, grads={"w": COUNTED[::-1]})
-    got = jax.jit(rpx.reset_moments)(state, before, after)
+    got = jax.jit(rpx.training.reset_moments)(state, before, after)
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
 def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = np.float32([[5, 4, 0, 0]])
-    p = rpx.RigL(count=2, drop=1.0)
+    p = rpx.sparse.RigL(count=2, drop=1.0)
     before = init(p, {"w": w, "mu": {"w": w}}, jax.random.key(0))
     after = update(p, before, grads={"w": np.float32([[9, 9, 0, 0]]), "mu": {"w": np.float32([[0, 0, 9, 9]])}})
     state = jax.tree.map(np.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))
-    got = jax.jit(rpx.reset_moments)(state, before, after)[0]
+    got = jax.jit(rpx.training.reset_moments)(state, before, after)[0]
     for moment in (got.mu, got.nu):
         np.testing.assert_array_equal(moment["w"]["@rigl"]["w"], [[1, 1, 1, 1]])
         np.testing.assert_array_equal(moment["mu"]["w"]["@rigl"]["w"], [[1, 1, 0, 0]])
@@ -113,7 +113,7 @@ def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
     mask = np.ones((4, 4), np.float32)
     after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": mask}}}}
     state = jax.tree.map(np.ones_like, optax.trace(0.9).init(rpx.partition(before)[0]))
-    got = rpx.reset_moments(state, before, after).trace["w"]["@magnitude_prune"]["w"]["@lora"]
+    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_prune"]["w"]["@lora"]
     assert (got["a"] == 1).all()
     assert (got["b"] == 1).all()
 
@@ -129,10 +129,10 @@ def test_trees_of_other_chains_are_refused():
         "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
         "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`.",
     ):
-        rpx.reset_moments((), raw, raw_of((2, 4)))
+        rpx.training.reset_moments((), raw, raw_of((2, 4)))
     with raises(
         ValueError,
         "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only "
         "their free part.",
     ):
-        rpx.reset_moments((), rpx.partition(raw)[0], rpx.partition(raw)[0])
+        rpx.training.reset_moments((), rpx.partition(raw)[0], rpx.partition(raw)[0])

@@ -18,9 +18,9 @@ def normal(*shape, seed=0):
     ("p", "start"),
     [
         (rpx.Orthogonal(), np.linalg.qr(normal(5, 3))[0]),
-        (rpx.MaxNorm(1.0), np.float32(0.1) * normal(5, 3)),
+        (rpx.norms.MaxNorm(1.0), np.float32(0.1) * normal(5, 3)),
         (rpx.LowRank(1), normal(5, 1) @ normal(1, 3, seed=1)),
-        (rpx.Sphere() >> rpx.VarNoise(0.1), normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True)),
+        (rpx.norms.Sphere() >> rpx.VarNoise(0.1), normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True)),
     ],
     ids=repr,
 )
@@ -28,7 +28,7 @@ def test_each_step_ends_on_the_image_at_the_point_nearest_to_a_plain_step(p, sta
     stage = p[0] if isinstance(p, rpx.Chain) else p
     params = {"w": start, "b": np.ones(3, np.float32)}
     plain = optax.sgd(0.3)
-    tx = optax.chain(plain, rpx.projected(p))
+    tx = optax.chain(plain, rpx.training.projected(p))
     state, target = jax.jit(tx.init)(params), normal(5, 3, seed=2)
 
     @jax.jit
@@ -48,7 +48,7 @@ def test_each_step_ends_on_the_image_at_the_point_nearest_to_a_plain_step(p, sta
 
 
 def test_it_asks_for_parameters_and_refuses_what_it_cannot_take_at_once():
-    tx = rpx.projected(rpx.Orthogonal())
+    tx = rpx.training.projected(rpx.Orthogonal())
     with raises(
         ValueError,
         "Orthogonal().projected needs the parameters that it projects, but got none. Pass them: "

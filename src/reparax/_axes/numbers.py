@@ -1,5 +1,7 @@
 """Axes as you write them: a number or a name, or several."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -220,7 +222,7 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.other_axes(-1, jnp.ones((2, 3, 4)))
+      >>> rpx.stage.other_axes(-1, jnp.ones((2, 3, 4)))
       (0, 1)
     """
     kept = () if features is None else count_from_front(features, w)

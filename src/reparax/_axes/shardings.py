@@ -1,5 +1,7 @@
 """Shardings of raw trees and of optimizer states."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

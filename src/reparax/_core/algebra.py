@@ -1,5 +1,7 @@
 """Parametrizations and their composition."""
 
+from __future__ import annotations
+
 import functools
 from abc import ABC
 from collections.abc import Iterator
@@ -203,12 +205,12 @@ class Parametrization(Static, ABC):
     """What decides where the stage acts."""
 
     @property
-    def _parts(self) -> "tuple[Parametrization, ...]":
+    def _parts(self) -> tuple[Parametrization, ...]:
         """The stages, of which a stage alone is one."""
         return (self,)
 
     @property
-    def deterministic(self) -> "Parametrization":
+    def deterministic(self) -> Parametrization:
         """The chain without randomness, for evaluation and export; each random stage is replaced by its mean."""
         if self.stochastic:
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
@@ -234,7 +236,7 @@ class Parametrization(Static, ABC):
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``."""
         return self.deterministic.apply(raw)
 
-    def __rshift__(self, later: "Parametrization") -> "Parametrization":
+    def __rshift__(self, later: Parametrization) -> Parametrization:
         got: Any = later
         if not isinstance(got, Parametrization):
             raise other_than_stages(self, ">>", got)
@@ -243,14 +245,14 @@ class Parametrization(Static, ABC):
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __iter__(self) -> Iterator["Parametrization"]:
+    def __iter__(self) -> Iterator[Parametrization]:
         return iter(self._parts)
 
     @overload
-    def __getitem__(self, i: int) -> "Parametrization": ...
+    def __getitem__(self, i: int) -> Parametrization: ...
     @overload
-    def __getitem__(self, i: slice) -> "Chain": ...
-    def __getitem__(self, i: int | slice) -> "Parametrization":
+    def __getitem__(self, i: slice) -> Chain: ...
+    def __getitem__(self, i: int | slice) -> Parametrization:
         return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
 
     def __repr__(self) -> str:

@@ -80,7 +80,10 @@ def other_than_a_stage(x: Any) -> str:
     if isinstance(x, type) and issubclass(x, Static):
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required(x))})`."
     if callable(x):
-        return "a function. Make a stage of it, `rpx.Elementwise(function, its_inverse)`, or call it on the weights."
+        return (
+            "a function. Make a stage of it, `rpx.numbers.Elementwise(function, its_inverse)`, or call it on the "
+            "weights."
+        )
     shown = f"{x!r} of type" if isinstance(x, bool | int | float | str | None) else "a value of type"
     return f"{shown} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
 

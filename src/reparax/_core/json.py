@@ -1,5 +1,7 @@
 """Chains from the JSON stored beside a checkpoint."""
 
+from __future__ import annotations
+
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.config import load_stages
 

@@ -20,7 +20,7 @@ OF_OTHERS = {
     "get_peft_model": "`rpx.Freeze() >> rpx.LoRA(rank)`",
     "non_trainable": "`rpx.Freeze(where=...)`",
     "prune": "`rpx.MagnitudePrune(sparsity)`",
-    "random_unstructured": "`rpx.RandomPrune(sparsity)`",
+    "random_unstructured": "`rpx.sparse.RandomPrune(sparsity)`",
     "register_parametrization": "a chain, `p = rpx.WeightNorm()`, and `raw = p.init(params)`",
     "remove_parametrizations": "`p.fold(raw)`",
     "sequential": "`a >> b`",

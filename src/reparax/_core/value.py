@@ -1,5 +1,7 @@
 """Stages as values: frozen dataclasses that are static to JAX."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
@@ -35,7 +37,7 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
       >>> import jax.numpy as jnp, reparax as rpx
       >>> class Tempered(rpx.Perturbation):
       ...     stochastic = False
-      ...     heat: float = rpx.argument(rpx.check_positive_number, default=1.0)
+      ...     heat: float = rpx.stage.argument(rpx.stage.check_positive_number, default=1.0)
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat
       >>> Tempered(-2.0)
@@ -61,9 +63,9 @@ def axes(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> class Centred(rpx.Perturbation):  # each index of the axis has mean zero
       ...     stochastic = False
-      ...     axis: int | str = rpx.axes(default=-1)
+      ...     axis: int | str = rpx.stage.axes(default=-1)
       ...     def apply_leaf(self, w, key):
-      ...         return w - w.mean(rpx.other_axes(self.axis, w), keepdims=True)
+      ...         return w - w.mean(rpx.stage.other_axes(self.axis, w), keepdims=True)
       >>> Centred().apply({"w": jnp.array([[1.0], [3.0]])})["w"]
       Array([[-1.],
              [ 1.]], dtype=float32)

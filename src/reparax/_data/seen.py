@@ -1,5 +1,7 @@
 """What an array was multiplied with: the statistics of data from which stages may start."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -101,7 +103,7 @@ class Read:
         own = {self.of[i] for i in (*self.batch, *self.axes)}
         return whole[tuple(slice(None) if axis in own else slice(1) for axis in range(whole.ndim))]
 
-    def of_index(self, stacked: Sequence[int]) -> "Read | None":
+    def of_index(self, stacked: Sequence[int]) -> Read | None:
         """What one array of a stack was multiplied with: the data, with the stacked axes in front; None if mixed."""
         places = [i for axis in stacked for i in range(len(self.of)) if self.of[i] == axis]
         if set(places) & set(self.axes):
@@ -128,7 +130,7 @@ class Read:
             axes=tuple(kept.index(i) for i in self.axes),
         )
 
-    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> "Read":
+    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> Read:
         """The data of the matrix whose rows and columns these axes of the array are, in the order of its rows."""
         places = [i for axis in (*rows, *columns) for i in range(len(self.of)) if self.of[i] == axis]
         inputs, outputs = (sorted(axes, key=places.index) for axes in (self.axes, self.free))
@@ -246,7 +248,7 @@ class Seen:
             raise ValueError("expected the gradient of the loss, but got none. Pass gradients=True to `rpx.inputs`.")
         return self.gradient
 
-    def of_index(self, stacked: Sequence[int]) -> "Seen":
+    def of_index(self, stacked: Sequence[int]) -> Seen:
         """What one array of a stack was multiplied with, with the stacked axes of all data in front."""
         found = [read.of_index(stacked) for read in self.reads]
         mixed = ("products mix the stacked axes",) if None in found else ()
@@ -255,7 +257,7 @@ class Seen:
             self, reads=tuple(read for read in found if read), gradient=gradient, uncounted=(*self.uncounted, *mixed)
         )
 
-    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> "Seen":
+    def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> Seen:
         """What the array is multiplied with, where these axes are merged to the rows and columns of a matrix."""
         if self.stands_in or (tuple(rows), tuple(columns)) == ((0,), (1,)):
             return self
@@ -265,7 +267,7 @@ class Seen:
             gradient = gradient.transpose(*rows, *columns).reshape(size, -1)
         return replace(self, reads=tuple(read.as_matrix(rows, columns) for read in self.reads), gradient=gradient)
 
-    def joined(self, other: "Seen") -> "Seen":
+    def joined(self, other: Seen) -> Seen:
         """Both: moments of different kinds of the same products."""
         ways = [(read.shape, read.batch, read.axes) for read in self.reads]
         more = {(read.shape, read.batch, read.axes): read for read in other.reads}

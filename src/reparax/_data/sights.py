@@ -38,7 +38,7 @@ def _entries(who: str, seen: PyTree) -> dict[Names, Seen]:
     paths, nodes, _ = named(seen, _is_seen)
     if odd := [x for x in nodes if not _is_seen(x)]:
         raise TypeError(
-            f"{who} takes a tree of `rpx.Seen` as seen, but got {_kind(odd[0])}. Pass the result of "
+            f"{who} takes a tree of `rpx.seen.Seen` as seen, but got {_kind(odd[0])}. Pass the result of "
             f"`rpx.inputs(loss)(params, batch)`."
         )
     return dict(zip(paths, nodes, strict=True))

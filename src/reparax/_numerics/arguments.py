@@ -1,5 +1,7 @@
 """Checks of the arguments of stages. Traced scalars are allowed for numbers that may change during training."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +38,7 @@ def check_number(value: Any, who: str, name: str) -> Any:
     Example:
       >>> import reparax as rpx
       >>> def check_rate(value, who, name):
-      ...     rate = rpx.check_number(value, who, name)
+      ...     rate = rpx.stage.check_number(value, who, name)
       ...     if isinstance(rate, float) and not 0 <= rate < 1:  # refuses nan too
       ...         raise ValueError(f"{who} got {name}={rate}, but takes a number from 0 to below 1.")
       ...     return rate
@@ -84,7 +86,7 @@ def check_positive_number(value: Any, who: str, name: str) -> Any:
 
     Example:
       >>> import reparax as rpx
-      >>> rpx.check_positive_number(2, "Tempered", "heat")
+      >>> rpx.stage.check_positive_number(2, "Tempered", "heat")
       2.0
     """
     checked = check_number(value, who, name)

@@ -1,5 +1,7 @@
 """Terms, which are products of arrays, and how a traced program records that an array is a sum of terms."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -47,7 +49,7 @@ class Spec:
         return functools.reduce(lambda text, pair: text.replace(pair[0], pair[1]), _CODES.items(), self.text)
 
     @classmethod
-    def decoded(cls, text: str) -> "Spec":
+    def decoded(cls, text: str) -> Spec:
         """The spec from its encoded text."""
         return cls(functools.reduce(lambda text, pair: text.replace(pair[1], pair[0]), _CODES.items(), text))
 
@@ -79,7 +81,7 @@ class Term:
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Term("i->ii", jnp.ones(2)).array()
+      >>> rpx.stage.Term("i->ii", jnp.ones(2)).array()
       Array([[1., 0.],
              [0., 1.]], dtype=float32)
     """

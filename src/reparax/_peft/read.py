@@ -1,5 +1,7 @@
 """Reads PEFT adapters: a chain and a raw tree from tensors and a configuration."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -156,7 +158,7 @@ class _Found:
     lines: list[str] = field(default_factory=list[str])
 
     @classmethod
-    def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> "_Found":
+    def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> _Found:
         found = cls()
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)

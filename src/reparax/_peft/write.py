@@ -1,5 +1,7 @@
 """Writes PEFT adapters: tensors and a configuration from a raw tree."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """Stages whose image is a constraint set: membership tests, projections and samples."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -114,7 +116,7 @@ class Constraint(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class Centered(rpx.Constraint):
+      >>> class Centered(rpx.stage.Constraint):
       ...     def init_leaf(self, w):
       ...         return {"x": w - w.mean()}
       ...     def apply_leaf(self, values):

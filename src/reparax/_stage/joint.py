@@ -1,5 +1,7 @@
 """Stages on several arrays together."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from abc import abstractmethod
@@ -122,8 +124,8 @@ class Joint(Parametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class OutputNorm(rpx.Joint):  # weight norm of the weights of an output together with its bias
-      ...     raw_values = {"v": rpx.main(), "g": rpx.aux()}
+      >>> class OutputNorm(rpx.stage.Joint):  # weight norm of the weights of an output together with its bias
+      ...     raw_values = {"v": rpx.stage.main(), "g": rpx.stage.aux()}
       ...     def init_leaves(self, arrays):
       ...         w, b = arrays["w"], arrays["b"]
       ...         return {"w": {"g": jnp.sqrt((w**2).sum(0) + b**2), "v": w}, "b": {"v": b}}

@@ -1,5 +1,7 @@
 """Stages defined by a formula on one array."""
 
+from __future__ import annotations
+
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -94,9 +96,10 @@ class Reparametrization(Leafwise):
     ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also
     set:
 
-    - ``raw_values``: what each raw value is, ``{"v": rpx.main(aligned=True), "g": rpx.aux(), "mask": rpx.fixed()}``.
-      Earlier stages act on main values, under the parameter's own path; auxiliary values train too, fixed ones do not.
-      Default: all values are main;
+    - ``raw_values``: what each raw value is,
+      ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on
+      main values, under the parameter's own path; auxiliary values train too, fixed ones do not. Default: all values
+      are main;
 
     With ``stochastic = True`` the effective array is random: the formula is ``apply_leaf(values, key)``, and
     ``mean_leaf(values)`` is its mean over all keys, which ``p.deterministic`` uses instead; ``init`` inverts the

@@ -1,5 +1,7 @@
 """The base of stages with a formula on one array: which arrays they act on, and with which numbers and axes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Self

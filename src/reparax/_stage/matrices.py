@@ -5,6 +5,8 @@ attention kernel of ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. The
 split again after it, also in raw values, whose rows and columns have the sizes of the array's.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

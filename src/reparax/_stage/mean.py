@@ -1,5 +1,7 @@
 """The mean of a random stage."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,5 +1,7 @@
 """Stages whose formula takes all selected arrays at once."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,7 +83,7 @@ class Together(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class UnitTogether(rpx.Together):  # all arrays together have norm one
+      >>> class UnitTogether(rpx.stage.Together):  # all arrays together have norm one
       ...     def init_arrays(self, arrays):
       ...         return {place: {"x": w} for place, w in arrays.items()}
       ...     def apply_arrays(self, values):

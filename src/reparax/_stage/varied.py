@@ -1,5 +1,7 @@
 """Numbers that differ between arrays: given by regular expressions for paths, or by a function of path and array."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +89,7 @@ def per_array(check: Check) -> Check:
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> class Heated(rpx.Perturbation):
-      ...     heat: float = rpx.argument(rpx.per_array(rpx.check_positive_number))
+      ...     heat: float = rpx.stage.argument(rpx.stage.per_array(rpx.stage.check_positive_number))
       ...     stochastic = False
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat

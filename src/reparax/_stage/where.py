@@ -1,5 +1,7 @@
 """Selection of the arrays that a stage acts on."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
 import re

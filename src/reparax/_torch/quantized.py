@@ -1,5 +1,7 @@
 """Reads models that others have quantized, with the file's own codes and scales."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Mapping
@@ -76,7 +78,7 @@ def from_quantized(
       >>> block = np.concatenate([np.float16([0.5]).view(np.uint8), np.full(32, 3, np.uint8)])
       >>> config = {"quant_method": "gguf", "types": {"dense.weight": "Q8_0"}}
       >>> like = {"dense": {"kernel": jnp.zeros((32, 2))}}
-      >>> p, raw = rpx.from_quantized({"dense.weight": np.stack([block, block])}, config, like)
+      >>> p, raw = rpx.torch.from_quantized({"dense.weight": np.stack([block, block])}, config, like)
       >>> p
       Stored('gguf:q8_0', where='dense/kernel')
       >>> p.apply(raw)["dense"]["kernel"][:2]
@@ -233,7 +235,7 @@ def to_quantized(
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> weights = {"dense": {"kernel": jnp.ones((64, 2)), "bias": jnp.zeros(2)}}
-      >>> tensors = rpx.to_quantized(rpx.Chain(), weights, "gguf:q8_0")
+      >>> tensors = rpx.torch.to_quantized(rpx.Chain(), weights, "gguf:q8_0")
       >>> {name: (x.dtype.name, x.shape) for name, x in tensors.items()}
       {'dense.bias': ('float32', (2,)), 'dense.weight': ('uint8', (2, 68))}
     """

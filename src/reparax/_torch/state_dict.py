@@ -1,5 +1,7 @@
 """Converts state dicts of torch to raw trees, and back."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What a stage says about its raw values: main or auxiliary, free or fixed."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -64,7 +66,7 @@ def main(
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> class Masked(rpx.Reparametrization):
-      ...     raw_values = {"w": rpx.main(aligned=True), "mask": rpx.fixed()}
+      ...     raw_values = {"w": rpx.stage.main(aligned=True), "mask": rpx.stage.fixed()}
       ...     def init_leaf(self, w):
       ...         return {"w": w, "mask": w != 0}
       ...     def apply_leaf(self, values):
@@ -107,6 +109,6 @@ def check_values(who: str, values: Any) -> None:
         if not isinstance(name, str) or not name or set(name) & set("@./") or not isinstance(value, Value):
             raise TypeError(
                 f"{who} got raw_values={values!r}, but takes a dict of names, without '@', '.' and '/', with "
-                f"`rpx.main()`, `rpx.aux()` or `rpx.fixed()` for each: raw_values = "
-                f"{{'v': rpx.main(), 'g': rpx.aux()}}."
+                f"`rpx.stage.main()`, `rpx.stage.aux()` or `rpx.stage.fixed()` for each: raw_values = "
+                f"{{'v': rpx.stage.main(), 'g': rpx.stage.aux()}}."
             )

@@ -1,5 +1,7 @@
 """Rotations by a series."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ class CayleyNeumann(RowsAndColumns):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.CayleyNeumann(2)
+      >>> p = rpx.adapters.CayleyNeumann(2)
       >>> raw = p.init({"w": jnp.eye(2)})
       >>> raw["w"]["@cayley_neumann"]["x"] = jnp.array([0.5])
       >>> p.apply(raw)["w"]

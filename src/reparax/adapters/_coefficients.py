@@ -1,5 +1,7 @@
 """Adapters of a few coefficients."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax
@@ -33,7 +35,7 @@ class Coefficients(RowsAndColumns):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Freeze() >> rpx.Coefficients(10, "fourier", scale=150.0)
+      >>> p = rpx.Freeze() >> rpx.adapters.Coefficients(10, "fourier", scale=150.0)
       >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}, jax.random.key(0))
       >>> rpx.partition(raw)[0]["kernel"]["@coefficients"]["x"].shape
       (10,)

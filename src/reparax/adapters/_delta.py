@@ -1,5 +1,7 @@
 """A trained difference to a fixed base."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp

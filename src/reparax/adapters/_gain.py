@@ -1,5 +1,7 @@
 """Trained factors for weights."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Elementwise products."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ class Hadamard(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Hadamard().init({"w": jnp.array([[3.0, 3.0]])})
+      >>> rpx.adapters.Hadamard().init({"w": jnp.array([[3.0, 3.0]])})
       {'w': {'@hadamard': {'x': Array([[3., 3.]], dtype=float32), 'y': Array([[1., 1.]], dtype=float32)}}}
 
     References:

@@ -1,5 +1,7 @@
 """Low-rank adapters."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Ranks that differ between arrays, by how many directions their inputs have."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from reparax._data.seen import Seen
@@ -33,7 +35,7 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
       >>> params = {"a": jnp.ones((8, 2)), "b": jnp.ones((8, 2))}
       >>> one, many = jnp.ones((9, 8)), jax.random.normal(jax.random.key(0), (9, 8))
       >>> seen = rpx.inputs(lambda p, x: jnp.sum(x[0] @ p["a"] + x[1] @ p["b"]))(params, (one, many))
-      >>> ranks = rpx.eva_ranks(seen, 2)
+      >>> ranks = rpx.adapters.eva_ranks(seen, 2)
       >>> ranks
       {'a': 1, 'b': 3}
       >>> p = rpx.Chain(tuple(rpx.LoRA(rank, start="eva", where=path) for path, rank in ranks.items()))

@@ -1,5 +1,7 @@
 """Reflected weights."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax
@@ -39,7 +41,7 @@ class Reflected(RowsAndColumns):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Freeze() >> rpx.Reflected(4)
+      >>> p = rpx.Freeze() >> rpx.adapters.Reflected(4)
       >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}, jax.random.key(0))
       >>> rpx.partition(raw)[0]["kernel"]["@reflected"]["u"].shape
       (8, 4)

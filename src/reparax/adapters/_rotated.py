@@ -1,5 +1,7 @@
 """Rotated weights."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ class Rotated(RowsAndColumns):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Orthogonal(stacked=0) >> rpx.Rotated(2)
+      >>> p = rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2)
       >>> raw = p.init({"w": jnp.ones((6, 4))})
       >>> raw["w"]["@rotated"]["r"]["@orthogonal"]["x"].shape
       (2, 3, 3)

@@ -1,5 +1,7 @@
 """Weights of which a few slices train."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ class Slices(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Slices((0, 2))
+      >>> p = rpx.adapters.Slices((0, 2))
       >>> raw = p.init({"table": jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])})
       >>> raw["table"]["@slices"]["x"]
       Array([[1., 2.],

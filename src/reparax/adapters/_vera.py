@@ -1,5 +1,7 @@
 """Adapters in which only vectors train."""
 
+from __future__ import annotations
+
 import math
 from typing import ClassVar
 
@@ -38,7 +40,7 @@ class VeRA(RowsAndColumns):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> raw = (rpx.Freeze() >> rpx.VeRA(256)).init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
+      >>> raw = (rpx.Freeze() >> rpx.adapters.VeRA(256)).init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
       >>> jax.tree.map(jnp.size, rpx.partition(raw)[0]["kernel"]["@vera"])["d"]
       256
 

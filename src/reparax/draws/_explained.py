@@ -1,5 +1,7 @@
 """A report of the noisy weights that draw for each example."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

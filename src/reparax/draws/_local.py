@@ -1,5 +1,7 @@
 """Losses in which each example has noise of its own."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

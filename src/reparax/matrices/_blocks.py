@@ -1,5 +1,7 @@
 """Matrices as grids of blocks."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ class Blocks(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Circulant(stacked=(0, 1)) >> rpx.Blocks((1, 2))
+      >>> p = rpx.matrices.Circulant(stacked=(0, 1)) >> rpx.matrices.Blocks((1, 2))
       >>> raw = p.init({"w": jnp.array([[1.0, 2.0, 5.0, 6.0], [2.0, 1.0, 6.0, 5.0]])})
       >>> raw["w"]["@blocks"]["x"]["@circulant"]["x"]
       Array([[[1., 2.],

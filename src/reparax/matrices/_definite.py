@@ -1,5 +1,7 @@
 """Positive definite and positive semidefinite matrices."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, ClassVar
 
@@ -86,7 +88,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.PositiveDefinite()
+      >>> p = rpx.matrices.PositiveDefinite()
       >>> p.fold(p.init({"w": jnp.array([[2.0, 1.0], [1.0, 2.0]])}))["w"].round(5)
       Array([[2., 1.],
              [1., 2.]], dtype=float32)
@@ -160,7 +162,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.PositiveSemidefinite(rank=1).project(jnp.diag(jnp.array([3.0, 2.0, -1.0]))).round(5)
+      >>> rpx.matrices.PositiveSemidefinite(rank=1).project(jnp.diag(jnp.array([3.0, 2.0, -1.0]))).round(5)
       Array([[3., 0., 0.],
              [0., 0., 0.],
              [0., 0., 0.]], dtype=float32)

@@ -1,5 +1,7 @@
 """Matrices as products of factors."""
 
+from __future__ import annotations
+
 import functools
 from typing import ClassVar
 
@@ -108,7 +110,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> raw = rpx.Kronecker((1, 2)).init({"w": jnp.array([[1.0, 2.0, 3.0, 6.0]])})
+      >>> raw = rpx.matrices.Kronecker((1, 2)).init({"w": jnp.array([[1.0, 2.0, 3.0, 6.0]])})
       >>> a, b = raw["w"]["@kronecker"]["a"], raw["w"]["@kronecker"]["b"]
       >>> jnp.kron(a, b).round(5)
       Array([[1., 2., 3., 6.]], dtype=float32)

@@ -1,5 +1,7 @@
 """Projections from a larger (total) space, in which other stages act."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -28,7 +30,7 @@ class Fibration(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.PositiveDefinite() >> rpx.Fibration(jnp.diagonal, jnp.diag)
+      >>> p = rpx.matrices.PositiveDefinite() >> rpx.matrices.Fibration(jnp.diagonal, jnp.diag)
       >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
       >>> jax.tree.map(jnp.shape, raw)
       {'w': {'@fibration': {'x': {'@positive_definite': {'x': (3,)}}}}}

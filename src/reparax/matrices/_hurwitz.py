@@ -1,5 +1,7 @@
 """Matrices that make linear systems stable."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, ClassVar
 
@@ -67,7 +69,7 @@ class Hurwitz(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p, w = rpx.Hurwitz(), jnp.array([[-1.0, 5.0], [0.0, -2.0]])
+      >>> p, w = rpx.matrices.Hurwitz(), jnp.array([[-1.0, 5.0], [0.0, -2.0]])
       >>> bool(p.contains(w)), bool(p.contains(-w))
       (True, False)
 

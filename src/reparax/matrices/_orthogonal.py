@@ -1,5 +1,7 @@
 """Matrices with orthonormal columns or rows."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -113,7 +115,7 @@ class SpecialOrthogonal(_Orthonormal):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.SpecialOrthogonal().project(jnp.diag(jnp.array([3.0, 2.0, -1.0])))
+      >>> rpx.matrices.SpecialOrthogonal().project(jnp.diag(jnp.array([3.0, 2.0, -1.0])))
       Array([[1., 0., 0.],
              [0., 1., 0.],
              [0., 0., 1.]], dtype=float32)
@@ -147,7 +149,7 @@ class Stiefel(_Orthonormal):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Stiefel().project(jnp.array([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
+      >>> rpx.matrices.Stiefel().project(jnp.array([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
       Array([[1., 0.],
              [0., 1.],
              [0., 0.]], dtype=float32)
@@ -182,7 +184,7 @@ class Grassmann(_Orthonormal):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Grassmann()
+      >>> p = rpx.matrices.Grassmann()
       >>> raw = p.init({"w": jnp.eye(3, 2)})
       >>> raw["w"]["@grassmann"]["x"] = jnp.array([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
       >>> p.apply(raw)["w"]  # the base, because this X lies in its subspace

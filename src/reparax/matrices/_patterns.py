@@ -1,5 +1,7 @@
 """Linear spaces of matrices, stored by their free entries; the nearest matrix has the means of equal entries."""
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from typing import ClassVar
@@ -89,7 +91,7 @@ class Symmetric(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Symmetric().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
+      >>> rpx.matrices.Symmetric().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
       {'w': {'@symmetric': {'x': Array([1., 3., 5.], dtype=float32)}}}
     """
 
@@ -120,7 +122,7 @@ class Skew(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Skew().project(jnp.array([[1.0, 2.0], [4.0, 5.0]]))
+      >>> rpx.matrices.Skew().project(jnp.array([[1.0, 2.0], [4.0, 5.0]]))
       Array([[ 0., -1.],
              [ 1.,  0.]], dtype=float32)
     """
@@ -162,7 +164,7 @@ class Triangular(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Triangular(unit_diagonal=True).project(jnp.array([[3.0, 2.0], [4.0, 5.0]]))
+      >>> rpx.matrices.Triangular(unit_diagonal=True).project(jnp.array([[3.0, 2.0], [4.0, 5.0]]))
       Array([[1., 0.],
              [4., 1.]], dtype=float32)
     """
@@ -200,7 +202,7 @@ class Diagonal(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Diagonal().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
+      >>> rpx.matrices.Diagonal().init({"w": jnp.array([[1.0, 2.0], [4.0, 5.0]])})
       {'w': {'@diagonal': {'x': Array([1., 5.], dtype=float32)}}}
     """
 
@@ -239,7 +241,7 @@ class Circulant(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Circulant().project(jnp.array([[1.0, 0.0], [4.0, 3.0]]))
+      >>> rpx.matrices.Circulant().project(jnp.array([[1.0, 0.0], [4.0, 3.0]]))
       Array([[2., 2.],
              [2., 2.]], dtype=float32)
 
@@ -276,7 +278,7 @@ class Toeplitz(_Pattern):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Toeplitz().init({"w": jnp.array([[1.0, 0.0], [4.0, 3.0]])})
+      >>> rpx.matrices.Toeplitz().init({"w": jnp.array([[1.0, 0.0], [4.0, 3.0]])})
       {'w': {'@toeplitz': {'x': Array([0., 2., 4.], dtype=float32)}}}
     """
 
@@ -306,7 +308,7 @@ class BlockDiagonal(RowsAndColumns, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.BlockDiagonal(2).project(jnp.ones((2, 4)))
+      >>> rpx.matrices.BlockDiagonal(2).project(jnp.ones((2, 4)))
       Array([[1., 1., 0., 0.],
              [0., 0., 1., 1.]], dtype=float32)
     """

@@ -1,5 +1,7 @@
 """Matrices with constrained singular values."""
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -125,7 +127,7 @@ class FixedRank(_BoundedBelow):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> raw = rpx.FixedRank(2).init({"w": jnp.eye(4, 3)})
+      >>> raw = rpx.matrices.FixedRank(2).init({"w": jnp.eye(4, 3)})
       >>> jax.tree.map(jnp.shape, raw["w"]["@fixed_rank"])
       {'@fixed': {'base_u': (4, 2), 'base_v': (3, 2)}, 's': (2,), 'u': (4, 2), 'v': (3, 2)}
 
@@ -160,7 +162,7 @@ class Invertible(_BoundedBelow):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p, w = rpx.Invertible(), jnp.array([[2.0, 1.0], [4.0, 2.0]])
+      >>> p, w = rpx.matrices.Invertible(), jnp.array([[2.0, 1.0], [4.0, 2.0]])
       >>> bool(p.contains(w)), bool(p.contains(p.project(w)))
       (False, True)
 
@@ -187,7 +189,7 @@ class SpecialLinear(_SingularValues):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.SpecialLinear().project(jnp.diag(jnp.array([8.0, 2.0]))).round(5)
+      >>> rpx.matrices.SpecialLinear().project(jnp.diag(jnp.array([8.0, 2.0]))).round(5)
       Array([[2. , 0. ],
              [0. , 0.5]], dtype=float32)
 
@@ -256,7 +258,7 @@ class AlmostOrthogonal(_SingularValues):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.AlmostOrthogonal(0.5).project(jnp.diag(jnp.array([4.0, 1.25]))).round(5)
+      >>> rpx.matrices.AlmostOrthogonal(0.5).project(jnp.diag(jnp.array([4.0, 1.25]))).round(5)
       Array([[1.5 , 0.  ],
              [0.  , 1.25]], dtype=float32)
 

@@ -1,5 +1,7 @@
 """Gradients that recompute noise, masks and effective weights instead of storing them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, Literal

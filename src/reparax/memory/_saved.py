@@ -1,5 +1,7 @@
 """A report of what a loss stores between its forward and its backward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

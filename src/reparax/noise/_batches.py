@@ -1,5 +1,7 @@
 """Perturbations whose draw depends only on an array's type, so that consecutive ones on an array can draw once."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from typing import Any, ClassVar
 

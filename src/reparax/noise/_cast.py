@@ -1,5 +1,7 @@
 """Casts to the dtype that the model reads."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

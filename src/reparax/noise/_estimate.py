@@ -1,5 +1,7 @@
 """Gradient estimates from noise, for functions that are only evaluated."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Mapping
@@ -62,7 +64,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
       >>> p, raw = rpx.VarNoise(0.1), {"w": jnp.array([1.0, -2.0])}
       >>> keys = jax.random.split(jax.random.key(0), 4096)
       >>> fitness = jax.vmap(lambda key: jnp.sum(p.apply(raw, key)["w"] ** 2))(keys)
-      >>> estimate = rpx.noise_gradient(p, raw, keys, fitness - fitness.mean())["w"]
+      >>> estimate = rpx.noise.noise_gradient(p, raw, keys, fitness - fitness.mean())["w"]
       >>> bool(jnp.allclose(estimate, jnp.array([2.0, -4.0]), atol=0.2))
       True
 

@@ -1,5 +1,7 @@
 """Weights with a distribution: each step draws one sample."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax

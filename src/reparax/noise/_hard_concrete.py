@@ -1,5 +1,7 @@
 """Gates that are exactly zero with a trained probability."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, ClassVar
 
@@ -57,7 +59,7 @@ class HardConcrete(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.HardConcrete(0.2, axis=0)
+      >>> p = rpx.noise.HardConcrete(0.2, axis=0)
       >>> raw = p.init({"w": jnp.ones((4, 2))})
       >>> p.penalty(raw).round(3)
       Array(6.4, dtype=float32)

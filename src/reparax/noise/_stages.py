@@ -1,5 +1,7 @@
 """Noise on weights: a new draw for each key, removed in ``p.deterministic``."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """Noise on each weight with a trained variance; weights with too much noise are pruned."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax
@@ -40,7 +42,7 @@ class VariationalDropout(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.VariationalDropout(std=0.1)
+      >>> p = rpx.noise.VariationalDropout(std=0.1)
       >>> raw = p.update(p.init({"w": jnp.array([[1.0, 0.001]])}))
       >>> p.fold(raw)["w"]
       Array([[1., 0.]], dtype=float32)

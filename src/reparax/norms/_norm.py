@@ -1,5 +1,7 @@
 """Weight norm: length and direction of weights."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

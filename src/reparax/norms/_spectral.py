@@ -1,5 +1,7 @@
 """Spectral norm: the largest singular value of matrices and convolutions."""
 
+from __future__ import annotations
+
 import functools
 from typing import ClassVar
 

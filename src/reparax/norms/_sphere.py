@@ -1,5 +1,7 @@
 """Spheres and balls: vectors of a given or a bounded norm."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax
@@ -35,7 +37,7 @@ class Sphere(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Sphere()
+      >>> p = rpx.norms.Sphere()
       >>> p.apply(p.init({"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}))["w"]
       Array([[0.6, 0.8],
              [0. , 1. ]], dtype=float32)
@@ -80,7 +82,7 @@ class MaxNorm(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.MaxNorm(1.0)
+      >>> p = rpx.norms.MaxNorm(1.0)
       >>> p.apply(p.init({"w": jnp.array([[3.0, 0.3], [4.0, 0.4]])}))["w"]
       Array([[0.6, 0.3],
              [0.8, 0.4]], dtype=float32)
@@ -132,7 +134,7 @@ class PoincareBall(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.PoincareBall()
+      >>> p = rpx.norms.PoincareBall()
       >>> raw = p.init({"w": jnp.array([[0.0, 0.5]])})
       >>> raw
       {'w': {'@poincare_ball': {'v': Array([[0.        , 0.54930615]], dtype=float32)}}}

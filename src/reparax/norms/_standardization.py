@@ -1,5 +1,7 @@
 """Weights with zero mean and unit variance."""
 
+from __future__ import annotations
+
 import math
 from typing import ClassVar
 
@@ -35,7 +37,7 @@ class WeightStandardization(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.WeightStandardization()
+      >>> p = rpx.norms.WeightStandardization()
       >>> p.apply(p.init({"w": jnp.array([[1.0, 0.0], [5.0, 2.0]])}))["w"].round(3)
       Array([[-1., -1.],
              [ 1.,  1.]], dtype=float32)

@@ -1,5 +1,7 @@
 """Elementwise maps with their inverses."""
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -213,7 +215,7 @@ class Elementwise(_Map):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Elementwise(jnp.tanh, jnp.arctanh)
+      >>> p = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh)
       >>> p
       Elementwise(jnp.tanh, jnp.arctanh)
       >>> p.init({"w": jnp.array([0.0, 0.5])})

@@ -1,5 +1,7 @@
 """Probabilities along an axis."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, ClassVar
 
@@ -37,7 +39,7 @@ class Simplex(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Simplex()
+      >>> p = rpx.numbers.Simplex()
       >>> p.init({"w": jnp.array([0.75, 0.25])})["w"]["@simplex"]["x"].round(2)
       Array([-0.29, -1.39], dtype=float32)
       >>> p.project(jnp.array([1.0, 1.0, -2.0]))

@@ -1,5 +1,7 @@
 """A report of the weights that a loss never forms."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """Losses whose products multiply by factors of weights."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

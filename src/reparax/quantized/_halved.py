@@ -1,5 +1,7 @@
 """Weights in two halves: bfloat16, and what it lacks."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax

@@ -1,5 +1,7 @@
 """Moments of an optimizer in eight bits."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax

@@ -1,5 +1,7 @@
 """Quantization-aware training: the model reads rounded weights, the optimizer moves the full ones."""
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """Arrays in units of their scales: which entries share a scale, and what a scale is stored as."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, ClassVar
 

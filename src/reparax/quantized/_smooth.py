@@ -1,5 +1,7 @@
 """Inputs and weights of like sizes, by the scale of the norm before them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -53,7 +55,7 @@ class Smooth(Joint):
       ...     return jnp.sum((x * params["norm"]["scale"][None]) @ params["dense"]["kernel"])
       >>> params = {"norm": {"scale": jnp.ones(2)}, "dense": {"kernel": jnp.ones((2, 3))}}
       >>> seen = rpx.inputs(loss, moments="largest")(params, jnp.array([[1.0, 16.0]]))
-      >>> p = rpx.Smooth({"scale": "norm/scale", "w": "dense/kernel"})
+      >>> p = rpx.quantized.Smooth({"scale": "norm/scale", "w": "dense/kernel"})
       >>> p.apply(p.init(params, seen=seen))
       {'dense': {'kernel': Array([[1., 1., 1.],
              [4., 4., 4.]], dtype=float32)}, 'norm': {'scale': Array([1.  , 0.25], dtype=float32)}}

@@ -1,5 +1,7 @@
 """Weights stored in few bits."""
 
+from __future__ import annotations
+
 import math
 from typing import ClassVar
 

@@ -1,5 +1,7 @@
 """A report of what is known of the data that arrays are multiplied with."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """What each weight of a loss is multiplied with."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -220,7 +222,7 @@ class _Layout:
     roots: list[Any]
 
     @classmethod
-    def of(cls, way: Seeing, arguments: Arguments, offset: int) -> "_Layout":
+    def of(cls, way: Seeing, arguments: Arguments, offset: int) -> _Layout:
         """The layout for the arguments of a call, of which the arrays are inputs from ``offset`` on."""
         if way.trees:
             treedef, roots = way.trees[0]

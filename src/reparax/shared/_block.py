@@ -5,6 +5,8 @@ holds transposed. A size is a number, or a letter whose number follows from the 
 axis with the size of ``h``.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import re
@@ -42,13 +44,13 @@ class Concat:
 
     Example:
       >>> import reparax as rpx
-      >>> rpx.Concat(("input: 3 16", "hidden: 4 16", "bias: 16 -> 1 16"))  # the matrix [Wi; Wh; b]
+      >>> rpx.shared.Concat(("input: 3 16", "hidden: 4 16", "bias: 16 -> 1 16"))  # the matrix [Wi; Wh; b]
       Concat(('input: 3 16', 'hidden: 4 16', 'bias: 16 -> 1 16'))
-      >>> rpx.Concat(("table: 5 2 -> (5 2)", "bias: 3"))  # one flat vector
+      >>> rpx.shared.Concat(("table: 5 2 -> (5 2)", "bias: 3"))  # one flat vector
       Concat(('table: 5 2 -> (5 2)', 'bias: 3'))
     """
 
-    parts: tuple["Block", ...]
+    parts: tuple[Block, ...]
     axis: int = 0
     per: str = ""
 

@@ -1,5 +1,7 @@
 """Layouts: how the cells of popular libraries arrange their values in arrays, as data."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +34,9 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
 
     Example:
       >>> import reparax as rpx
-      >>> rpx.gates("input", "cifo")
+      >>> rpx.shared.gates("input", "cifo")
       Concat(('input_g: n h', 'input_i: n h', 'input_f: n h', 'input_o: n h'), axis=1)
-      >>> rpx.gates("bias", "rzn")
+      >>> rpx.shared.gates("bias", "rzn")
       Concat(('bias_r: h', 'bias_z: h', 'bias_n: h'))
     """
     if source not in _SHAPES or not order.isalpha():

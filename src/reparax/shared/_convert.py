@@ -1,5 +1,7 @@
 """Converts the parameters of a cell from one library to another."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The weights of cuDNN's LSTM: one flat vector that holds all gates."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ class CudnnLSTM(Reparametrization):
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> from jax.experimental import rnn
-      >>> p = rpx.CudnnLSTM(3, 2)
+      >>> p = rpx.shared.CudnnLSTM(3, 2)
       >>> weights = rnn.init_lstm_weight(jax.random.key(0), 3, 2, 1, False)
       >>> raw = p.init({"weights": weights})["weights"]["@cudnn_lstm"]
       >>> raw["input_f_l0"].shape, raw["hidden_f_l0"].shape, raw["bias_f_l0"].shape

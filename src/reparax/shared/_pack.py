@@ -1,5 +1,7 @@
 """Several parameters in one block, which either the model reads or the optimizer moves."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -231,7 +233,7 @@ class Pack(_Rearranged):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Pack("haiku.lstm", at="lstm")
+      >>> p = rpx.shared.Pack("haiku.lstm", at="lstm")
       >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
       >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
       {'input_f': (3, 2), 'hidden_f': (2, 2)}
@@ -268,11 +270,11 @@ class Split(_Rearranged):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Split({"W": rpx.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
+      >>> p = rpx.shared.Split({"W": rpx.shared.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
       >>> raw = p.init({"cell": {"Wi": jnp.ones((3, 8)), "Wh": jnp.ones((2, 8)), "b": jnp.ones(8)}})
       >>> jax.tree.map(jnp.shape, raw)
       {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
-      >>> rpx.Split("equinox.lstm", at="cell", model="flax.lstm")
+      >>> rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm")
       Split('equinox.lstm', at='cell', model='flax.lstm')
     """
 

@@ -1,5 +1,7 @@
 """Frozen weights."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import ClassVar
 

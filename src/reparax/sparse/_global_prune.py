@@ -1,5 +1,7 @@
 """Pruning of many arrays with one ranking."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ class GlobalPrune(Together):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.GlobalPrune(0.5)
+      >>> p = rpx.sparse.GlobalPrune(0.5)
       >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "c": jnp.array([[4.0, 5.0, 6.0]])}))
       {'a': Array([[0., 0., 0.]], dtype=float32), 'c': Array([[4., 5., 6.]], dtype=float32)}
 

@@ -1,5 +1,7 @@
 """Weights under masks."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -89,7 +91,7 @@ class NofM(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.NofM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
+      >>> rpx.sparse.NofM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
       Array([[ 0. ,  0. ,  7. ,  8. ,  0. ,  0.2, -0.3,  0. ]], dtype=float32)
 
     References:

@@ -1,5 +1,7 @@
 """Pruning: masks with a given sparsity, for each array."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, ClassVar
 
@@ -167,7 +169,7 @@ class RandomPrune(_Prune):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.RandomPrune(0.5)
+      >>> p = rpx.sparse.RandomPrune(0.5)
       >>> p.apply(p.init({"w": jnp.ones((2, 4))}, jax.random.key(0)))["w"]
       Array([[1., 0., 1., 1.],
              [0., 0., 0., 1.]], dtype=float32)

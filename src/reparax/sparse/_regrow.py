@@ -1,5 +1,7 @@
 """Dynamic sparse training: masks that drop weights and regrow others at constant density."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import jax
@@ -98,7 +100,7 @@ class RigL(_Regrow):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.RigL(0.5, drop=0.5)
+      >>> p = rpx.sparse.RigL(0.5, drop=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
       >>> raw = p.update(raw, grads=grads)
@@ -135,7 +137,7 @@ class SET(_Regrow):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.SET(0.5, drop=0.5)
+      >>> p = rpx.sparse.SET(0.5, drop=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> p.update(raw, jax.random.key(0))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)

@@ -1,5 +1,7 @@
 """Models of one structure, merged into one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

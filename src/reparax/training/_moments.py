@@ -1,5 +1,7 @@
 """Optimizer states of weights that have just become active under a mask."""
 
+from __future__ import annotations
+
 from collections import Counter
 from typing import Any
 
@@ -38,11 +40,11 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
-      >>> p, tx = rpx.RigL(0.5, drop=0.5), rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+      >>> p, tx = rpx.sparse.RigL(0.5, drop=0.5), rpx.optimizer(optax.sgd(0.1, momentum=0.9))
       >>> before = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> _, state = tx.update(jax.tree.map(jnp.ones_like, before), tx.init(before))
       >>> after = p.update(before, grads={"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])})
-      >>> rpx.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
+      >>> rpx.training.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
       Array([[1., 1., 0., 1.]], dtype=float32)
     """
     hidden = _hidden(_grown(before, after), after)

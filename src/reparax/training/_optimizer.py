@@ -1,5 +1,7 @@
 """Optimizers that leave fixed values unchanged."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """Splits a raw tree into free and fixed values, and labels its arrays."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Projection of parameters after each optimizer step."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ def projected(p: Parametrization) -> Projection:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
-      >>> tx = optax.chain(optax.sgd(1.0), rpx.projected(rpx.MaxNorm(1.0, axis=None)))
+      >>> tx = optax.chain(optax.sgd(1.0), rpx.training.projected(rpx.norms.MaxNorm(1.0, axis=None)))
       >>> params = {"w": jnp.array([[0.6, 0.8]])}
       >>> updates, _ = tx.update({"w": jnp.array([[-0.6, -0.8]])}, tx.init(params), params)
       >>> optax.apply_updates(params, updates)["w"].round(3)

@@ -1,5 +1,7 @@
 """A readable table of the raw tree of a model's parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -47,7 +49,7 @@ class Row:
     bytes: int
     stages: tuple[str, ...]
 
-    def times(self, line: Line) -> "Row":
+    def times(self, line: Line) -> Row:
         """The sums over all parameters that share a line."""
         n, type = line.count, f"{line.times}{self.type}".rstrip()
         return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, self.stages)
@@ -100,7 +102,7 @@ class Summary:
 
         return "\n".join([self.chain, *map(line, table)])
 
-    def __rich__(self) -> "Group":
+    def __rich__(self) -> Group:
         from reparax._tree.rich_table import titled_table
 
         return titled_table(self.chain, self._table(), _LEFT)

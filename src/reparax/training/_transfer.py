@@ -1,5 +1,7 @@
 """Converts raw trees, and optimizer states, from one chain to another."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping

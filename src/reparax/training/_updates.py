@@ -1,5 +1,7 @@
 """Updates of weights in half precision, none of which is lost."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
