@@ -1,5 +1,7 @@
 """Which axes of which weights are one axis of the network."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """The same network in another order of its units."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Which axes of each weight a network contracts with data, and which it keeps."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
