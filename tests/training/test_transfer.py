@@ -121,6 +121,22 @@ def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
         assert_equal(rpx.transfer(Half(), new, raw), Half().fold(raw))
 
 
+class FirstRows(rpx.Perturbation):
+    """Changes arrays in place, and their shapes."""
+
+    stochastic = False
+    changes_type = True
+
+    def apply_leaf(self, w, key):
+        return w[:2]
+
+
+@pytest.mark.parametrize("p", [FirstRows(), rpx.WeightNorm() >> FirstRows()], ids=repr)
+def test_an_array_whose_shape_changes_in_place_keeps_its_raw_values(p):
+    raw = moved(init(p, {"w": normal(5, 4)}))
+    assert_equal(transferred(p, p, raw), raw)
+
+
 def test_a_stage_in_front_keeps_what_it_does_not_take():
     old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
     raw = moved(init(old, PARAMS))
