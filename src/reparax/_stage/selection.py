@@ -4,9 +4,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
-from reparax._axes.numbers import has_names, require_axes
+from reparax._axes.numbers import find_axes, has_names, require_axes
 from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
 from reparax._core.planner import Planner
+from reparax._stage.arrangement import Arrangement, arranged
 from reparax._stage.varied import ByArray, without_unmatched
 from reparax._stage.where import (
     AllBut,
@@ -97,22 +98,21 @@ class Selection(Planner):
         if w is None:
             return True
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = self.stage._places(names)
+            stacked = find_axes(self.stage.stacked, names)
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
-    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Any:
-        """The stage for one array; raises an error if it cannot take the array."""
+    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:
+        """The stage at one array; raises an error if it cannot take the array."""
         with locate_errors(who):
             own = self.stage.for_array(path, w)
-            stage = own._numbered(names)
-            if stage is not own and names is not None:
+            at = arranged(own, names)
+            if at.stage is not own and names is not None:
                 require_names_fit(names, w)
-            places = stage._places(names)
-            reason = stage._wrong_dtype(w) or lacks_axes(w, places)
-            for one in each_stacked(w, places) if reason is None else ():
-                if why := stage._unstacked._refuse(one):
-                    reason = f"{why} The array is one of those along stacked={stage.stacked}." if places else why
+            reason, alone = own._wrong_dtype(w) or lacks_axes(w, at.stacked), at.one
+            for one in each_stacked(w, at.stacked) if reason is None else ():
+                if why := alone._refuse(one):
+                    reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why
                     break
         if reason is not None:
             raise ValueError(f"{who}: {reason}")
-        return stage
+        return at
