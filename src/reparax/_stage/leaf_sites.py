@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax import Array
@@ -31,7 +32,7 @@ class OneArray(Site):
         """The stage as its formulas meet the array."""
         return Arrangement(self.stage, self.stacked)
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         return self.stage.stochastic and not self.mean
 
@@ -57,7 +58,7 @@ class InPlace(OneArray):
 class Noise(InPlace):
     """Noise whose draw depends on the array's type only."""
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         return not self.mean
 

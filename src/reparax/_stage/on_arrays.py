@@ -8,7 +8,6 @@ import jax
 from reparax._axes.origin import Origins, Places, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
-from reparax._stage.arrangement import arranged
 from reparax._stage.formulas import changed_type, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.nodes import own_nodes
@@ -105,7 +104,7 @@ class OnArrays(Selection):
     def _own_values(self, method: str, tree: Flat) -> OwnValues:
         nodes, closed = own_nodes(self.who(method), self.stage.kind, tree)
         slots = closed.slots(bases=self.stage._takes_base)
-        return OwnValues(self.who(method), self.stage, nodes, closed, slots, self.axis_names(closed))
+        return OwnValues(self, self.who(method), nodes, closed, slots, self.axis_names(closed))
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = abstract_of(init, tree), flatten(tree)
@@ -114,7 +113,7 @@ class OnArrays(Selection):
         def of(path: Names) -> tuple[Names, Places]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w = flat.arrays[source]
-            return source, remembered(followed_axes, arranged(self.stage, names[source]), type_of_one(w))[path[-1]]
+            return source, remembered(followed_axes, self.typical(names[source]), type_of_one(w))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
