@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -10,8 +10,11 @@ from reparax._core.config import required
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
 from reparax._data.seen import ANY
-from reparax._numerics.usage import misfit, usage
+from reparax._numerics.usage import misfit, shows_usage, usage
 from reparax._tree.paths import PyTree, is_reference, items, path_text
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
@@ -88,27 +91,9 @@ def other_than_a_stage(x: Any) -> str:
     return f"{shown} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
 
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
-
-
-def verb(method: Verb) -> Verb:
-    """A method of chains that users call: a call that does not fit it is an error that shows the call to write."""
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except TypeError as error:
-            if (wrong := _wrong_call(method, args, kwargs)) is None:
-                raise
-            raise TypeError(wrong) from error
-        except AttributeError as error:
-            if isinstance(args[0], Static):
-                raise
-            raise TypeError(_wrong_call(method, args, kwargs)) from error
-
-    written: Any = called
-    return written
+def verb(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of chains that users call."""
+    return shows_usage(method, _wrong_call)
 
 
 def _wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ the raw values, the path by which it draws. The sites of one stage are a *layer*
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -95,12 +96,12 @@ class Site(ABC):
         """Whether ``open`` takes a key."""
         return False
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether ``close`` takes a key, or a draw."""
         return False
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         """Whether ``close`` takes a draw, which depends on the array's type only."""
         return False

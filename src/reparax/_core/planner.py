@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from reparax._axes.origin import Origins, probe
@@ -21,7 +22,13 @@ class Planner(ABC):
 
     def who(self, method: str) -> str:
         """The name of a call in errors."""
-        return call(self.stage, method)
+        if method not in self._calls:
+            self._calls[method] = call(self.stage, method)
+        return self._calls[method]
+
+    @cached_property
+    def _calls(self) -> dict[str, str]:
+        return {}
 
     def layer(self, method: str, sites: Sequence[Site]) -> Layer:
         """The sites for a method."""

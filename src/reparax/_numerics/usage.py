@@ -9,29 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Wrong = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], str | None]
+"""What is wrong with the arguments of a call of a function; None if they fit it."""
+
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def shows_usage(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` of the package, where a call that does not fit it is an error that shows the call to write."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if (wrong := misfit(function, args, kwargs)) is None:
-                raise
-            raise TypeError(f"{function.__name__} {wrong} Write `{_place(function)}.{usage(function)}`.") from error
-
-    return called
-
-
-def _place(function: Callable[..., Any]) -> str:
-    """Where users find a function of the package: at the top, or in its family."""
-    package, family, *_ = function.__module__.split(".")
-    return "rpx" if function.__name__ in vars(sys.modules[package]) else f"rpx.{family}"
 
 
 def usage(function: Callable[..., Any], *, skip: int = 0) -> str:
@@ -56,3 +38,33 @@ def misfit(
     here = {*by_position[: len(args)], *kwargs}
     missing = [each.name for each in given if each.default is each.empty and each.name not in here]
     return f"needs {missing[0]!r}." if missing else None
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where users find a function of the package: at the top, or in its family."""
+    package, family, *_ = function.__module__.split(".")
+    return "rpx" if function.__name__ in vars(sys.modules[package]) else f"rpx.{family}"
+
+
+def _wrong_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call of a function of the package."""
+    wrong = misfit(function, args, kwargs)
+    return None if wrong is None else f"{function.__name__} {wrong} Write `{_place(function)}.{usage(function)}`."
+
+
+def shows_usage(function: Callable[P, R], wrong: Wrong = _wrong_call) -> Callable[P, R]:
+    """``function``, where a call that does not fit it is an error that shows the call to write.
+
+    ``wrong(function, args, kwargs)`` is the text of the error, or None if the call fits.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if (text := wrong(function, args, kwargs)) is None:
+                raise
+            raise TypeError(text) from error
+
+    return called

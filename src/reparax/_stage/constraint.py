@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax._axes.numbers import find_axes
+from reparax._axes.stacked import one_stacked
 from reparax._core.calls import call
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.inlined import inlined
+from reparax._stage.arrangement import Arrangement
 from reparax._stage.leaf import Reparametrization
 
 
@@ -61,11 +64,9 @@ def _numbers(w: Array) -> Array:
 def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def project(self: Any, w: Array) -> Array:
-        w, one = _numbers(w), self._alone
-        if one is not self:
-            return self._over(one.project)(w)
-        self._require_axes_in("project", w)
-        return method(self, w)
+        w = _numbers(w)
+        at = self._at("project", w)
+        return at.over(lambda w: method(at.one._alone, w))(w)
 
     return project
 
@@ -73,11 +74,10 @@ def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
 def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
-        w, one = _numbers(w), self._alone
-        if one is not self:
-            return jnp.all(self._over(lambda w: one.contains(w, tolerance))(w))
-        self._require_axes_in("contains", w)
-        return method(self, w, tolerance)
+        w = _numbers(w)
+        at = self._at("contains", w)
+        found = at.over(lambda w: method(at.one._alone, w, tolerance))(w)
+        return jnp.all(found) if at.stacked else found
 
     return contains
 
@@ -85,12 +85,9 @@ def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
 def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        one = self._alone
-        if one is self:
-            self._require_axes_in("sample", jax.ShapeDtypeStruct(shape, dtype))
-            return method(self, key, shape, dtype)
         like = jnp.zeros(shape, dtype)  # only its shape is read
-        return self._over(lambda w, key: one.sample(key, w.shape, w.dtype))(like, self._each_key(key, like))
+        at = self._at("sample", like)
+        return at.over(lambda w, key: method(at.one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
 
     return sample
 
@@ -137,20 +134,17 @@ class Constraint(Reparametrization):
                 setattr(cls, name, over_each(vars(cls)[name]))
         super().__init_subclass__(**kwargs)
 
-    @property
-    def _alone(self) -> Self:
-        """This stage for a single array, without stacked axes."""
+    def _at(self, method: str, w: Any) -> Arrangement:
+        """This stage at an array that a method got, whose axes it must know, as ``init`` must."""
         if self._varied:
             raise ValueError(
                 f"{self!r} has different numbers for different arrays, so it has no single image. "
                 f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
-        return self._unstacked
-
-    def _require_axes_in(self, method: str, w: Any) -> None:
-        """Refuses an array whose axes the stage does not know, as ``init`` does."""
-        if why := self._misplaced(w):
-            raise ValueError(f"{call(self, method)}: {why}")
+        at = Arrangement(self, find_axes(self.stacked, None))
+        if why := at.one._misplaced(one_stacked(w, at.stacked)):
+            raise ValueError(f"{call(at.one, method)}: {why}")
+        return at
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.

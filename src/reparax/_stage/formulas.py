@@ -1,6 +1,6 @@
 """The formulas of a stage on one array, run over stacked arrays, and what they say about types.
 
-The stage has the numbers and axes of its array. What depends on types alone is remembered for equal stages.
+What depends on types alone is remembered for equal arrangements.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from jax import Array
 from reparax._axes.origin import Places, probe
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import told
+from reparax._stage.arrangement import Arrangement
 from reparax._stage.remembered import remembered, together
 from reparax._tree.markers import (
     Types,
@@ -24,39 +25,40 @@ from reparax._tree.markers import (
 )
 
 
-def opened_values(stage: Any, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def opened_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
-    known = seen if stage._sees else None
+    known = seen if at.stage._sees else None
     if known is not None:
         require_data(known)
-    values = together(_values, stage, w, key, known)
-    require_named_arrays("draw_leaf" if stage._draws else "init_leaf", values, stage.raw_values)
+    values = together(_values, at, w, key, known)
+    require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
-        effective = remembered(_closed_type, stage, types_under(values))
+        effective = remembered(_closed_type, at, types_under(values))
     except KeyError as error:
         given = ", ".join(map(repr, values))
         raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {given}.") from error
-    if not stage.changes_type:
+    if not at.stage.changes_type:
         require_type("apply_leaf", effective, w)
     return values
 
 
-def closed_array(stage: Any, values: Mapping[str, Array]) -> Array:
+def closed_array(at: Arrangement, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
-    return stage._over(stage.mean_leaf if stage.stochastic else partial(apply_formula, stage))(dict(values))
+    stage = at.stage
+    return at.over(stage.mean_leaf if stage.stochastic else partial(apply_formula, stage))(dict(values))
 
 
-def closed_at_random(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
+def closed_at_random(at: Arrangement, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
-    like = remembered(_closed_type, stage, types_under(values))
-    drawn = stage._over(partial(apply_formula, stage))(dict(values), stage._each_key(key, like))
+    like = remembered(_closed_type, at, types_under(values))
+    drawn = at.over(partial(apply_formula, at.stage))(dict(values), at.keys(key, like))
     require_type("apply_leaf", drawn, like)
     return drawn
 
 
-def changed_type(stage: Any, w: Any) -> Any:
+def changed_type(at: Arrangement, w: Any) -> Any:
     """The type of an array that a stage changes in place."""
-    return remembered(_changed_type, stage, type_of_one(w)) if stage.changes_type else w
+    return remembered(_changed_type, at, type_of_one(w)) if at.stage.changes_type else w
 
 
 def type_of_one(w: Any) -> Types:
@@ -64,24 +66,24 @@ def type_of_one(w: Any) -> Types:
     return (("w", tuple(w.shape), w.dtype),)
 
 
-def facts_of(stage: Any, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] | None]:
+def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] | None]:
     """The type of the effective array of values of these types, and the shapes that ``init`` gives for such an array.
 
     No shapes if they need numbers, or if the effective array has another type than the model's.
     """
-    effective = _effective(stage, types)
-    if has_symbols(types) or stage.changes_type:
+    effective = _effective(at, types)
+    if has_symbols(types) or at.stage.changes_type:
         return effective, None
     try:
-        values = jax.eval_shape(lambda w: _values(stage, w, None, ANY), effective)
+        values = jax.eval_shape(lambda w: _values(at, w, None, ANY), effective)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return effective, None
     return effective, {name: value.shape for name, value in values.items()}
 
 
-def followed_axes(stage: Any, types: Types) -> dict[str, Places]:
+def followed_axes(at: Arrangement, types: Types) -> dict[str, Places]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe(lambda tree: {"w": _values(stage, tree["w"], None, ANY)}, abstract(types))
+    origins = probe(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, abstract(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -90,30 +92,31 @@ def apply_formula(stage: Any, *args: Any) -> Array:
     return told(stage.apply_leaf, stage.terms_leaf, *args) if stage._tells else stage.apply_leaf(*args)
 
 
-def _values(stage: Any, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def _values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array."""
-    keys = (stage._each_key(jax.random.key(0) if key is None else key, w),) if stage._draws else ()
+    stage = at.stage
+    keys = (at.keys(jax.random.key(0) if key is None else key, w),) if stage._draws else ()
     formula = stage.draw_leaf if stage._draws else stage.init_leaf
     if not stage._sees:
-        return stage._over(formula)(w, *keys)
-    return stage._over(lambda w, seen, *keys: formula(w, *keys, seen=seen))(w, seen, *keys)
+        return at.over(formula)(w, *keys)
+    return at.over(lambda w, seen, *keys: formula(w, *keys, seen=seen))(w, seen, *keys)
 
 
-def _closed_type(stage: Any, types: Types) -> Any:
+def _closed_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of raw values of these types."""
-    return jax.eval_shape(lambda values: closed_array(stage, values), abstract(types))
+    return jax.eval_shape(lambda values: closed_array(at, values), abstract(types))
 
 
-def _changed_type(stage: Any, types: Types) -> Any:
+def _changed_type(at: Arrangement, types: Types) -> Any:
     def changed(w: Array) -> Array:
-        key = stage._each_key(jax.random.key(0), w) if stage.stochastic else None
-        return stage._over(stage.apply_leaf)(w, key)
+        key = at.keys(jax.random.key(0), w) if at.stage.stochastic else None
+        return at.over(at.stage.apply_leaf)(w, key)
 
     return jax.eval_shape(changed, abstract(types)["w"])
 
 
-def _effective(stage: Any, types: Types) -> Any:
+def _effective(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
     held = abstract(types)
-    known = [held[name] for name, said in stage.raw_values.items() if said.main and said.aligned and name in held]
-    return known[0] if known else _closed_type(stage, types)
+    known = [held[name] for name, said in at.stage.raw_values.items() if said.main and said.aligned and name in held]
+    return known[0] if known else _closed_type(at, types)

@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -16,17 +16,51 @@ from reparax._axes.names import AxisNames, names_of_places
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
-from reparax._core.layers import Held, Layer, opened_spot
+from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._data.seen import Seen
 from reparax._stage.nodes import own_nodes
-from reparax._stage.several import Leaves, Several, require_start
+from reparax._stage.several import Leaves, require_start
 from reparax._stage.where import check_where, nothing
 from reparax._tree.flat import Flat
 from reparax._tree.markers import abstract, locate_errors
 from reparax._tree.paths import Names, is_array
 from reparax._tree.raw import Slot
+
+
+@dataclass(frozen=True, eq=False)
+class _Group(Site):
+    """The stage on a group of arrays.
+
+    Attributes:
+      stacked: The axes along which independent arrays are stacked in all of them.
+    """
+
+    stacked: tuple[int, ...] = ()
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key
+        start: Any = self.stage.init_leaves
+        try:
+            opened = map_stacked(self.stacked, lambda w, seen: start(w, seen=seen) if self.stage._sees else start(w))
+            values = opened(arrays, dict(seen))
+            closed, names = _closed(self.stage, self.stacked), ("init_leaves", "apply_leaves")
+            require_start(self.stage, closed, names, values, arrays, shared=True)
+        except KeyError as error:
+            raise ValueError(
+                f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
+            ) from error
+        return values
+
+    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
+        del random
+        return _closed(self.stage, self.stacked)(values)
+
+
+def _closed(stage: Any, stacked: tuple[int, ...]) -> Callable[..., Any]:
+    """The formula that gives the arrays, mapped over the stacked axes."""
+    return map_stacked(stacked, stage.apply_leaves)
 
 
 class _OnGroups(Planner):
@@ -35,18 +69,18 @@ class _OnGroups(Planner):
     def plan_init(self, tree: Flat) -> Layer:
         slots, kind = tree.slots(), self.stage.kind
         seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
-        sites: list[Several] = []
+        sites: list[_Group] = []
         named = self._axis_names(tree)
         for group in self._groups("init", {place: slots[place].path for place in seen}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
             with locate_errors(f"{self.who('init')} at {_at(slots, group)}"):
-                stage = self._numbered(group, named)
-                _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stage._places)
-            sites.append(Several(stage, _at(slots, group), spots))
+                stacked = self._stacked(group, named)
+                _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stacked)
+            sites.append(_Group(self.stage, _at(slots, group), spots, stacked=stacked))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        who, sites = self.who(method), list[Several]()
+        who, sites = self.who(method), list[_Group]()
         nodes, closed = own_nodes(who, self.stage.kind, tree)
         slots, named = closed.slots(), self._axis_names(closed)
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
@@ -55,27 +89,25 @@ class _OnGroups(Planner):
                 for node in own.values():
                     node.require_values()
                 held = {name: abstract(node.types) for name, node in own.items()}
-                stage = self._numbered(group, named)
-                types = jax.eval_shape(stage._closed, held)
+                stacked = self._stacked(group, named)
+                types = jax.eval_shape(_closed(self.stage, stacked), held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}
-            sites.append(Several(stage, _at(slots, group), spots))
+            sites.append(_Group(self.stage, _at(slots, group), spots, stacked=stacked))
         return self.layer(method, sites)
 
     def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
         """The axis names of each array, if the stage needs any."""
         return names_of_places(tree) if has_names(self.stage.stacked) else dict.fromkeys(tree.arrays)
 
-    def _numbered(self, group: Mapping[str, Names], named: Mapping[Names, AxisNames | None]) -> Any:
-        """The stage with the stacked axes of a group as numbers."""
-        if not has_names(self.stage.stacked):
-            return self.stage
+    def _stacked(self, group: Mapping[str, Names], named: Mapping[Names, AxisNames | None]) -> tuple[int, ...]:
+        """The stacked axes of a group as numbers."""
         found = {name: find_axes(self.stage.stacked, named[place]) for name, place in group.items()}
         if len(set(found.values())) > 1:
             raise ValueError(
                 f"expected the same stacked axes in all arrays, got {found} for stacked={self.stage.stacked!r}. Stack "
                 f"them along the same axes, or leave some layers out with the expressions."
             )
-        return replace(self.stage, stacked=next(iter(found.values())))
+        return next(iter(found.values()))
 
     def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
         """For each group of captured texts, the place of the array of each name."""
@@ -163,31 +195,6 @@ class Joint(Parametrization):
     @abstractmethod
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
-
-    @property
-    def _places(self) -> tuple[int, ...]:
-        """The stacked axes, as numbers."""
-        return find_axes(self.stacked, None)
-
-    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula, mapped over the stacked axes."""
-        return map_stacked(self._places, formula)
-
-    def _closed(self, values: Leaves) -> dict[str, Array]:
-        """The effective arrays."""
-        return self._over(self.apply_leaves)(values)
-
-    def _opened(self, arrays: dict[str, Array], seen: Mapping[str, Seen]) -> Held:
-        """The raw values for each name, after checking that they reproduce the types of the arrays."""
-        start: Any = self.init_leaves
-        try:
-            values = self._over(lambda w, seen: start(w, seen=seen) if self._sees else start(w))(arrays, dict(seen))
-            require_start(self, ("init_leaves", "apply_leaves"), values, arrays, shared=True)
-        except KeyError as error:
-            raise ValueError(
-                f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
-            ) from error
-        return values
 
 
 def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:

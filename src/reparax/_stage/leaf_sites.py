@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax import Array
@@ -9,6 +10,7 @@ from jax import Array
 from reparax._core.layers import Held, Site
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
+from reparax._stage.arrangement import Arrangement
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
 from reparax._stage.remembered import together, together_inline
 from reparax._stage.several import require_fixed
@@ -17,9 +19,20 @@ from reparax._tree.markers import require_type
 
 @dataclass(frozen=True, eq=False)
 class OneArray(Site):
-    """A site of one array."""
+    """A site of one array.
+
+    Attributes:
+      stacked: The axes along which independent arrays are stacked in it.
+    """
+
+    stacked: tuple[int, ...] = ()
 
     @property
+    def arrangement(self) -> Arrangement:
+        """The stage as its formulas meet the array."""
+        return Arrangement(self.stage, self.stacked)
+
+    @cached_property
     def is_random(self) -> bool:
         return self.stage.stochastic and not self.mean
 
@@ -33,10 +46,10 @@ class InPlace(OneArray):
         return {"w": arrays}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        stage, w, method = self.stage, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
-        key = None if random is None else stage._each_key(random, w)
-        after = stage._over(getattr(stage, method))(w, *(() if self.mean else (key,)))
-        if not stage.changes_type:
+        at, w, method = self.arrangement, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
+        key = None if random is None else at.keys(random, w)
+        after = at.over(getattr(self.stage, method))(w, *(() if self.mean else (key,)))
+        if not self.stage.changes_type:
             require_type(method, after, w)
         return {"w": after}
 
@@ -45,7 +58,7 @@ class InPlace(OneArray):
 class Noise(InPlace):
     """Noise whose draw depends on the array's type only."""
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         return not self.mean
 
@@ -64,31 +77,31 @@ class Values(OneArray):
         return self.stage._draws
 
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        return {"w": opened_values(self.stage, arrays["w"], key, seen.get("w"))}
+        return {"w": opened_values(self.arrangement, arrays["w"], key, seen.get("w"))}
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
         if random is None:
-            return {"w": together(closed_array, self.stage, values["w"])}
-        return {"w": together(closed_at_random, self.stage, values["w"], random)}
+            return {"w": together(closed_array, self.arrangement, values["w"])}
+        return {"w": together(closed_at_random, self.arrangement, values["w"], random)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
-        stage = self.stage
-        read = {"grad": grads.get("w"), "key": None if key is None else stage._each_key(key, self.spots["w"].type)}
+        stage, at = self.stage, self.arrangement
+        read = {"grad": grads.get("w"), "key": None if key is None else at.keys(key, self.spots["w"].type)}
         names = stage._update_reads
 
         def updated(held: dict[str, Array], *given: Any) -> dict[str, Array]:
             return stage.update_leaf(held, **dict(zip(names, given, strict=True)))
 
-        new = stage._over(updated)(values["w"], *(read[name] for name in names))
+        new = at.over(updated)(values["w"], *(read[name] for name in names))
         require_fixed("update_leaf", stage, {"w": new})
         return {"w": new}
 
     def rebase(self, values: Held) -> Held:
-        return {"w": self.stage._over(self.stage.rebase_leaf)(values["w"])}
+        return {"w": self.arrangement.over(self.stage.rebase_leaf)(values["w"])}
 
     def number_of(self, formula: str, values: Held) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
-        return self.stage._over(getattr(self.stage, f"{formula}_leaf"))(wide)
+        return self.arrangement.over(getattr(self.stage, f"{formula}_leaf"))(wide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,4 +110,4 @@ class Bare(Values):
 
     def close(self, values: Held, random: Array | None) -> dict[str, Array]:
         del random
-        return {"w": closed_array(self.stage, values["w"])}
+        return {"w": closed_array(self.arrangement, values["w"])}

@@ -10,23 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.names import AxisNames
 from reparax._axes.numbers import (
     AXIS_CHECKS,
     Axes,
     check_front_axes,
-    find_axes,
     has_names,
-    number_axes,
     out_of_bounds,
 )
-from reparax._axes.stacked import map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
-from reparax._core.keys import split_key
 from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._stage.selection import Selection
-from reparax._stage.varied import TYPICAL, ByArray, ByPath
+from reparax._stage.varied import ByArray, ByPath
 from reparax._stage.where import (
     Where,
     check_where,
@@ -83,9 +78,14 @@ class Leafwise(Parametrization):
         reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields)
         return next(filter(None, reasons), None)
 
-    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula, mapped over the stacked axes."""
-        return map_stacked(self._places(None), formula)
+    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula as one on an array without stacked axes, and on its raw values."""
+        return formula
+
+    @property
+    def _alone(self) -> Self:
+        """This stage for what ``_on_one`` gives the formula."""
+        return self
 
     @property
     def _varied(self) -> dict[str, ByPath | ByArray]:
@@ -101,36 +101,7 @@ class Leafwise(Parametrization):
         return replace(self, **{name: value.at(path, like) for name, value in varied.items()})
 
     @property
-    def _typical(self) -> Self:
-        """This stage with a placeholder for each number that varies, to ask it for shapes and dtypes."""
-        varied = self._varied
-        return replace(self, **dict.fromkeys(varied, TYPICAL)) if varied else self
-
-    @property
     def _named_axes(self) -> dict[str, Any]:
         """The fields that give axes by name."""
         axes = {name: getattr(self, name) for name in self._axis_fields}
         return {name: given for name, given in axes.items() if has_names(given)}
-
-    def _numbered(self, names: AxisNames | None) -> Self:
-        """This stage for an array of these axis names."""
-        if not self._named_axes and not has_names(self.stacked):
-            return self
-        places = self._places(names)
-        rest = None if names is None else tuple(name for i, name in enumerate(names) if i not in places)
-        axes = {name: number_axes(given, rest) for name, given in self._named_axes.items()}
-        return replace(self, **axes, stacked=places)
-
-    def _each_key(self, key: Array, w: Array) -> Array:
-        """A key for each of the stacked arrays."""
-        places = self._places(None)
-        return split_key(key, stacked_sizes(w, places)) if places else key
-
-    @property
-    def _unstacked(self) -> Self:
-        """This stage for one of the stacked arrays."""
-        return self if self.stacked == () else replace(self, stacked=())
-
-    def _places(self, names: AxisNames | None) -> tuple[int, ...]:
-        """The stacked axes of an array of these axis names; names that it does not have are ignored."""
-        return find_axes(self.stacked, names)

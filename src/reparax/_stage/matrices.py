@@ -86,9 +86,8 @@ class RowsAndColumns(MatrixAxes):
 
     @property
     def _alone(self) -> Self:
-        """This stage for one matrix of two axes."""
         named = self.rows is not None or self.columns is not None
-        return replace(self, stacked=(), rows=None, columns=None) if named else self._unstacked
+        return replace(self, rows=None, columns=None) if named else self
 
     def _refuse(self, w: Array) -> str | None:
         return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(merged(w, *self.axes_of(w.ndim)))
@@ -108,7 +107,7 @@ class RowsAndColumns(MatrixAxes):
             f"{w.shape}. Leave the array out with `where`, or reshape it."
         )
 
-    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         def each(x: Any, *others: Any) -> Any:
             if isinstance(x, Mapping):
                 counts = self._counts(x)
@@ -127,7 +126,7 @@ class RowsAndColumns(MatrixAxes):
                 raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
             return _parted(made, groups, sizes) if made.ndim == 2 else made
 
-        return super()._over(each)
+        return each
 
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """The numbers of row and column axes of the array, from its raw values."""

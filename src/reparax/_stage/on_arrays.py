@@ -1,23 +1,22 @@
 """The planners of stages on one array: where they find arrays, and where they find the raw values that they made."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
 from reparax._axes.origin import Origins, Places, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
-from reparax._stage.formulas import changed_type, facts_of, followed_axes, type_of_one
+from reparax._stage.formulas import changed_type, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.nodes import own_nodes
+from reparax._stage.own_values import OwnValues
 from reparax._stage.remembered import remembered
 from reparax._stage.selection import Selection
 from reparax._stage.where import by_path
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.flat import Flat, flatten
-from reparax._tree.markers import locate_errors, require_fit
 from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED, next_number
 
@@ -37,9 +36,9 @@ class OnArraysInPlace(Selection):
         who, sites = self.who(method), list[InPlace]()
         for place, slot, names in self.present(method, tree):
             w = tree.arrays[place]
-            stage = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
-            spot = Spot(place, {"w": place}, None, changed_type(stage, w))
-            sites.append(self.site(stage, f"{slot.path!r}", {"w": spot}, slot.seed))
+            own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
+            spot = Spot(place, {"w": place}, None, changed_type(own, w))
+            sites.append(self.site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, stacked=own.stacked))
         return self.layer(method, sites)
 
 
@@ -66,11 +65,11 @@ class OnArrays(Selection):
                     f"{who} at {slot.path!r}: expected an array, got its type. For types, call "
                     f"`jax.eval_shape(p.init, params)`."
                 )
-            stage = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
+            own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
             spot, site = opened_spot(self.stage.kind, place, w), Values
             if self.stage._bare:
                 spot, site = Spot(place, dict.fromkeys(self.stage.raw_values, place), None, w), Bare
-            sites.append(site(stage, f"{slot.path!r}", {"w": spot}, slot.seed, number))
+            sites.append(site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, number, stacked=own.stacked))
         return self.layer(method, sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
@@ -82,55 +81,30 @@ class OnArrays(Selection):
         if self.stage._bare:
             return self.at_arrays(method, tree)
         who = self.who(method)
-        nodes, closed = own_nodes(who, self.stage.kind, tree)
-        slots, names = closed.slots(bases=self.stage._takes_base), self.axis_names(closed)
-        known: dict[Any, tuple[Any, Any]] = {}
-
-        def type_at(place: Names) -> Any:
-            """The type of the effective array at a place; raises an error for values that do not fit."""
-            if place not in nodes:
-                return closed.arrays[place]
-            node, own = nodes[place], names[place]
-            with locate_errors(f"{who} at {slots[place].path!r}"):
-                if (own, node.types) not in known:
-                    known[own, node.types] = remembered(facts_of, self.stage._typical._numbered(own), node.types)
-                type_, expected = known[own, node.types]
-                require_fit(node.held, expected)
-            return type_
-
-        def fits(place: Names) -> bool:
-            with suppress(Exception):  # a formula may fail in any way on the values of another stage
-                return type_at(place) is not None
-            return False
-
-        for place, node in nodes.items():
-            with locate_errors(f"{who} at {slots[place].path!r}"):
-                node.require_values()
-        fitting = nodes if by_path(self.stage.where) else set(filter(fits, nodes)) or nodes
-        present = {place: place in fitting or is_array(x) for place, x in closed.arrays.items()}
-        hidden = nodes if self.stage.changes_type else ()  # the effective array does not show the type of the model's
-        chosen = self.selected(method, closed, slots, names, present, type_at, hidden)
-        if plain := [slots[place].path for place in chosen if place not in nodes]:
+        own = self._own_values(method, tree)
+        own.require_values()
+        fitting = own.nodes if by_path(self.stage.where) else set(filter(own.fits, own.nodes)) or own.nodes
+        present = {place: place in fitting or is_array(x) for place, x in own.closed.arrays.items()}
+        # After such a stage, the effective array does not show the type of the model's.
+        hidden = own.nodes if self.stage.changes_type else ()
+        chosen = self.selected(method, own.closed, own.slots, own.names, present, own.type, hidden)
+        if plain := [own.slots[place].path for place in chosen if place not in own.nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
-
-        def site(place: Names) -> Values:
-            node, slot, type_ = nodes[place], slots[place], type_at(place)
-            with locate_errors(f"{who} at {slot.path!r}"):
-                stage = self.stage.for_array(slot.path, type_)._numbered(names[place])
-            return Values(stage, f"{slot.path!r}", {"w": node.spot(type_)}, slot.seed)
-
-        return self.layer(method, list(map(site, chosen)))
+        return self.layer(method, list(map(own.site, chosen)))
 
     def require_own(self, tree: Flat, path: str) -> None:
-        who, (nodes, closed) = self.who("apply"), own_nodes(self.who("apply"), self.stage.kind, tree)
-        slots, names = closed.slots(bases=self.stage._takes_base), self.axis_names(closed)
-        for place in (place for place in nodes if slots[place].path == path):
-            with locate_errors(f"{who} at {path!r}"):
-                _, expected = remembered(facts_of, self.stage._typical._numbered(names[place]), nodes[place].types)
-                require_fit(nodes[place].held, expected)
+        own = self._own_values("apply", tree)
+        for place in own.nodes:
+            if own.slots[place].path == path:
+                own.type(place)
+
+    def _own_values(self, method: str, tree: Flat) -> OwnValues:
+        nodes, closed = own_nodes(self.who(method), self.stage.kind, tree)
+        slots = closed.slots(bases=self.stage._takes_base)
+        return OwnValues(self, self.who(method), nodes, closed, slots, self.axis_names(closed))
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = abstract_of(init, tree), flatten(tree)
@@ -139,8 +113,7 @@ class OnArrays(Selection):
         def of(path: Names) -> tuple[Names, Places]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w = flat.arrays[source]
-            stage = self.stage._typical._numbered(names[source])
-            return source, remembered(followed_axes, stage, type_of_one(w))[path[-1]]
+            return source, remembered(followed_axes, self.typical(names[source]), type_of_one(w))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}

@@ -10,56 +10,60 @@ from jax.core import Tracer
 
 from reparax._core.value import exactly
 from reparax._numerics.inlined import inlined
+from reparax._stage.arrangement import Arrangement
 from reparax._tree.markers import Types
 
 
-def together(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
-    """``method(stage, *args)``; under tracing, one jitted function for all arrays of the same type.
+def together(method: Callable[..., Any], at: Arrangement, *args: Any) -> Any:
+    """``method(at, *args)``; under tracing, one jitted function for all arrays of the same type.
 
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
     """
-    return _run_traced(_traced_once, method, stage, args, traces=stage.stacked != ())
+    return _run_traced(_traced_once, method, at, at.stage, args, traces=at.stacked != ())
 
 
 def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
-    """The same, for a few operations, which stand in the program by themselves."""
-    return _run_traced(_traced_inline, method, stage, args, traces=False)
+    """``method(stage, *args)``, the same for a few operations, which stand in the program by themselves."""
+    return _run_traced(_traced_inline, method, stage, stage, args, traces=False)
 
 
-def _run_traced(traced: Callable[..., Any], method: Callable[..., Any], stage: Any, args: Any, *, traces: bool) -> Any:
+def _run_traced(
+    traced: Callable[..., Any], method: Callable[..., Any], of: Any, stage: Any, args: Any, *, traces: bool
+) -> Any:
+    """``method(of, *args)`` by ``traced``, where ``of`` is the stage, or holds it."""
     held = {each.name: getattr(stage, each.name) for each in fields(stage)}
     # A function may read values that change between calls.
     impure = any(callable(value) for name, value in held.items() if name != "where")
     if impure or not (traces or any(isinstance(x, Tracer) for x in jax.tree.leaves(args))):
-        return method(stage, *args)
+        return method(of, *args)
     try:
         hash(stage)
     except TypeError:  # a traced hyperparameter is not hashable
-        return method(stage, *args)
-    return traced(method, stage, exactly(stage), *args)  # the formula may tell apart what equality does not
+        return method(of, *args)
+    return traced(method, of, exactly(stage), *args)  # the formula may tell apart what equality does not
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _traced_once(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
+def _traced_once(method: Callable[..., Any], of: Any, shown: str, *args: Any) -> Any:
     del shown
-    return method(stage, *args)
+    return method(of, *args)
 
 
 @partial(inlined, static_argnums=(0, 1, 2))
-def _traced_inline(method: Callable[..., Any], stage: Any, shown: str, *args: Any) -> Any:
+def _traced_inline(method: Callable[..., Any], of: Any, shown: str, *args: Any) -> Any:
     del shown
-    return method(stage, *args)
+    return method(of, *args)
 
 
-def remembered(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
-    """``method(stage, types)``, cached for equal stages."""
+def remembered(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
+    """``method(at, types)``, cached for equal arrangements."""
     try:
-        hash(stage)
+        hash(at)
     except TypeError:  # a traced hyperparameter is not hashable
-        return method(stage, types)
-    return _once(method, stage, types)
+        return method(at, types)
+    return _once(method, at, types)
 
 
 @lru_cache(maxsize=4096)
-def _once(method: Callable[[Any, Types], Any], stage: Any, types: Types) -> Any:
-    return method(stage, types)
+def _once(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
+    return method(at, types)

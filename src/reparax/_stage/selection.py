@@ -1,12 +1,15 @@
 """Which arrays a stage acts on, and with which numbers and axes."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
-from reparax._axes.numbers import has_names, require_axes
+from reparax._axes.numbers import find_axes, has_names, require_axes
 from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
 from reparax._core.planner import Planner
+from reparax._stage.arrangement import Arrangement, arranged
 from reparax._stage.varied import ByArray, without_unmatched
 from reparax._stage.where import (
     AllBut,
@@ -15,7 +18,6 @@ from reparax._stage.where import (
     choose,
     chose_nothing,
     is_bias_or_scale,
-    is_state,
     is_table,
     require_known,
 )
@@ -30,8 +32,9 @@ class Selection(Planner):
 
     @property
     def asks_functions(self) -> bool:
-        asks = callable(self.stage.where) and not isinstance(self.stage.where, Selected | AllBut)
-        return asks or any(isinstance(number, ByArray) for number in self.stage._varied.values())
+        stage = self.stage
+        asks = callable(stage.where) and not isinstance(stage.where, Selected | AllBut)
+        return asks or any(isinstance(getattr(stage, each.name), ByArray) for each in fields(stage))
 
     def present(self, method: str, tree: Flat) -> list[tuple[Names, Slot, AxisNames | None]]:
         """The place, the description and the axis names of each array of ``tree`` that the stage acts on."""
@@ -63,9 +66,8 @@ class Selection(Planner):
             return Candidate(slots[at], present[at], lambda: array(at), by_default)
 
         require_known(who, self.stage.where, list(slots.values()), nest(tree))
-        state = dict(zip(tree.frame.places, is_state(tree.frame.skeleton), strict=True))
         candidates = list(map(candidate, slots))
-        chosen = choose(who, self.stage.where, candidates, [state[tree.root(at)] for at in slots])
+        chosen = choose(who, self.stage.where, candidates, [tree.root(at) in tree.frame.state for at in slots])
         if not any(chosen) and not self.may_choose_nothing(candidates):
             raise chose_nothing(who, self.stage.where, candidates, self.stage.stacked)
         chosen = without_unmatched(who, self.stage._varied, chosen, [slot.path for slot in slots.values()])
@@ -97,22 +99,35 @@ class Selection(Planner):
         if w is None:
             return True
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = self.stage._places(names)
+            stacked = find_axes(self.stage.stacked, names)
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
-    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Any:
-        """The stage for one array; raises an error if it cannot take the array."""
+    def typical(self, names: AxisNames | None) -> Arrangement:
+        """The stage at an array with these axis names, if its own numbers do not count."""
+        if names not in self._typical:
+            self._typical[names] = arranged(self.stage, names)
+        return self._typical[names]
+
+    def arranged(self, path: str, w: Any, names: AxisNames | None) -> Arrangement:
+        """The stage at one array."""
+        own = self.stage.for_array(path, w)
+        return self.typical(names) if own is self.stage else arranged(own, names)
+
+    @cached_property
+    def _typical(self) -> dict[AxisNames | None, Arrangement]:
+        return {}
+
+    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:
+        """The stage at one array; raises an error if it cannot take the array."""
         with locate_errors(who):
-            own = self.stage.for_array(path, w)
-            stage = own._numbered(names)
-            if stage is not own and names is not None:
+            at = self.arranged(path, w, names)
+            if names is not None:  # the stage asks for names
                 require_names_fit(names, w)
-            places = stage._places(names)
-            reason = stage._wrong_dtype(w) or lacks_axes(w, places)
-            for one in each_stacked(w, places) if reason is None else ():
-                if why := stage._unstacked._refuse(one):
-                    reason = f"{why} The array is one of those along stacked={stage.stacked}." if places else why
+            reason, alone = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.one
+            for one in each_stacked(w, at.stacked) if reason is None else ():
+                if why := alone._refuse(one):
+                    reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why
                     break
         if reason is not None:
             raise ValueError(f"{who}: {reason}")
-        return stage
+        return at

@@ -1,14 +1,11 @@
-"""Formulas that take several arrays at once: their site, and what their results must hold."""
+"""Formulas that take several arrays at once: what their results must hold."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax import Array
 
-from reparax._core.layers import Held, Site
-from reparax._data.seen import Seen
 from reparax._tree.markers import require_named_arrays, require_type
 from reparax._tree.values import value_of
 
@@ -16,32 +13,26 @@ Leaves = dict[str, dict[str, Array]]
 """For each array, by its name in the formula, its raw values by their names."""
 
 
-@dataclass(frozen=True, eq=False)
-class Several(Site):
-    """The stage on several arrays."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key
-        return self.stage._opened(arrays, seen)
-
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        del random
-        return self.stage._closed(values)
-
-
 def require_start(
-    stage: Any, formulas: tuple[str, str], values: Leaves, arrays: Mapping[str, Array], *, shared: bool
+    stage: Any,
+    closed: Callable[[Leaves], Any],
+    formulas: tuple[str, str],
+    values: Leaves,
+    arrays: Mapping[str, Array],
+    *,
+    shared: bool,
 ) -> None:
     """Requires that raw values are those that the class declares, and give arrays of the types of ``arrays``.
 
-    The names of the two formulas are for errors. With ``shared``, values of one array may stand with another.
+    ``closed`` gives the arrays; the names of the two formulas are for errors. With ``shared``, values of one array may
+    stand with another.
     """
     start, back = formulas
     require_names(start, "the values of", values, arrays)
     joined = {value: w for named in values.values() for value, w in named.items()}
     for named in [joined] if shared else values.values():
         require_named_arrays(start, named, stage.raw_values)
-    effective = jax.eval_shape(stage._closed, values)
+    effective = jax.eval_shape(closed, values)
     require_names(back, "an array for", effective, arrays)
     for name, w in arrays.items():
         if not stage.changes_type:

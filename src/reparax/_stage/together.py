@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.layers import Held, Layer
+from reparax._core.layers import Held, Layer, Site
 from reparax._core.planner import Planner, rewrites
 from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.on_arrays import OnArrays
-from reparax._stage.several import Leaves, Several, require_fixed, require_start
+from reparax._stage.several import Leaves, require_fixed, require_start
 from reparax._tree.flat import Flat
 from reparax._tree.paths import path_text
 
@@ -24,8 +24,21 @@ OWN = ("init_leaf", "apply_leaf", "refuse_leaf")
 
 
 @dataclass(frozen=True, eq=False)
-class _All(Several):
+class _All(Site):
     """The stage on all of its arrays, by their places."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+        del key, seen
+        values = self.stage.init_arrays(dict(arrays))
+        require_start(self.stage, self._closed, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
+        return values
+
+    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
+        del random
+        return self._closed(values)
+
+    def _closed(self, values: Held) -> dict[str, Array]:
+        return self.stage.apply_arrays({place: dict(held) for place, held in values.items()})
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         del grads, key
@@ -139,14 +152,3 @@ class Together(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return self.apply_arrays({"w": values})["w"]
-
-    def _closed(self, values: Leaves) -> dict[str, Array]:
-        """The effective arrays."""
-        return self.apply_arrays({place: dict(held) for place, held in values.items()})
-
-    def _opened(self, arrays: Mapping[str, Array], seen: Mapping[str, Seen]) -> Leaves:
-        """The raw values, once it is known that they give arrays of the same types."""
-        del seen
-        values = self.init_arrays(dict(arrays))
-        require_start(self, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
-        return values

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.tree_util import register_static
 
 from reparax._core.config import register_class
-from reparax._tree.paths import IsLeaf, PyTree, describe, has_ancestor, is_array, named, path_text
+from reparax._tree.paths import PyTree, describe, is_array, named, path_text
 from reparax._tree.raw import Slot, empty_nodes, parameter
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
@@ -227,26 +227,6 @@ def _of_shell(pattern: str) -> str | None:
 def by_path(where: Where) -> bool:
     """Whether the selection depends only on paths, not on arrays."""
     return isinstance(where, str | Selected)
-
-
-def is_state(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[bool]:
-    """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
-
-    The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
-    """
-
-    def stops(x: object) -> bool:
-        return has_ancestor(x, "Variable") or (is_leaf is not None and is_leaf(x))
-
-    paths, nodes, _ = named(tree, stops)
-    collections = {path[0] for path in paths if path}
-    flags: list[bool] = []
-    for path, node in zip(paths, nodes, strict=True):
-        other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
-        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
-        other_collection = "batch_stats" in path or beside_params
-        flags += [other_variable or other_collection] * len(jax.tree.leaves(node, is_leaf=is_leaf))
-    return flags
 
 
 def is_bias_or_scale(slot: Slot) -> bool:

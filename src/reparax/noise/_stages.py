@@ -116,7 +116,7 @@ class VarNoise(Drawn):
         x = widened(w)
         std = scalar(self.std, x)
         if self.relative is not None:
-            std = std * map_stacked(self._places(None), self._size)(jax.lax.stop_gradient(x))
+            std = std * map_stacked(self._stack, self._size)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
     def merged(self, later: Any) -> Any:
@@ -137,11 +137,11 @@ class VarNoise(Drawn):
 
     def _is_low(self, like: Array) -> bool:
         """Whether the noise on an array has low rank."""
-        return self.rank is not None and like.ndim - len(self._places(None)) >= 2
+        return self.rank is not None and like.ndim - len(self._stack) >= 2
 
     def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
         """The factors A and B of low-rank noise, in the dtype of ``like``, for each key and each stacked matrix."""
-        places, rank = self._places(None), self.rank or 1
+        places, rank = self._stack, self.rank or 1
         own = [n for axis, n in enumerate(like.shape) if axis not in places]
         stack, rows, columns = [like.shape[axis] for axis in places], math.prod(own[:-1]), own[-1]
         first, second = split_in_two(key)
@@ -150,7 +150,7 @@ class VarNoise(Drawn):
 
     def _unfolded(self, matrices: Array, like: Array) -> Array:
         """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
-        places = self._places(None)
+        places = self._stack
         order = (*places, *(axis for axis in range(like.ndim) if axis not in places))
         drawn = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
         return drawn.transpose(np.argsort(order).tolist())

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from reparax._core.value import Static
 from reparax._numerics.usage import shows_usage
-from reparax._stage.where import is_bias_or_scale, is_state
+from reparax._stage.where import is_bias_or_scale
 from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
 from reparax._tree.raw import FIXED, flatten_slots
+from reparax._tree.state import is_state
 
 
 @shows_usage

@@ -1,0 +1,80 @@
+"""The raw values that a stage finds under its markers, and whether they are its own."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from reparax._axes.names import AxisNames
+from reparax._stage.formulas import facts_of
+from reparax._stage.leaf_sites import Values
+from reparax._stage.nodes import Node
+from reparax._stage.remembered import remembered
+from reparax._stage.selection import Selection
+from reparax._tree.flat import Flat
+from reparax._tree.markers import Types, locate_errors, require_fit
+from reparax._tree.paths import Names
+from reparax._tree.raw import Slot
+
+Facts = tuple[Any, Mapping[str, tuple[int, ...]] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnValues:
+    """The values under all markers of a stage's kind, some of which another stage may have made.
+
+    Attributes:
+      planner: The planner of the stage.
+      who: The call that errors name.
+      nodes: The markers with their values, by the places of their arrays.
+      closed: The tree with the markers at these places.
+      slots: The description of each place.
+      names: The axis names of each array.
+    """
+
+    planner: Selection
+    who: str
+    nodes: Mapping[Names, Node]
+    closed: Flat
+    slots: Mapping[Names, Slot]
+    names: Mapping[Names, AxisNames | None]
+    _known: dict[tuple[AxisNames | None, Types], Facts] = field(default_factory=dict[Any, Facts])
+    _types: dict[Names, Any] = field(default_factory=dict[Names, Any])
+
+    def require_values(self) -> None:
+        """Requires named arrays under each marker, and nothing beside them."""
+        for place, node in self.nodes.items():
+            with locate_errors(self._at(place)):
+                node.require_values()
+
+    def type(self, place: Names) -> Any:
+        """The type of the effective array at a place; raises an error for values that do not fit."""
+        if place not in self._types:
+            self._types[place] = self._read(place) if place in self.nodes else self.closed.arrays[place]
+        return self._types[place]
+
+    def _read(self, place: Names) -> Any:
+        node, names = self.nodes[place], self.names[place]
+        with locate_errors(self._at(place)):
+            alike = names, node.types
+            if alike not in self._known:
+                self._known[alike] = remembered(facts_of, self.planner.typical(names), node.types)
+            type_, expected = self._known[alike]
+            require_fit(node.held, expected)
+        return type_
+
+    def fits(self, place: Names) -> bool:
+        """Whether the stage could have made the values at a place."""
+        with suppress(Exception):  # a formula may fail in any way on the values of another stage
+            return self.type(place) is not None
+        return False
+
+    def site(self, place: Names) -> Values:
+        """The site of the stage at a place."""
+        node, slot, type_ = self.nodes[place], self.slots[place], self.type(place)
+        with locate_errors(self._at(place)):
+            own = self.planner.arranged(slot.path, type_, self.names[place])
+        return Values(own.stage, f"{slot.path!r}", {"w": node.spot(type_)}, slot.seed, stacked=own.stacked)
+
+    def _at(self, place: Names) -> str:
+        return f"{self.who} at {self.slots[place].path!r}"

@@ -1,0 +1,22 @@
+"""Which leaves of a model's tree are its state, not its parameters."""
+
+import jax
+
+from reparax._tree.paths import PyTree, has_ancestor, named
+from reparax._tree.raw import parameter
+
+
+def is_state(tree: PyTree) -> list[bool]:
+    """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
+
+    The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
+    """
+    paths, nodes, _ = named(tree, lambda x: has_ancestor(x, "Variable"))
+    collections = {path[0] for path in paths if path}
+    flags: list[bool] = []
+    for path, node in zip(paths, nodes, strict=True):
+        other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
+        other_collection = "batch_stats" in path or beside_params
+        flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
+    return flags
