@@ -27,6 +27,7 @@ REPEATS = {
     "rnn_blocks": 10,
     "peak": 1,
     "transforms": 1,
+    "tracing": 10,
     "batches": 1,
     "stored": 10,
     "factored": 10,

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,54 @@ def test_without_the_name_of_closed_programs_all_are_closed(monkeypatch):
 def test_operations_of_an_inlined_function_stand_in_the_program_that_calls_it():
     # Since jax 0.12.0, jax.jit(..., inline=True) leaves the call there.
     assert [eqn.primitive.name for eqn in program(inlined(jnp.sin), W).eqns] == ["sin"]
+
+
+def _layers(x, w):
+    for name in ("first", "second"):
+        with jax.named_scope(name):
+            x = jax.nn.gelu(x @ w / 2 + x * x)
+            x = jnp.where(x > 0, jnp.maximum(x, 0.5), jnp.exp(x)) * jnp.max(x, axis=0, keepdims=True)
+    x = jnp.sin(x)
+    return jnp.sum(jnp.sin(x))
+
+
+def test_the_gradient_of_a_program_has_the_equations_and_lines_that_jax_gives_it():
+    square = jnp.ones((3, 3))
+    closed = jax.make_jaxpr(_layers)(square, square)
+    held, _ = jaxprs.opened(closed)
+    by_jax = jax.extend.core.jaxpr_as_fun(closed)
+    got = jax.make_jaxpr(jax.grad(lambda *args: jaxprs.evaluate(held, args)[0], (0, 1)))(square, square)
+    want = jax.make_jaxpr(jax.grad(lambda *args: by_jax(*args)[0], (0, 1)))(square, square)
+    assert str(got) == str(want)
+    for ours, theirs in zip(got.eqns, want.eqns, strict=True):
+        assert jaxprs.lines(ours)[0] == jaxprs.lines(theirs)[0]
+        assert str(ours.source_info.name_stack) == str(theirs.source_info.name_stack)
+
+
+def test_the_derivative_of_equal_equations_is_worked_out_once():
+    worked = []
+
+    @jax.custom_jvp
+    def twice(x):
+        return 2 * x
+
+    @twice.defjvp
+    def derived(primals, tangents):
+        worked.append(primals)
+        return twice(*primals), 2 * tangents[0]
+
+    once = inlined(twice)
+    held = program(lambda x: once(once(once(x))), 1.0)
+    assert jax.make_jaxpr(jax.grad(lambda x: jaxprs.evaluate(held, [x])[0]))(1.0).eqns
+    assert len(worked) == 1
+
+
+@pytest.mark.parametrize("numbers", [(2.0, 3.0), (0.0, -0.0)])
+def test_equations_with_other_numbers_are_not_equal(numbers):
+    a, b = numbers
+    held = program(lambda x: (x / jnp.float32(a), x / jnp.float32(b)), X)
+    linear = jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(held, [x]), x)[0])(X)
+    assert {str(float(v.val)) for eqn in linear.eqns for v in eqn.invars if hasattr(v, "val")} >= {str(a), str(b)}
 
 
 def test_numbers_in_a_program_are_literals_with_a_value():

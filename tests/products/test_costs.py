@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compiled import init
 from grids import mostly_thorough
+from jax.extend.core import Primitive
 from one_array import normal
 
 import reparax as rpx
@@ -191,6 +192,24 @@ def test_values_of_a_weight_in_factors_with_a_number_added():
         np.testing.assert_allclose(value, y.sum(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(slope["a"], pulled @ b.T, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(slope["b"], a.T @ pulled, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_reads_types_and_traces_nothing_that_reads_no_weight():
+    traced = []
+
+    class Probe(Primitive):
+        def bind(self, *args, **params):
+            traced.append(args)
+            return super().bind(*args, **params)
+
+    probe = Probe("probe")
+    probe.def_abstract_eval(lambda x: x)
+
+    def loss(values, x):
+        return jnp.sum(probe.bind(probe.bind(x) @ (values["a"] @ values["b"])))
+
+    jax.make_jaxpr(rpx.factored(loss))({"a": floats(64, 2), "b": floats(2, 64)}, floats(512, 64))
+    assert len(traced) == 4  # as the loss is traced, and as its program is evaluated
 
 
 def test_what_is_formed_is_formed_once_by_the_formula_of_the_loss():

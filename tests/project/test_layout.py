@@ -22,7 +22,7 @@ ALLOWED = {
     **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
     **{family: set(FLOORS) for family in FAMILIES},
     "training": set(FLOORS),
-    "_programs": {"_tree", "_core"},
+    "_programs": {"_tree", "_numerics", "_core"},
     "memory": {"_tree", "_numerics", "_core", "_programs"},
     "_weights": {"_tree", "_numerics", "_programs"},
     "products": {"_tree", "_numerics", "_programs", "_weights"},

@@ -7,19 +7,23 @@ version of JAX that last changed it. The code reads types rather than names of p
 error for anything unknown.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
-from reparax._programs.equations.bodies import Cond, Jit, Scan, ShardMap
+from reparax._numerics.inlined import inlined
+from reparax._programs.equations.bodies import Checkpoint, Cond, CustomJvp, Jit, Scan, ShardMap
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._programs.equations.moves import Named
 from reparax._programs.equations.view import View
@@ -127,6 +131,39 @@ def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
     )
 
 
+def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
+    """The program with the bodies of some calls in their place and constants as first inputs, and these constants.
+
+    None if one body stands in two places, as its values need other names in each.
+    """
+    seen, invars, held, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
+
+    def opened_in(program: Jaxpr, names: Env) -> bool:
+        for eqn in program.eqns:
+            read = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
+            if not opens(eqn):
+                eqns.append(eqn.replace(invars=read))
+                continue
+            inside, consts = body(eqn)
+            if id(_held(eqn)[0]) in seen:
+                return False
+            seen.add(id(_held(eqn)[0]))
+            invars.extend(inside.invars[: len(consts)])
+            held.extend(consts)
+            own: Env = dict(zip(inside.invars[len(consts) :], read, strict=True))
+            if not opened_in(inside, own):
+                return False
+            outs = [v if isinstance(v, Literal) else own.get(v, v) for v in inside.outvars]
+            names.update(zip(eqn.outvars, outs, strict=True))
+        return True
+
+    names: Env = {}
+    if not opened_in(jaxpr, names):
+        return None
+    outvars = [v if isinstance(v, Literal) else names.get(v, v) for v in jaxpr.outvars]
+    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), held
+
+
 def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     """The program of ``invars`` that runs the parts in order and returns the outputs of the last."""
     eqns = [eqn for part in parts for eqn in part.eqns]
@@ -167,7 +204,91 @@ def batched(
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
-    return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))(*args)
+    if not any(map(_is_linearized, args)) and not any(kind_of(eqn) is CustomJvp for eqn in jaxpr.eqns):
+        return _function(jaxpr)(*args)
+    env: Env = dict(zip(jaxpr.invars, args, strict=True))
+    last = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+    kept = set(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        read = variables(eqn.invars)
+        env.update(zip(eqn.outvars, _outputs(jaxpr, eqn, [env[v] for v in read]), strict=True))
+        for v in read:
+            if last[v] is eqn and v not in kept:
+                del env[v]
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _function(jaxpr: Jaxpr) -> Body:
+    return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))
+
+
+def _is_linearized(x: Any) -> bool:
+    """Whether ``jax.grad``, ``vjp`` or ``linearize`` differentiates a value."""
+    return type(x).__name__ == "LinearizeTracer"
+
+
+def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """The outputs of an equation, from the values of the variables that it reads.
+
+    JAX works out the derivative of a primitive anew in each equation, but that of a function once. So equal equations
+    are calls of one function, which leave no trace in the program.
+    """
+    alone = _Alone.of(program, eqn)
+    kind = kind_of(eqn)
+    gains = any(map(_is_linearized, args)) and (kind is Checkpoint or not _held(eqn))
+    if eqn.effects or not (gains or kind is CustomJvp) or not alone.has_hash:
+        return alone.function(*args)
+    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
+        return _shared(alone)(*args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared(alone: "_Alone") -> Body:
+    return inlined(alone.anywhere().function)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """One equation.
+
+    Attributes:
+      key: What is equal in equal equations.
+      eqn: The equation.
+      program: A program that contains it.
+    """
+
+    key: tuple[Any, ...]
+    eqn: JaxprEqn = field(compare=False)
+    program: Jaxpr = field(compare=False)
+
+    @classmethod
+    def of(cls, program: Jaxpr, eqn: JaxprEqn) -> "_Alone":
+        """An equation of a program."""
+        names: dict[Any, int] = {}
+        atoms = [
+            (v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else names.setdefault(v, len(names)))
+            for v in eqn.invars
+        ]
+        return cls((eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms), eqn, program)
+
+    @property
+    def has_hash(self) -> bool:
+        """Whether it can be compared: not if a parameter has no hash."""
+        try:
+            return bool(hash(self)) or True
+        except TypeError:
+            return False
+
+    @property
+    def function(self) -> Body:
+        """The outputs, from the values of the variables that the equation reads."""
+        return _function(part(self.program, [self.eqn], self.eqn.outvars))
+
+    def anywhere(self) -> "_Alone":
+        """The same without the lines that wrote it, and without the rest of the program."""
+        eqn = self.eqn.replace(source_info=source_info_util.new_source_info())
+        return replace(self, eqn=eqn, program=part(self.program, [], []))
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:

@@ -45,11 +45,14 @@ def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]
 
 def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
     jaxpr, consts = jaxprs.body(eqn)
+    inside, known = reader.inside(eqn), facts_in(consts, facts)
+    if not reader.computes:
+        return inside.run(jaxpr, [*consts, *args], known)
     found: list[Sequence[Facts]] = []
 
     def body(*args: Any) -> list[Any]:
-        outs, known = reader.inside(eqn).run(jaxpr, [*consts, *args], facts_in(consts, facts))
-        found.append(known)
+        outs, of_outs = inside.run(jaxpr, [*consts, *args], known)
+        found.append(of_outs)
         return outs
 
     view = Checkpoint(eqn)

@@ -49,16 +49,18 @@ def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     found = together(facts)
     still = kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
-    types = jaxprs.varying([v.aval for v in eqn.outvars])
-    differs = found.differs & types if eqn.invars else types
+    differs = found.differs
+    if differs or not eqn.invars:
+        types = jaxprs.varying([v.aval for v in eqn.outvars])
+        differs = differs & types if eqn.invars else types
     known = found.known and not jaxprs.has_effects(eqn)
     return replace(found, known=known, still=found.still or still, differs=differs)
 
 
-def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Facts]:
-    """The facts of each output of an equation."""
+def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:
+    """The facts of each output of an equation; ``own`` are those that hold for all, where they are at hand."""
     if kind_of(eqn) not in (Jit, Checkpoint):
-        return [of_equation(eqn, facts) for _ in eqn.outvars]
+        return [own or of_equation(eqn, facts)] * len(eqn.outvars)
     jaxpr, consts = jaxprs.body(eqn)
     found: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reparax._numerics.inlined import inlined
 from reparax._numerics.terms import with_diagonals
 from reparax._weights.circles import Circle, back, operations, transform
 from reparax._weights.sums import Factor, Label, Product, Sum, entries
@@ -39,7 +40,12 @@ def formed(x: Sum) -> Any:
 
 
 def total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    """The sum of products of one shape."""
+    """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
+    return _total(tuple(map(with_numbers, products)), tuple(shape), how)
+
+
+@functools.partial(inlined, static_argnums=(1, 2))
+def _total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
     return functools.reduce(jnp.add, [evaluate(each, shape, how) for each in products])
 
 
@@ -60,6 +66,7 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
 
 def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
+    product = with_numbers(product)
     kept = frozenset(label for group in product.axes for label in group)
     return cheapest(tuple(map(_kind, product.factors)), kept)[0]
 
@@ -76,6 +83,20 @@ class Kind:
 def _kind(factor: Factor) -> Kind:
     circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
     return Kind(frozenset(factor.labels), frozenset(circle), factor.still)
+
+
+def with_numbers(product: Product) -> Product:
+    """A product with labels by number and size, so that products of equal sizes have equal ones."""
+    names: dict[Label, Label] = {}
+    for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
+        names.setdefault(label, _numbered(len(names), label.size))
+    return product.renamed(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbered(number: int, size: int) -> Label:
+    del number
+    return Label(size)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.roots import is_apply
+from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, moves
 from reparax._weights.facts import NUMBER, Facts, of_equation, of_outputs
 from reparax._weights.sums import Sum
@@ -61,12 +62,14 @@ class Reader:
       times: How often the program runs.
       path: The equations whose bodies contain the program.
       in_formula: Whether one of these is the ``apply`` of a parametrization.
+      computes: Whether it computes what reads no weight; where only the way is asked, types will do.
     """
 
     way: Way
     times: int = 1
     path: tuple[int, ...] = ()
     in_formula: bool = False
+    computes: bool = True
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
         """The outputs, arrays or sums, and facts about them."""
@@ -124,7 +127,11 @@ class _Run:
         return NUMBER if isinstance(v, Literal) else self._facts[v]
 
     def _value(self, v: Any) -> Any:
-        return jnp.asarray(v.val) if isinstance(v, Literal) else self._env[v]
+        if isinstance(v, Literal):
+            return jnp.asarray(v.val)
+        if v not in self._env:
+            self._env[v] = stand_in(v)
+        return self._env[v]
 
     def _step(self, eqn: JaxprEqn) -> None:
         facts = [self._known(v) for v in eqn.invars]
@@ -138,7 +145,7 @@ class _Run:
                 self._env.update(zip(eqn.outvars, found[0], strict=True))
                 self._facts.update(zip(eqn.outvars, found[1], strict=True))
                 return
-        self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts), strict=True))
+        self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts, own), strict=True))
         passed = bodies.passed(eqn, facts)
         if passed is None:
             self._next.append(eqn)
@@ -172,6 +179,11 @@ class _Run:
             return
         for eqn in eqns:
             self._reads.subtract(jaxprs.variables(eqn.invars))
+        if not self._reader.computes:
+            for v in jaxprs.variables(v for eqn in eqns for v in eqn.invars):
+                if v in self._env:
+                    self._array(v, eqns)
+            return
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
         piece = jaxprs.part(self._jaxpr, eqns, wanted)
         args = [self._array(v, eqns) for v in piece.invars]

@@ -18,7 +18,7 @@ UNKNOWN = 1024
 
 def entries(sizes: Iterable[Any]) -> int:
     """How many numbers an array of these sizes has, for costs."""
-    return math.prod(UNKNOWN if jax.export.is_symbolic_dim(n) else n for n in sizes)
+    return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from reparax._core import random
 from reparax._core.keys import key_of_use
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.inlined import inlined
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.elementwise import Cast, Select
@@ -106,7 +107,7 @@ class Drawing:
         self.state = [number + jnp.uint32(1)]
         self.reads.append(Read(eqn, args[i].root, is_own=True))
         key = key_of_use(weight.key, number, sorted(of_equation(eqn, facts).differs))
-        return (mean + _spread(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+        return (mean + _drawn(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(Read(eqn, x.root, is_own=False))
@@ -145,3 +146,7 @@ def _spread_on(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
     variance, noise = primals
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
     return _spread(variance, noise), slope * tangents[0]
+
+
+_drawn = inlined(_spread)
+"""The same, whose derivative JAX works out once."""

@@ -10,11 +10,12 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.inlined import inlined
 from reparax._programs.equations.contractions import Conv, Dot, Gather
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
-from reparax._weights.multiply import How, total
+from reparax._weights.multiply import How, total, with_numbers
 from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted
 
 
@@ -108,9 +109,16 @@ def _squared(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _of_squares(function: Callable[[Any, Sum], Any], x: Any, spread: Sum) -> Any:
-    """``function`` of squares, which are computed again in the backward pass."""
-    return jax.checkpoint(lambda x, spread: function(jnp.square(widened(x)), _squared(spread)))(x, spread)
+def _of_squares(function: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Any:
+    """``function`` of squares and settings; it is traced once for equal sizes. The backward pass computes it again."""
+    return _once(function, settings, x, replace(spread, products=tuple(map(with_numbers, spread.products)), root=None))
+
+
+def _again(function: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum) -> Any:
+    return jax.checkpoint(lambda x, spread: function(jnp.square(widened(x)), _squared(spread), *settings))(x, spread)
+
+
+_once = inlined(_again, static_argnums=(0, 1))
 
 
 def _precision(view: Dot | Conv) -> Any:
@@ -119,18 +127,22 @@ def _precision(view: Dot | Conv) -> Any:
 
 
 def _dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    out, how = view.type, How(weight.spread.dtype, weight.spread.dtype, _precision(view))
-    contracting, batch = view.contracting, view.batch
-
-    def products(x: Any, squares: Sum) -> list[Product] | None:
-        data = Product.of(x, still=False)
-        pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-        return complete(contracted(a, b, contracting, batch) for a, b in pairs)
-
-    x = args[1 - i]
-    if weight.repeated or products(x, weight.spread) is None:
+    how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
+    axes = tuple(tuple(map(tuple, pair)) for pair in (view.contracting, view.batch))
+    if weight.repeated or _products(args[1 - i], weight.spread, i, axes) is None:
         return None
-    return _of_squares(lambda x, squares: total(products(x, squares) or [], out.shape, how), x, weight.spread)
+    return _of_squares(_multiplied, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
+
+
+def _products(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product] | None:
+    """The products of data and a weight, which is the ``i``-th operand."""
+    data = Product.of(x, still=False)
+    pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+    return complete(contracted(a, b, *axes) for a, b in pairs)
+
+
+def _multiplied(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
+    return total(_products(x, squares, i, axes) or [], shape, how)
 
 
 def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
@@ -147,7 +159,7 @@ def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
         found = view.bind(x, kernel, **settings)
         return jnp.repeat(found, squares.shape[channels] // n, axis)
 
-    return _of_squares(convolved, args[0], weight.spread)
+    return _again(convolved, (), args[0], weight.spread)
 
 
 def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Any:
@@ -159,11 +171,19 @@ def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Any:
 
 
 def _multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    return _of_squares(lambda x, squares: x * formed(squares), args[1 - i], weight.spread)
+    return _of_squares(_times, args[1 - i], weight.spread)
 
 
 def _quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    return None if i == 1 else _of_squares(lambda x, squares: formed(squares) / x, args[1], weight.spread)
+    return None if i == 1 else _of_squares(_divided, args[1], weight.spread)
+
+
+def _times(x: Any, squares: Sum) -> Any:
+    return x * formed(squares)
+
+
+def _divided(x: Any, squares: Sum) -> Any:
+    return formed(squares) / x
 
 
 def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:

@@ -21,14 +21,16 @@ Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
 def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """The program with every ``apply`` inlined and constants as its first inputs, and these constants."""
-    if not any(map(_opening, jaxpr.eqns)):
-        return jaxpr, []
-    return dependence.rewritten(jaxpr, args, _opening)
+    return jaxprs.opened_at(jaxpr, _opens) or dependence.rewritten(jaxpr, args, _opening)
+
+
+def _opens(eqn: JaxprEqn) -> bool:
+    """Whether an equation is an ``apply``, or a ``jit`` that contains one, so that all readers share its values."""
+    return is_apply(eqn) or (jaxprs.is_jit(eqn) and holds_apply(eqn))
 
 
 def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-    """How to inline ``apply``, and a ``jit`` that contains one, so that all readers share its values."""
-    if not (is_apply(eqn) or (jaxprs.is_jit(eqn) and holds_apply(eqn))):
+    if not _opens(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
     return lambda *args: dependence.run(jaxpr, [*consts, *args], _opening)

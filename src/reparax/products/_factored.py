@@ -94,6 +94,7 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
 def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:
     """Which weights of a program stay in factors, for inputs of these types."""
     plan = Plan()
-    jax.make_jaxpr(lambda *args: Reader(Factoring(plan)).arrays(program, args, facts))(*inputs)
+    reader = Reader(Factoring(plan), computes=False)
+    jax.make_jaxpr(lambda *args: reader.arrays(program, args, facts))(*inputs)
     plan.decide()
     return plan

@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax._programs import jaxprs
+from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, makers, multiply
 from reparax._weights.facts import Facts, of_equation
 from reparax._weights.reader import AS_IS, Outs, Reader
@@ -52,8 +53,10 @@ class Factoring:
         use = _uses.use(eqn, args)
         if use is None:
             return None
-        self.plan.reads(use.weight, Read(eqn, reader.times, reader.in_formula, use.factored, use.formed))
-        return use.array()
+        if self.plan.is_decided:
+            return use.array()
+        self.plan.reads(use.weight, Read(eqn, reader.times, reader.in_formula, *use.costs()))
+        return stand_in(eqn.outvars[0])
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, Read(eqn, reader.times, reader.in_formula))

@@ -26,14 +26,12 @@ class Use:
 
     Attributes:
       weight: The sum.
-      factored: The cost with the factors, including all gradients.
-      formed: The cost with the weight as one array.
+      costs: Computes the cost with the factors, including all gradients, and that with the weight as one array.
       array: Computes the product with the factors.
     """
 
     weight: Sum
-    factored: float
-    formed: float
+    costs: Callable[[], tuple[float, float]]
     array: Callable[[], Any]
 
 
@@ -80,7 +78,7 @@ def _dot(view: Dot, args: Sequence[Any]) -> Use | None:
     def array() -> Any:
         return total(products, out.shape, how).astype(out.dtype)
 
-    return Use(weight, sum(map(cost, products)), sum(map(cost, whole)), array)
+    return Use(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
 
 
 # ---- rows of a table
@@ -128,9 +126,12 @@ def _gather(view: Gather, args: Sequence[Any]) -> Use | None:
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *offset])
 
-    written = ENTRY * entries(out.shape)
-    table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
-    return Use(weight, written + sum(map(cost, costs)), written + table, array)
+    def both() -> tuple[float, float]:
+        written = ENTRY * entries(out.shape)
+        table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
+        return written + sum(map(cost, costs)), written + table
+
+    return Use(weight, both, array)
 
 
 def _counting(places: Any) -> Any:
@@ -204,8 +205,7 @@ def _convolution(view: Conv, args: Sequence[Any]) -> Use | None:
 
     return Use(
         weight,
-        sum(costs(*part) for part in parts),
-        dense(_whole(weight), weight.shape[to]),
+        lambda: (sum(costs(*part) for part in parts), dense(_whole(weight), weight.shape[to])),
         lambda: functools.reduce(jnp.add, [convolved(*part) for part in parts]).astype(out.dtype),
     )
 
