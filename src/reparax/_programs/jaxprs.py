@@ -227,6 +227,14 @@ def _is_linearized(x: Any) -> bool:
     return type(x).__name__ == "LinearizeTracer"
 
 
+def _is_traced(args: Sequence[Any]) -> bool:
+    """Whether a value has no numbers yet, beside being differentiated."""
+    values = list(args)
+    while any(map(_is_linearized, values)):
+        values = [x.primal if _is_linearized(x) else x for x in values]
+    return any(isinstance(x, jax.core.Tracer) for x in values)
+
+
 def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The outputs of an equation, from the values of the variables that it reads.
 
@@ -235,8 +243,10 @@ def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """
     alone = _Alone.of(program, eqn)
     kind = kind_of(eqn)
-    gains = any(map(_is_linearized, args)) and (kind is Checkpoint or not _held(eqn))
-    if eqn.effects or not (gains or kind is CustomJvp) or not alone.has_hash:
+    # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
+    holds, linearized = bool(_held(eqn)), any(map(_is_linearized, args))
+    gains = (kind is CustomJvp or (linearized and kind is Checkpoint)) and _is_traced(args) if holds else linearized
+    if eqn.effects or not gains or not alone.has_hash:
         return alone.function(*args)
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):

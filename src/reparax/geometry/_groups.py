@@ -85,7 +85,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def forward(params, x):
-      ...     return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"].T
+      ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
       >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
       >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
       >>> [[tuple(member) for member in group.members] for group in groups]

@@ -72,7 +72,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def forward(params, x):
-      ...     return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"].T
+      ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
       >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
       >>> found = rpx.roles(forward)(params, jnp.ones((5, 3)))
       >>> found["w"].inputs, found["w"].outputs

@@ -120,7 +120,7 @@ def test_kinds_of_several_primitives(kind, functions):
 
 
 def test_what_is_not_known_is_a_view_of_any_kind():
-    (view,) = views(lax.cumprod, X)
+    (view,) = views(lax.lgamma, X)
     assert type(view) is View
     assert view.type.shape == X.shape
     assert len(view.operands) == 1
