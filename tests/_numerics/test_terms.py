@@ -7,7 +7,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax._numerics.terms import Spec, specs_told, told
+from reparax._numerics.terms import Spec, declared, specs_of
 
 A, B, G, D = (
     np.random.default_rng(i).standard_normal(s).astype("f") for i, s in enumerate([(3, 2), (2, 4), (4,), (3,)])
@@ -54,11 +54,11 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
         return [rpx.stage.Term("ir,rj->ij", a, b), rpx.stage.Term("i->ii", a[:, 0])]
 
     a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
-    (eqn,) = jax.make_jaxpr(lambda a, b: told(formula, terms, a, b))(a, b).jaxpr.eqns
-    assert specs_told(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
+    (eqn,) = jax.make_jaxpr(lambda a, b: declared(formula, terms, a, b))(a, b).jaxpr.eqns
+    assert specs_of(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
     assert len(eqn.outvars) == 5
-    np.testing.assert_array_equal(told(formula, terms, a, b), formula(a, b))
-    assert specs_told("_where") is None
+    np.testing.assert_array_equal(declared(formula, terms, a, b), formula(a, b))
+    assert specs_of("_where") is None
 
 
 WRONG = {

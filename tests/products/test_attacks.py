@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
-from reparax.products._plan import Plan
+from reparax.products._plan import SumPlan
 
 
 def normal(*shape, seed=0):
@@ -22,7 +22,7 @@ IDS = np.array([[0, 5, 9], [-7, 2, 6]], np.int32)
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch):
     """Weights stay in factors wherever they can, also where that costs more."""
-    decide = Plan.decide
+    decide = SumPlan.decide
 
     def keep(plan):
         decide(plan)
@@ -32,7 +32,7 @@ def _kept(monkeypatch):
                 record.is_formed = False
                 needed.update(record.parents)
 
-    monkeypatch.setattr(Plan, "decide", keep)
+    monkeypatch.setattr(SumPlan, "decide", keep)
 
 
 def low(r):

@@ -24,7 +24,7 @@ def kind_of_class(cls: type) -> str:
     if "kind" in cls.__dict__:
         return check_kind(cls, cls.__dict__["kind"])
     kind = derive_kind(cls)
-    return kind if inspect.isabstract(cls) else _told_apart(cls, kind)
+    return kind if inspect.isabstract(cls) else _distinct(cls, kind)
 
 
 def derive_kind(cls: type) -> str:
@@ -48,7 +48,7 @@ def check_kind(cls: type, kind: object) -> str:
     return kind
 
 
-def _told_apart(cls: type, kind: str) -> str:
+def _distinct(cls: type, kind: str) -> str:
     """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
     other = _taken(cls, kind)
     if other is None and _is_name(kind):

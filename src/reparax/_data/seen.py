@@ -175,10 +175,10 @@ class Seen:
     stands_in: bool = False
 
     def __repr__(self) -> str:
-        return f"Seen({', '.join(text for text in self.told if text)})"
+        return f"Seen({', '.join(text for text in self.columns if text)})"
 
     @property
-    def told(self) -> tuple[str, str]:
+    def columns(self) -> tuple[str, str]:
         """How many inputs along which axes, and how many bytes; and what else reads the array."""
         ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}" for read in self.reads]
         size = readable(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))

@@ -164,7 +164,7 @@ def _checked(terms: Any) -> Sequence[Term]:
     return terms
 
 
-def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
+def declared(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
     """``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
 
     Every transformation of JAX keeps the name of a call.
@@ -199,7 +199,7 @@ def told(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *a
     return effective
 
 
-def specs_told(name: str) -> list[Spec] | None:
+def specs_of(name: str) -> list[Spec] | None:
     """The specs of the terms in the name of a call, or None."""
     if not name.startswith(_MARK):
         return None

@@ -12,7 +12,18 @@ from jax import Array
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
-from reparax._peft.method import Layer, Method, Node, Tensors, Values, Written, acting, known, one_of_all, require
+from reparax._peft.method import (
+    Adapted,
+    Marked,
+    Method,
+    Tensors,
+    Values,
+    Written,
+    acting,
+    known,
+    one_of_all,
+    require,
+)
 from reparax._peft.settings import ANY, Setting, one_of
 from reparax._peft.target import Target
 from reparax._tree.paths import items, path_text
@@ -67,7 +78,7 @@ class Chained(Method):
     Attributes:
       parts: For the name of each tensor the raw value that it is.
       stages: The chain, from the array, the shapes of the tensors and the configuration.
-      told: The settings that tell the chain, from the array and its stages by their kinds.
+      config: The settings that tell the chain, from the array and its stages by their kinds.
       constants: The raw values that no tensor holds, by their places, from the array, their type and the configuration.
       silent: The names of settings that the tensors tell too, or that matter in training alone.
       of_stage: What the outermost stage must have, where the places alone do not tell the method.
@@ -76,7 +87,7 @@ class Chained(Method):
     name: str
     parts: Mapping[str, Part]
     stages: Callable[[Target, Mapping[str, Shape], Mapping[str, Any]], Stages]
-    told: Callable[[Target, Mapping[str, Any]], Mapping[str, Any]]
+    config: Callable[[Target, Mapping[str, Any]], Mapping[str, Any]]
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     silent: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -94,13 +105,13 @@ class Chained(Method):
         silent = dict.fromkeys(("r", "init_weights", *self.silent.split()), ANY)
         object.__setattr__(self, "settings", {"bias": bias, **silent, **self.settings})
 
-    def made(self, node: Node) -> bool:
+    def made(self, node: Marked) -> bool:
         """Whether a raw tree has the values of this method."""
         held, _ = _places(node)
-        told = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
-        return told and held.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
+        fits = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
+        return fits and held.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         if len(target.shape) != 2:
             raise ValueError(f"{self.name} is read for matrices, but the array has shape {target.shape}")
         if missing := [name for name in self.parts if name not in tensors]:
@@ -115,12 +126,12 @@ class Chained(Method):
         require(tensors, wanted)
         values = {place: make(target, like[place][1], config) for place, make in self.constants.items()}
         values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
-        return Layer(stages, {like[place][0]: x for place, x in values.items()})
+        return Adapted(stages, {like[place][0]: x for place, x in values.items()})
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         held, made = _places(node)
         tensors = {name: part.write(target, held[part.place]) for name, part in self.parts.items()}
-        settings = self.told(target, {type(stage).kind: stage for stage in made})
+        settings = self.config(target, {type(stage).kind: stage for stage in made})
         config = {**self.defaults, **settings}
         wanted = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
         got, want = _plain(made), _plain(wanted)
@@ -141,18 +152,18 @@ def _part(bank: np.ndarray, shape: Shape) -> np.ndarray:
     return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
 
 
-def _places(node: Node, base: str = "") -> tuple[Values, list[Any]]:
+def _places(node: Marked, base: str = "") -> tuple[Values, list[Any]]:
     """The raw values below an array by their places, without its base, and the stages that made them."""
     values: Values = {}
     stages: list[Any] = []
     stage: Any = node.stage
     for name, x in node.values.items():
         place = f"{base}@{stage.kind}/{name}"
-        if isinstance(x, Node) and not value_of(stage.raw_values, name).base:
+        if isinstance(x, Marked) and not value_of(stage.raw_values, name).base:
             inner, made = _places(x, f"{place}/")
             values |= inner
             stages += made
-        elif not isinstance(x, Node):
+        elif not isinstance(x, Marked):
             values[place] = x
     return values, [*stages, stage]
 

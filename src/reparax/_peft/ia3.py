@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from reparax._peft.method import (
-    Layer,
+    Adapted,
+    Marked,
     Method,
-    Node,
     Tensors,
     Written,
     require,
@@ -32,15 +32,15 @@ class IA3Method(Method):
 
     layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         feedforward = is_named(target.module, config.get("feedforward_modules") or [])
         axis = self._axis(target, feedforward=feedforward)
         size, ones = target.shape[axis], target.ones
         inputs = feedforward or bool(ones)
         require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
-        return Layer((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
+        return Adapted((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         g, gain = node.values["g"], node.stage
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
         if axis not in (self._axis(target, feedforward=True), target.out):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._peft.method import (
-    Layer,
+    Adapted,
+    Marked,
     Method,
-    Node,
     Tensors,
     Written,
     ranks_and_alphas,
@@ -33,7 +33,7 @@ class LoHaMethod(Method):
     settings: Mapping[str, Setting] = OF_PRODUCTS
     defaults: Mapping[str, Any] = {"r": 8, "alpha": 8}
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         ins = target.inputs_shape(rank)
         shapes = {f"hada_w{i}_{end}": s for i in (1, 2) for end, s in (("a", _outs(target, rank)), ("b", _flat(ins)))}
         require(tensors, shapes)
@@ -46,9 +46,9 @@ class LoHaMethod(Method):
                 ("v", jnp.asarray(tensors[f"hada_w{i}_a"]).T),
             )
         }
-        return Layer(stages, values)
+        return Adapted(stages, values)
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         both, factor = unscaled(node)
         found: dict[str, Array] = {}
         ranks: list[int] = []

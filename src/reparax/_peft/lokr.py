@@ -10,9 +10,9 @@ from jax import Array
 
 from reparax._core.algebra import Parametrization
 from reparax._peft.method import (
-    Layer,
+    Adapted,
+    Marked,
     Method,
-    Node,
     Tensors,
     Values,
     Written,
@@ -41,7 +41,7 @@ class LoKrMethod(Method):
     }
     defaults: Mapping[str, Any] = {"r": 8, "alpha": 8}
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         if len(target.shape) != 2:
             raise ValueError(f"Kronecker takes matrices, but the array has shape {target.shape}")
         place = "@delta/x/@scale/x/@kronecker"
@@ -66,16 +66,16 @@ class LoKrMethod(Method):
         got = (whole[0][0] * whole[1][0], whole[0][1] * whole[1][1])
         if got != target.shape:
             raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {got}")
-        return Layer((*low, Kronecker(whole[0]), Scale(alpha / rank), Delta()), values)
+        return Adapted((*low, Kronecker(whole[0]), Scale(alpha / rank), Delta()), values)
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         kronecker, factor = unscaled(node)
         found: dict[str, Array] = {}
         ranks: list[int] = []
         sizes: list[tuple[int, ...]] = []
         for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
             held = kronecker.values[name]
-            if not isinstance(held, Node):
+            if not isinstance(held, Marked):
                 found[own] = target.flip(held)
                 sizes.append(found[own].shape)
                 continue

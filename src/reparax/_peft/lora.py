@@ -7,7 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from reparax._peft import rows
-from reparax._peft.method import Layer, Method, Node, Tensors, Written, known, one_of_all, ranks_and_alphas, require
+from reparax._peft.method import (
+    Adapted,
+    Marked,
+    Method,
+    Tensors,
+    Written,
+    known,
+    one_of_all,
+    ranks_and_alphas,
+    require,
+)
 from reparax._peft.settings import ANY, FLAG, INDICES_BY_NAME, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Delta, LoRA
@@ -52,14 +62,14 @@ class LoRAMethod(Method):
 
     layouts: tuple[str, ...] = ("kernel", "same", "conv1d", "embedding")
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         divisor = "sqrt" if config.get("use_rslora") else "rank"
         if TOKENS in tensors:
             return rows.TOKENS.read(target, {DELTA: tensors[TOKENS]}, _tokens(target, config), alpha, rank)
         if BIAS in tensors:
             require(tensors, {BIAS: target.shape})
             scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
-            return Layer((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
+            return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
         names, ones = _names(target), target.ones
         out = target.shape[target.out]
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
@@ -72,14 +82,14 @@ class LoRAMethod(Method):
             "@lora/b": jnp.asarray(tensors[names[1]]).reshape(out, rank).T,
         }
         if not dora:
-            return Layer((lora,), values)
+            return Adapted((lora,), values)
         axis = -1 if target.out == len(target.shape) - 1 else target.out
         spread = [out if i == target.out else 1 for i in range(len(target.shape))]
         g = jnp.asarray(tensors["lora_magnitude_vector"]).reshape(spread)
         inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
-        return Layer((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
+        return Adapted((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         if isinstance(node.stage, Delta):
             scale = node.inner("x", Scale)
             return Written({BIAS: scale.values["x"]}, known(getattr(scale.stage, "factor", None)))

@@ -30,7 +30,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Layer:
+class Adapted:
     """The stages on one array, and their raw values.
 
     Attributes:
@@ -44,13 +44,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Node:
+class Marked:
     """A marker dict of a raw tree, with the stage that made it."""
 
     stage: Parametrization
     values: Mapping[str, Any]
 
-    def of(self, target: Target, *, inside: bool = False) -> "Node":
+    def of(self, target: Target, *, inside: bool = False) -> "Marked":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
@@ -62,15 +62,15 @@ class Node:
             )
         blocks = isinstance(stage, Rotated | Blocks)
         values = {
-            name: x.of(target, inside=blocks) if isinstance(x, Node) else target.part(x)
+            name: x.of(target, inside=blocks) if isinstance(x, Marked) else target.part(x)
             for name, x in self.values.items()
         }
-        return Node(stage, values)
+        return Marked(stage, values)
 
-    def inner(self, name: str, kind: type) -> "Node":
+    def inner(self, name: str, kind: type) -> "Marked":
         """The marker dict in place of a value."""
         held = self.values[name]
-        if not isinstance(held, Node) or not isinstance(held.stage, kind):
+        if not isinstance(held, Marked) or not isinstance(held.stage, kind):
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         return held
 
@@ -124,11 +124,11 @@ class Method:
             raise ValueError(f"PEFT has no {self.name} for weights of the layout {target.layout!r}")
 
     @abstractmethod
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         """The stages and raw values for the tensors of a module."""
 
     @abstractmethod
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         """The PEFT form of raw values."""
 
     @abstractmethod
@@ -174,10 +174,10 @@ def known(x: Any) -> float:
     return float(x)
 
 
-def unscaled(node: Node) -> tuple[Node, float]:
+def unscaled(node: Marked) -> tuple[Marked, float]:
     """The node of the difference without its scale, and the scale."""
     held = node.values["x"]
-    if isinstance(held, Node) and isinstance(held.stage, Scale):
+    if isinstance(held, Marked) and isinstance(held.stage, Scale):
         return held.inner("x", Parametrization), known(held.stage.factor)
     return node.inner("x", Parametrization), 1.0
 

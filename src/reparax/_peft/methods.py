@@ -4,7 +4,7 @@ from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
 from reparax._peft.lokr import LoKrMethod
 from reparax._peft.lora import LoRAMethod
-from reparax._peft.method import Method, Node, Whole, unscaled
+from reparax._peft.method import Marked, Method, Whole, unscaled
 from reparax._peft.oft import OFTMethod
 from reparax._peft.rows import ROWS
 from reparax.adapters import Delta, Gain, Hadamard, LoRA, Rotated
@@ -16,14 +16,14 @@ _ALL: tuple[Method, ...] = (LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(
 METHODS = {method.name: method for method in _ALL}
 
 
-def is_of_bias(node: Node) -> bool:
+def is_of_bias(node: Marked) -> bool:
     """Whether a node is a scaled difference of one axis."""
     held = node.values["x"]
-    x = held.values["x"] if isinstance(held, Node) and isinstance(held.stage, Scale) else None
-    return not isinstance(x, Node) and getattr(x, "ndim", None) == 1
+    x = held.values["x"] if isinstance(held, Marked) and isinstance(held.stage, Scale) else None
+    return not isinstance(x, Marked) and getattr(x, "ndim", None) == 1
 
 
-def method_of(node: Node) -> Method:
+def method_of(node: Marked) -> Method:
     """The method whose chain made a parameter."""
     if chained := next((method for method in ROWS if method.made(node)), None):
         return chained

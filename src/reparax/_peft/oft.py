@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from reparax._numerics.linalg import identity, product
-from reparax._peft.method import Layer, Method, Node, Tensors, Written, one_of_all, require
+from reparax._peft.method import Adapted, Marked, Method, Tensors, Written, one_of_all, require
 from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of, whole
 from reparax._peft.target import Target
 from reparax.adapters import CayleyNeumann, Rotated
@@ -39,7 +39,7 @@ class OFTMethod(Method):
     }
     defaults: Mapping[str, Any] = {"num_cayley_neumann_terms": 5, "eps": 6e-5}
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Layer:
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         if len(target.shape) != 2:
             raise ValueError(f"Rotated takes matrices, but the array has shape {target.shape}")
         rows, shared = target.shape[target.ins[0]], bool(config.get("block_share"))
@@ -57,12 +57,12 @@ class OFTMethod(Method):
             if terms < 3:
                 raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
             stage = CayleyNeumann(max(terms - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
-            return Layer((stage, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
+            return Adapted((stage, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
         upper = np.zeros((*free.shape[:1], size, size), free.dtype)
         upper[:, *np.triu_indices(size, 1)] = free
-        return Layer((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
+        return Adapted((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
 
-    def write(self, target: Target, node: Node) -> Written:
+    def write(self, target: Target, node: Marked) -> Written:
         target.require_rows(node.stage)
         held: Any = node.values["r"]
         rotated: Any = node.stage
@@ -87,7 +87,7 @@ def _within(free: np.ndarray, radius: float) -> np.ndarray:
     return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
 
 
-def _of_series(held: Node) -> Array:
+def _of_series(held: Marked) -> Array:
     stage: Any = held.stage
     base = held.values["base"]
     if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
@@ -95,7 +95,7 @@ def _of_series(held: Node) -> Array:
     return held.values["x"]
 
 
-def _of_rotations(held: Node) -> Array:
+def _of_rotations(held: Marked) -> Array:
     """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
     stage: Any = held.stage
     x, base = held.values["x"], held.values["base"]

@@ -15,7 +15,7 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
 from reparax._peft.ia3 import is_named
-from reparax._peft.method import Layer, Method, acting, require
+from reparax._peft.method import Adapted, Method, acting, require
 from reparax._peft.methods import METHODS
 from reparax._peft.patterns import pattern_of
 from reparax._peft.refused import ATTENTION, MERGE, TYPES
@@ -90,7 +90,7 @@ def from_peft(
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts)
     found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
-    each: dict[str, dict[Index, Layer]] = {}
+    each: dict[str, dict[Index, Adapted]] = {}
     for tensor, held in found.adapted.items():
         target = targets[tensor]
         try:
@@ -173,7 +173,7 @@ class _Found:
             elif end is not None or name not in targets:
                 found.lines.append(f"{name}: the model has no {module if end is None else tensor}")
             else:
-                found.add_whole(targets[name].told([x]), x)
+                found.add_whole(targets[name].like([x]), x)
         return found
 
     def add_whole(self, target: Target, x: np.ndarray) -> None:
@@ -202,7 +202,7 @@ def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, An
     ]
 
 
-def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
+def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     """The stages on a stack, from those on its layers."""
     if () in layers:
         return layers[()]
@@ -215,11 +215,11 @@ def _stacked(path: str, layers: Mapping[Index, Layer]) -> Layer:
                 f"and {index} have {both}. Do not stack these."
             )
     values = {name: join({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values}
-    return Layer(tuple(restacked(stage, len(first)) for stage in one.stages), values)
+    return Adapted(tuple(restacked(stage, len(first)) for stage in one.stages), values)
 
 
-def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Layer:
-    target = target.told_by_axes(held.values())  # PEFT has no adapters of transposed convolutions
+def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+    target = target.by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
     rank = _by_pattern(method, config, "r", "rank_pattern", target.module)
     alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.module)
@@ -235,7 +235,7 @@ def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, pat
     return None if name is None else config.get(name)
 
 
-def _joined(layers: Mapping[str, Layer], known: Collection[str]) -> list[Parametrization]:
+def _joined(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
@@ -244,7 +244,7 @@ def _joined(layers: Mapping[str, Layer], known: Collection[str]) -> list[Paramet
 
 
 def _gains_of_biases(
-    method: Method, targets: Mapping[str, Target], layers: Mapping[str, Layer], config: Mapping[str, Any]
+    method: Method, targets: Mapping[str, Target], layers: Mapping[str, Adapted], config: Mapping[str, Any]
 ) -> tuple[list[Parametrization], list[Parametrization]]:
     """The gains of biases in IA3, and their ties to the gains of the outputs."""
     inputs = config.get("feedforward_modules") or []

@@ -14,7 +14,7 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._peft.lora import BIAS
-from reparax._peft.method import Method, Node, Whole, Written, known
+from reparax._peft.method import Marked, Method, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
 from reparax._peft.refused import ATTENTION
 from reparax._peft.rows import TOKENS
@@ -145,33 +145,33 @@ def _named(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarr
     return tensors
 
 
-def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, Node], dict[str, Array], list[str]]:
+def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, Marked], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, Marked] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
             node = _node(lineage, lineage.places[target.path])
-            if not isinstance(node, Node) and jnp.issubdtype(node.dtype, jnp.inexact):
+            if not isinstance(node, Marked) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, Node) and not isinstance(node.stage, Freeze | Stored):
+            elif isinstance(node, Marked) and not isinstance(node.stage, Freeze | Stored):
                 nodes[tensor] = node.of(target)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
     return nodes, free, lines
 
 
-def _node(lineage: Lineage, place: Names) -> Node | Array:
+def _node(lineage: Lineage, place: Names) -> Marked | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
     if place not in lineage.made:
         return lineage.raw.arrays[place]
     made = lineage.made[place]
-    return Node(made.stage, {name: _node(lineage, at) for name, at in made.values.items()})
+    return Marked(made.stage, {name: _node(lineage, at) for name, at in made.values.items()})
 
 
-def _is_bias_gain(node: Node, target: Target) -> bool:
+def _is_bias_gain(node: Marked, target: Target) -> bool:
     return isinstance(node.stage, Gain) and len(target.shape) == 1
 
 
@@ -182,12 +182,12 @@ def _require_no_attention(target: Target, targets: Mapping[str, Target]) -> None
         raise ValueError(ATTENTION)
 
 
-def _require_bias(target: Target, node: Node, targets: Mapping[str, Target], nodes: Mapping[str, Node]) -> None:
+def _require_bias(target: Target, node: Marked, targets: Mapping[str, Target], nodes: Mapping[str, Marked]) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
         return
     held = node.values["g"]
-    if len(target.shape) == 1 and not (isinstance(held, Node) and isinstance(held.stage, Tie)):
+    if len(target.shape) == 1 and not (isinstance(held, Marked) and isinstance(held.stage, Tie)):
         raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
     bias = f"{target.module}.bias"
     if _is_on_outputs(node, target) and bias in targets and bias not in nodes:
@@ -196,12 +196,12 @@ def _require_bias(target: Target, node: Node, targets: Mapping[str, Target], nod
         )
 
 
-def _is_on_outputs(node: Node, target: Target) -> bool:
+def _is_on_outputs(node: Marked, target: Target) -> bool:
     axis: Any = node.stage.axis if isinstance(node.stage, Gain) else None
     return len(target.shape) > 1 and isinstance(axis, int) and axis % len(target.shape) == target.out
 
 
-def _write(node: Node, target: Target) -> tuple[Method, Written]:
+def _write(node: Marked, target: Target) -> tuple[Method, Written]:
     method = method_of(node)
     method.require_layout(target)
     written = method.write(target, node)

@@ -17,6 +17,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
@@ -232,7 +233,7 @@ def _is_traced(args: Sequence[Any]) -> bool:
     values = list(args)
     while any(map(_is_linearized, values)):
         values = [x.primal if _is_linearized(x) else x for x in values]
-    return any(isinstance(x, jax.core.Tracer) for x in values)
+    return any(isinstance(x, Tracer) for x in values)
 
 
 def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from reparax._programs import dependence, jaxprs
 from reparax._programs.equations.contractions import Dot
 from reparax._programs.equations.elementwise import (
     Add,
-    Cast,
+    ConvertType,
     Copy,
     Divide,
     Multiply,
@@ -33,7 +33,7 @@ from reparax._programs.equations.moves import (
     Reshape,
     Reverse,
     Slice,
-    Split,
+    SplitAxis,
     Squeeze,
     Transpose,
     Vary,
@@ -44,7 +44,7 @@ from reparax._programs.equations.view import View
 Path = tuple[int, ...]
 
 
-class Kind(IntEnum):
+class Dependence(IntEnum):
     """How a value depends on an array; the worse, the larger."""
 
     NUMBER = 0
@@ -55,14 +55,14 @@ class Kind(IntEnum):
     """In any other way."""
 
 
-Traces = Mapping[Hashable, Kind]
+Traces = Mapping[Hashable, Dependence]
 """The arrays on which a value depends, and how."""
 Value = tuple[Traces, bool]
 """These, and whether the value depends on no data. If it depends on data, none is of the kind ``ARRAY``."""
 
 _MOVES: set[type[View]] = {
-    *(Negate, Cast, ReducePrecision, Copy, Named, Vary),
-    *(Broadcast, Reshape, Transpose, Squeeze, Slice, Split, Reverse),
+    *(Negate, ConvertType, ReducePrecision, Copy, Named, Vary),
+    *(Broadcast, Reshape, Transpose, Squeeze, Slice, SplitAxis, Reverse),
 }
 _LINEAR: set[type[View]] = {
     *_MOVES,
@@ -109,7 +109,7 @@ class Mixing:
 
     def _equation(self, eqn: JaxprEqn, inputs: list[Value], path: Path) -> Sequence[Value]:
         if (made := self._made(eqn)) is not None:
-            return [({each: Kind.ARRAY}, True) for each in made]
+            return [({each: Dependence.ARRAY}, True) for each in made]
         own = (*path, id(eqn))
         if own in self._counted:
             inputs[self._counted[own]] = {}, inputs[self._counted[own]][1]
@@ -147,7 +147,7 @@ class Mixing:
             self._outs(jaxpr, [*_constants(consts), *operands], (*own, place))
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn))
         ]
-        chosen: Value = dict.fromkeys(chooses, Kind.ARRAY), alone
+        chosen: Value = dict.fromkeys(chooses, Dependence.ARRAY), alone
         return [_either([chosen, *each]) for each in zip(*branches, strict=True)]
 
     def _kept(self, eqn: JaxprEqn, value: Value) -> Value:
@@ -155,8 +155,8 @@ class Mixing:
         traces, alone = value
         if alone:
             return value
-        self._tell([each for each, kind in traces.items() if kind is Kind.ARRAY], eqn)
-        return {each: kind for each, kind in traces.items() if kind is not Kind.ARRAY}, False
+        self._tell([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
+        return {each: kind for each, kind in traces.items() if kind is not Dependence.ARRAY}, False
 
     def _tell(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
         for each in arrays:
@@ -172,24 +172,24 @@ def _as_number(v: Any, value: Value) -> Value:
     traces, alone = value
     if not traces or not alone or jaxprs.type_of(v).shape or not dependence.smooth(v):
         return value
-    return dict.fromkeys(traces, Kind.NUMBER), True
+    return dict.fromkeys(traces, Dependence.NUMBER), True
 
 
 def _either(values: Sequence[Value]) -> Value:
     """What may be any of these values."""
-    traces: dict[Hashable, Kind] = {}
+    traces: dict[Hashable, Dependence] = {}
     for each, kind in (item for own, _ in values for item in own.items()):
         traces[each] = max(kind, traces.get(each, kind))
     return traces, all(alone for _, alone in values)
 
 
-def _kind(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Kind:
+def _kind(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Dependence:
     """How the outputs of an equation depend on an array on which some of its operands depend."""
     places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
-    if all(inputs[i][0][each] is Kind.NUMBER for i in places):
+    if all(inputs[i][0][each] is Dependence.NUMBER for i in places):
         is_smooth = all(map(dependence.smooth, eqn.outvars))
-        return Kind.NUMBER if is_smooth and _is_linear(kind_of(eqn), places) else Kind.ARRAY
-    return Kind.MOVED if not alone and _is_moved(eqn, places) else Kind.ARRAY
+        return Dependence.NUMBER if is_smooth and _is_linear(kind_of(eqn), places) else Dependence.ARRAY
+    return Dependence.MOVED if not alone and _is_moved(eqn, places) else Dependence.ARRAY
 
 
 def _is_linear(kind: type[View], places: Sequence[int]) -> bool:

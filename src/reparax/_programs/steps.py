@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from reparax._programs import dependence, jaxprs
 from reparax._programs.equations.bodies import CustomJvp, Jit
 from reparax._programs.equations.contractions import Dot, Gather
-from reparax._programs.equations.elementwise import Elementwise
+from reparax._programs.equations.elementwise import Pointwise
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.moves import (
     Broadcast,
@@ -24,7 +24,7 @@ from reparax._programs.equations.moves import (
     Iota,
     Reshape,
     Slice,
-    Split,
+    SplitAxis,
     Squeeze,
     Stack,
     Transpose,
@@ -44,7 +44,7 @@ Made = tuple[list[Axis], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How parts of values are computed.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan:
         return [env[part] for part in self.wanted]
 
 
-def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
+def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> StepPlan:
     """Follows wanted parts back through a program, as far as parts can be computed from parts.
 
     ``moves`` says whether they may be differentiated.
@@ -89,7 +89,7 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> Plan:
                 if not isinstance(operand, Literal) and own not in needed.setdefault(operand, []):
                     needed[operand].append(own)
     parts = [(v, axis) for v, axes in needed.items() for axis in axes]
-    return Plan([part for part in parts if part not in made], wanted, steps[::-1])
+    return StepPlan([part for part in parts if part not in made], wanted, steps[::-1])
 
 
 def _made(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> Made | None:
@@ -99,14 +99,14 @@ def _made(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> Made | None:
         return None
     if axis is None:  # repeated numbers cost nothing
         return ([None for _ in eqn.invars], _same(view)) if isinstance(view, Broadcast | Iota) else None
-    if isinstance(view, Split):
+    if isinstance(view, SplitAxis):
         run = _same(view)
         return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
     if isinstance(view, CustomJvp) and moves:
         return _derived(eqn, axis)
     if isinstance(view, Jit | CustomJvp):
         return _call(eqn, i, axis, moves=moves)
-    if isinstance(view, Elementwise):
+    if isinstance(view, Pointwise):
         return _elementwise(view, axis)
     rule = _RULES.get(type(view))
     return rule and rule(view, axis)
@@ -128,7 +128,7 @@ def _shape(v: Any) -> tuple[int, ...]:
     return jaxprs.type_of(v).shape
 
 
-def _elementwise(view: Elementwise, axis: int) -> Made | None:
+def _elementwise(view: Pointwise, axis: int) -> Made | None:
     shape = view.type.shape
     if any(_shape(v) and len(_shape(v)) != len(shape) for v in view.operands):
         return None

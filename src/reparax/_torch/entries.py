@@ -21,7 +21,7 @@ from jax.core import Tracer
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import permute
-from reparax._torch.kinds import kind_of, told_by_modules
+from reparax._torch.kinds import by_modules, kind_of
 from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
 from reparax._tree.paths import PyTree, is_array, items, path_text
 
@@ -53,15 +53,15 @@ class Entry:
     by_class: bool = False
     index: Index = ()
 
-    def told(self, tensors: Iterable[Any]) -> Self:
+    def like(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if one of torch's own tensors tells a convolution.
 
         It does by its number of axes, unless a transposed one, with as many inputs as outputs, has the same shape.
         """
         alike = permute(self.shape, "kernel") == permute(self.shape, "conv_transpose")
-        return self if alike else self.told_by_axes(tensors)
+        return self if alike else self.by_axes(tensors)
 
-    def told_by_axes(self, tensors: Iterable[Any]) -> Self:
+    def by_axes(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if a tensor tells a convolution, which cannot be a transposed one."""
         known = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
         return replace(self, known=self.known or known)
@@ -112,13 +112,13 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules) -> list[Entry]:
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     named = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    said, told = given_layouts(list(arrays), layouts), told_by_modules(tree)
+    said, of_classes = given_layouts(list(arrays), layouts), by_modules(tree)
     found: list[Entry] = []
     for path, x in arrays.items():
         count, tensor = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        layout, known = kind_of(name, shape, said.get(path), told.get(path))
-        whole = Entry(path, tensor, shape, x.dtype, layout, known, path in told)
+        layout, known = kind_of(name, shape, said.get(path), of_classes.get(path))
+        whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes)
         for index in product(*map(range, x.shape[:count])):
             found.append(replace(whole, tensor=number(tensor, index), index=index))
     _require_names_differ(found)

@@ -11,10 +11,10 @@ import numpy as np
 
 from reparax._tree.paths import Names, PyTree, items, path_text
 
-Told = tuple[str | None, int]
+Layout = tuple[str | None, int]
 """The layout of an array, None if it may be any, and the number of axes up to which that holds."""
 
-_NAMES: Mapping[str, Told] = {
+_NAMES: Mapping[str, Layout] = {
     "kernel": ("kernel", 2),
     "embedding": ("embedding", 2),
     "weight_ih": ("same", 2),  # torch's own names, which equinox has too
@@ -22,7 +22,7 @@ _NAMES: Mapping[str, Told] = {
 }
 
 
-def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Told | None) -> tuple[str, bool]:
+def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Layout | None) -> tuple[str, bool]:
     """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
     if said in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[said]
@@ -37,7 +37,7 @@ def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Told
     return layout, len(shape) <= axes
 
 
-_Weights = Callable[[Any], dict[str, Told]]
+_Weights = Callable[[Any], dict[str, Layout]]
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _Weights:
@@ -63,12 +63,12 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 }
 
 
-def told_by_modules(tree: PyTree) -> dict[str, Told]:
+def by_modules(tree: PyTree) -> dict[str, Layout]:
     """What the classes of modules, or Haiku, tell of arrays, by path."""
-    found = _told_by_haiku([names for names, _ in items(tree)])
+    found = _by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _class_of(x) is not None):
         if which := _class_of(node):
-            found |= {path_text((*keys, name)): told for name, told in _CLASSES[which](node).items()}
+            found |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
     return found
 
 
@@ -77,12 +77,12 @@ def _class_of(node: object) -> tuple[str, str] | None:
     return next((each for each in named if each in _CLASSES), None)
 
 
-def _told_by_haiku(paths: list[Names]) -> dict[str, Told]:
+def _by_haiku(paths: list[Names]) -> dict[str, Layout]:
     """What Haiku's names tell: its trees have two levels, and the names of modules inside of others have a slash.
 
     A `w` of another tree may have either order. Kernels of convolutions may be transposed.
     """
     if any(len(names) != 2 for names in paths) or not any("/" in names[0] for names in paths):
         return {}
-    told: dict[str, Told] = {"w": ("kernel", 2), "embeddings": ("embedding", 2)}
-    return {path_text(names): told[names[1]] for names in paths if names[1] in told}
+    layouts: dict[str, Layout] = {"w": ("kernel", 2), "embeddings": ("embedding", 2)}
+    return {path_text(names): layouts[names[1]] for names in paths if names[1] in layouts}

@@ -58,7 +58,7 @@ TWINS: dict[type[Parametrization], Twin] = {
 
 
 @dataclass(frozen=True)
-class Held:
+class StageValues:
     """The raw values of one stage for a parameter.
 
     Attributes:
@@ -99,10 +99,10 @@ class Naming:
     made: Mapping[Names, Made]
     by_hook: Callable[[str, Twin], bool]
 
-    def held(self, place: Names, entry: Entry) -> Iterator[Held]:
+    def held(self, place: Names, entry: Entry) -> Iterator[StageValues]:
         """The raw values for a tensor of torch."""
         for stage, places, names in self._within(place, entry.tensor):
-            yield Held(self._of_one(stage, entry), entry, places, names)
+            yield StageValues(self._of_one(stage, entry), entry, places, names)
 
     def _of_one(self, stage: Parametrization | None, entry: Entry) -> Parametrization | None:
         """The stage on one of the stacked arrays."""

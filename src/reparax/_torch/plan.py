@@ -11,7 +11,7 @@ from reparax._core.lineage import lineage_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.axis_order import write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries
-from reparax._torch.names import Held, Naming, Twin
+from reparax._torch.names import Naming, StageValues, Twin
 from reparax._torch.rules import Rules
 from reparax._torch.values import read_values, write_values
 from reparax._tree.markers import locate_errors
@@ -19,7 +19,7 @@ from reparax._tree.paths import Names, PyTree, items, named, path_text
 
 
 @dataclass(frozen=True)
-class Plan:
+class TorchPlan:
     """The plan for one raw tree.
 
     Attributes:
@@ -29,7 +29,7 @@ class Plan:
     """
 
     weights: Parametrization
-    held: tuple[Held, ...]
+    held: tuple[StageValues, ...]
     tied: tuple[Entry, ...]
 
     @property
@@ -40,10 +40,10 @@ class Plan:
             found.setdefault(held.entry, []).extend(held.names.values())
         return found
 
-    def told(self, state: Mapping[str, Any]) -> "Plan":
+    def like(self, state: Mapping[str, Any]) -> "TorchPlan":
         """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
         names = self.names.items()
-        entries = {entry: entry.told(state[name] for name in own if name in state) for entry, own in names}
+        entries = {entry: entry.like(state[name] for name in own if name in state) for entry, own in names}
         held = tuple(replace(each, entry=entries[each.entry]) for each in self.held)
         return replace(self, held=held, tied=tuple(entries[each] for each in self.tied))
 
@@ -78,18 +78,18 @@ class Plan:
 
 def make_plan(
     p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, by_hook: Callable[[str, Twin], bool]
-) -> Plan:
+) -> TorchPlan:
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
-    naming, held, tied = Naming(lineage.made, by_hook), list[Held](), list[Entry]()
+    naming, held, tied = Naming(lineage.made, by_hook), list[StageValues](), list[Entry]()
     for entry in list_entries(lineage.effective, names, layouts):
         place = lineage.places[entry.path]
         if lineage.has_values(place):
             held += naming.held(place, entry)
         else:
             tied.append(entry)
-    return Plan(weights, tuple(held), tuple(tied))
+    return TorchPlan(weights, tuple(held), tuple(tied))
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def from_quantized(
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
         tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
-        require_known(entry.told(x for _, x in held.values()) for entry, held in tensors_of.items() if held)
+        require_known(entry.like(x for _, x in held.values()) for entry, held in tensors_of.items() if held)
     stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
     used = set[str]()
     for entry, held in tensors_of.items():

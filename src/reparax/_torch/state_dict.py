@@ -13,8 +13,8 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._torch.axis_order import LAYOUTS, permute
 from reparax._torch.entries import by_layer, require_known
-from reparax._torch.names import Held, Twin
-from reparax._torch.plan import Plan, make_plan
+from reparax._torch.names import StageValues, Twin
+from reparax._torch.plan import TorchPlan, make_plan
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
 from reparax._tree.differences import abstract, as_stored
@@ -90,7 +90,7 @@ def from_torch(
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         expected = abstract(with_any_key(p.init), like)
-        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin)).told(
+        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin)).like(
             arrays
         )
         require_known(entry for entry, found in plan.names.items() if any(name in arrays for name in found))
@@ -154,7 +154,7 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
     return any(tensor + end in state for end in twin.hooked.values())
 
 
-def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     """Refuses a state dict that does not fit the chain, with a line for each difference."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
     holders = {name: held for held in plan.held for name in held.names.values()}
@@ -181,7 +181,7 @@ def _require_same(p: Parametrization, plan: Plan, got: Mapping[str, Any], want: 
         )
 
 
-def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
+def _fitting(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
     if held is None or len(held.entry.shape) <= 2:
         return ""
@@ -203,7 +203,7 @@ def _fitting(held: Held | None, name: str, shape: tuple[int, ...]) -> str:
     return f", which fits {' or '.join(fits)}" if fits else ""
 
 
-def _require_tied(plan: Plan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
+def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
     """Refuses tied parameters whose values differ from those that they are tied to."""
     found = plan.shared(raw)
     for entry in plan.tied:

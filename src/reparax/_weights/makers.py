@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from reparax._programs.equations.contractions import Dot
-from reparax._programs.equations.elementwise import Add, Cast, Divide, Multiply, Subtract
+from reparax._programs.equations.elementwise import Add, ConvertType, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._programs.equations.moves import Broadcast
 from reparax._programs.equations.view import View
@@ -30,7 +30,7 @@ def may_make(eqn: JaxprEqn) -> bool:
     if out.ndim < 2 or not has_range(out.dtype):
         return False
     given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
-    if kind is Cast:
+    if kind is ConvertType:
         return _is_whole(given[0].dtype)
     smaller = [entries(aval.shape) < entries(out.shape) for aval in given]
     return all(smaller) if kind is Dot else any(smaller)
@@ -135,7 +135,7 @@ def _sum(view: View, x: Sum, y: Sum) -> Sum | None:
     return Sum(products, out.shape, out.dtype, x.precision or y.precision, None)
 
 
-def _floats(view: Cast, x: Sum) -> Sum | None:
+def _floats(view: ConvertType, x: Sum) -> Sum | None:
     """Integers as floats; the arrays stay integers until they are multiplied."""
     return moves.cast(x, view.new_dtype) if _is_whole(x.dtype) else None
 
@@ -153,7 +153,7 @@ _RULES: dict[type[View], Callable[..., Sum | None]] = {
     Multiply: _multiple,
     Divide: _quotient,
     Broadcast: _broadcast,
-    Cast: _floats,
+    ConvertType: _floats,
     Add: _sum,
     Subtract: _sum,
 }

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
-from reparax._programs.equations.elementwise import Cast, Copy, Negate, StopGradient
+from reparax._programs.equations.elementwise import ConvertType, Copy, Negate, StopGradient
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.moves import (
     Broadcast,
@@ -19,7 +19,7 @@ from reparax._programs.equations.moves import (
     Reshape,
     Reverse,
     Slice,
-    Split,
+    SplitAxis,
     Squeeze,
     Transpose,
     Vary,
@@ -71,7 +71,7 @@ def _broadcast(view: Broadcast, x: Sum, rest: Sequence[Any]) -> Sum | None:
     return broadcast(x, view.shape, view.broadcast_dimensions)
 
 
-def _cast(view: Cast, x: Sum, _: Any) -> Sum | None:
+def _cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
     return cast(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.is_placed else None
 
 
@@ -115,7 +115,7 @@ def _sliced(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
     return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
 
 
-def _split(view: Split, x: Sum, _: Any) -> list[Sum | None]:
+def _split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
     outs, start = list[Sum | None](), 0
     for n in view.sizes:
         outs.append(_cut(x, view.axis, n, _sliced(start, start + n, 1)))
@@ -189,11 +189,11 @@ _RULES: dict[type[View], Move] = {
     Reshape: _reshape,
     Squeeze: _squeeze,
     Broadcast: _broadcast,
-    Cast: _cast,
+    ConvertType: _cast,
     StopGradient: _still,
     Negate: _neg,
     Slice: _slice,
-    Split: _split,
+    SplitAxis: _split,
     DynamicSlice: _dynamic_slice,
     Reverse: _rev,
     Copy: lambda _view, x, _: x,

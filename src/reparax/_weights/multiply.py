@@ -72,7 +72,7 @@ def cost(product: Product) -> float:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CostKind:
     """What the cost of a factor depends on: labels, those of a circulant matrix, and whether it gets no gradient."""
 
     labels: Labels
@@ -80,9 +80,9 @@ class Kind:
     still: bool
 
 
-def _kind(factor: Factor) -> Kind:
+def _kind(factor: Factor) -> CostKind:
     circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
-    return Kind(frozenset(factor.labels), frozenset(circle), factor.still)
+    return CostKind(frozenset(factor.labels), frozenset(circle), factor.still)
 
 
 def with_numbers(product: Product) -> Product:
@@ -100,16 +100,16 @@ def _numbered(number: int, size: int) -> Label:
 
 
 @functools.lru_cache(maxsize=4096)
-def cheapest(factors: tuple[Kind, ...], kept: Labels) -> tuple[float, Order]:
+def cheapest(factors: tuple[CostKind, ...], kept: Labels) -> tuple[float, Order]:
     """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors."""
     if len(factors) == 1:
         return 0.0, ()
 
-    def first(pair: tuple[int, int]) -> tuple[float, tuple[Kind, ...]]:
+    def first(pair: tuple[int, int]) -> tuple[float, tuple[CostKind, ...]]:
         rest = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
         wanted = kept.union(*(each.labels for each in rest))
-        made = Kind((a.labels | b.labels) & wanted, frozenset(), a.still and b.still)
+        made = CostKind((a.labels | b.labels) & wanted, frozenset(), a.still and b.still)
         return _cost(a, b, wanted), (*rest, made)
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
@@ -123,7 +123,7 @@ def cheapest(factors: tuple[Kind, ...], kept: Labels) -> tuple[float, Order]:
     return best
 
 
-def _cost(a: Kind, b: Kind, wanted: Labels) -> float:
+def _cost(a: CostKind, b: CostKind, wanted: Labels) -> float:
     made = a.labels | b.labels
     n, written = _size(made), _size(made & wanted)
     moving = [each for each in (a, b) if not each.still]

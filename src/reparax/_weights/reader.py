@@ -34,7 +34,7 @@ class Way(Protocol):
         """Whether weights may start in an equation that reads none."""
         ...
 
-    def told(
+    def declared(
         self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
         """The outputs of an equation of which something is said; ``alone`` says whether only the first is read."""
@@ -158,9 +158,9 @@ class _Run:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
         alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        told = reader.way.told(reader, eqn, args, facts, alone=alone)
-        if told is not None:
-            return _unless_as_is(told)
+        found = reader.way.declared(reader, eqn, args, facts, alone=alone)
+        if found is not None:
+            return _unless_as_is(found)
         body = bodies.rule(eqn)
         if body is not None:
             return body(reader, eqn, args, facts)

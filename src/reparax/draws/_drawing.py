@@ -15,7 +15,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
-from reparax._programs.equations.elementwise import Cast, Select
+from reparax._programs.equations.elementwise import ConvertType, Select
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._weights import bodies, makers
 from reparax._weights.dtypes import narrows
@@ -26,7 +26,7 @@ from reparax.draws._noisy import Noisy, formed, moments
 
 
 @dataclass(frozen=True)
-class Made:
+class NoiseOrigin:
     """What made a weight: the arguments on which it depends, and its type before it was moved."""
 
     origins: frozenset[int]
@@ -34,7 +34,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Read:
+class NoisyRead:
     """One read of a noisy weight.
 
     Attributes:
@@ -44,7 +44,7 @@ class Read:
     """
 
     eqn: JaxprEqn | None
-    made: Made
+    made: NoiseOrigin
     is_own: bool
 
 
@@ -61,16 +61,16 @@ class Drawing:
     """
 
     def __init__(self) -> None:
-        self.reads, self.state = list[Read](), list[Any]([jnp.uint32(0)])
+        self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
-    def told(
+    def declared(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
         own, view = of_equation(eqn, facts), view_of(eqn)
-        if isinstance(view, Cast) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
+        if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
             # The factors stay as they are, because the whole is rounded, and not each of them.
             return [replace(args[0], dtype=view.new_dtype)], [own]
         if not is_draw(eqn):
@@ -105,12 +105,12 @@ class Drawing:
             return None
         (number,) = self.state
         self.state = [number + jnp.uint32(1)]
-        self.reads.append(Read(eqn, args[i].root, is_own=True))
+        self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
         key = key_of_use(weight.key, number, sorted(of_equation(eqn, facts).differs))
         return (mean + _drawn(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
-        self.reads.append(Read(eqn, x.root, is_own=False))
+        self.reads.append(NoisyRead(eqn, x.root, is_own=False))
         return formed(x)
 
 
@@ -130,9 +130,9 @@ def _holds_draw(eqn: JaxprEqn) -> bool:
     return any(is_draw(each) or _holds_draw(each) for jaxpr in jaxprs.inner(eqn) for each in jaxpr.eqns)
 
 
-def _root(eqn: JaxprEqn, own: Facts) -> Made:
+def _root(eqn: JaxprEqn, own: Facts) -> NoiseOrigin:
     out = jaxprs.type_of(eqn.outvars[0])
-    return Made(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
+    return NoiseOrigin(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
 
 
 @jax.custom_jvp

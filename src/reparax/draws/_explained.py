@@ -9,7 +9,7 @@ from reparax._programs.sources import reader_of
 from reparax._tree.paths import describe
 from reparax._weights.paths import common_path
 from reparax._weights.sections import sections
-from reparax.draws._drawing import Read
+from reparax.draws._drawing import NoisyRead
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class ExplainedDraws:
         return sections(head, ("for each example", "one draw for all"), rows)
 
 
-def explained(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
+def explained(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
     """The report of all reads of noisy weights, with the paths of arguments and the user's lines."""
     return ExplainedDraws(tuple(_weights(reads, paths, lines)))
 
 
-def _weights(reads: Sequence[Read], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[NoisyWeight]:
-    of_path: dict[str, list[Read]] = {}
+def _weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[NoisyWeight]:
+    of_path: dict[str, list[NoisyRead]] = {}
     for read in reads:
         of_path.setdefault(common_path(read.made.origins, paths), []).append(read)
     for path, own in of_path.items():

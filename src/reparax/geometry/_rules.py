@@ -176,7 +176,7 @@ def _slice(view: moves.Slice, operands: Operands) -> list[Axes]:
     return [tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)]
 
 
-def _split(view: moves.Split, operands: Operands) -> list[Axes]:
+def _split(view: moves.SplitAxis, operands: Operands) -> list[Axes]:
     (axes,), (shape,), start, outs = operands.axes, operands.shapes, 0, list[Axes]()
     for size in view.sizes:
         part = operands.part(axes[view.axis], shape[view.axis], start, start + size)
@@ -239,7 +239,7 @@ def _gather(view: contractions.Gather, operands: Operands) -> list[Axes]:
 
 
 RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
-    elementwise.Elementwise: _elementwise,
+    elementwise.Pointwise: _elementwise,
     **dict.fromkeys((moves.ReadInStep, moves.Vary, moves.Named), _elementwise),
     moves.Barrier: _each,
     moves.Reverse: _reverse,
@@ -256,7 +256,7 @@ RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
     moves.Reshape: _reshape,
     moves.Iota: _iota,
     moves.Slice: _slice,
-    moves.Split: _split,
+    moves.SplitAxis: _split,
     moves.Concatenate: _concatenate,
     moves.Stack: _stack,
     moves.Pad: _pad,

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax._programs import dependence, jaxprs, steps
 from reparax._programs.dependence import Flags, Known
 from reparax._programs.equations.bodies import Scan
-from reparax._programs.steps import LARGE, Plan
+from reparax._programs.steps import LARGE, StepPlan
 from reparax._tree.sizes import size_in_bytes
 
 
@@ -47,7 +47,7 @@ class _Scan:
 
     eqn: JaxprEqn
     old: JaxprEqn
-    plan: Plan
+    plan: StepPlan
 
     @classmethod
     def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, known: Known) -> "_Scan | None":

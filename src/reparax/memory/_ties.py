@@ -18,8 +18,8 @@ from reparax._programs.equations.elementwise import (
     Arithmetic,
     Bitcast,
     Bitwise,
-    Cast,
     Comparison,
+    ConvertType,
     Copy,
     Divide,
     Multiply,
@@ -52,7 +52,7 @@ _IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, V
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
     *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Bitwise, Comparison),
-    *(Select, Cast, Bitcast, Broadcast, Iota, Slice),
+    *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
 }
 
 

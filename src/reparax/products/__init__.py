@@ -18,7 +18,7 @@ arrays are multiplied.
 True
 
 A weight is a sum of products of smaller arrays (``_weights``). It starts where arrays of named arguments are
-multiplied, or where a stage declares its terms (``_told``). Transposes, casts and slices of it act on its factors.
+multiplied, or where a stage declares its terms (``_declared``). Transposes, casts and slices of it act on its factors.
 Products with data multiply by one factor after the other (``_uses``). Sums also go into the bodies of loops, calls and
 shards. ``_factoring`` says what the reader of programs does with weights. It reads the program twice: first by types
 alone, to record what reads each weight, so that ``_plan`` can choose the cheaper way; then to compute.

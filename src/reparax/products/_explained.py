@@ -16,7 +16,7 @@ from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
 from reparax._weights.sections import sections
 from reparax.products._factored import planned, rehearse
-from reparax.products._plan import Plan, Read
+from reparax.products._plan import SumPlan, SumRead
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     return Explained(tuple(_weights(plan, paths_of(given, traced), calls(traced.program))))
 
 
-def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+def _weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
     for root, record in plan.records.items():
         reads = [read for read in record.reads if not read.in_formula]
         if reads:
@@ -106,12 +106,12 @@ def _weights(plan: Plan, paths: Mapping[int, str], lines: Mapping[int, str]) -> 
             yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
 
 
-def _reason(costs: tuple[float, float], reads: Sequence[Read], lines: Mapping[int, str], *, in_factors: bool) -> str:
+def _reason(costs: tuple[float, float], reads: Sequence[SumRead], lines: Mapping[int, str], *, in_factors: bool) -> str:
     products = [read for read in reads if read.factored is not None]
-    told = dict.fromkeys(reader_of(read.eqn, "needs the array", lines) for read in reads if read.factored is None)
+    reasons = dict.fromkeys(reader_of(read.eqn, "needs the array", lines) for read in reads if read.factored is None)
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0
         counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
-        told = {f"{counted}, {'' if in_factors else 'in factors, '}{ratio:.2f} of the operations": None} | told
-    return "; ".join(told)
+        reasons = {f"{counted}, {'' if in_factors else 'in factors, '}{ratio:.2f} of the operations": None} | reasons
+    return "; ".join(reasons)

@@ -17,7 +17,7 @@ from reparax._weights.facts import Facts, known
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax.products._factoring import Factoring
-from reparax.products._plan import Plan
+from reparax.products._plan import SumPlan
 
 
 def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
@@ -91,9 +91,9 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
     return [sum(read.factored is not None for read in record.reads) for record in apart]
 
 
-def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> Plan:
+def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
     """Which weights of a program stay in factors, for inputs of these types."""
-    plan = Plan()
+    plan = SumPlan()
     reader = Reader(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: reader.arrays(program, args, facts))(*inputs)
     plan.decide()

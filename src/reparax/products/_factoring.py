@@ -12,8 +12,8 @@ from reparax._weights import bodies, makers, multiply
 from reparax._weights.facts import Facts, of_equation
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Sum
-from reparax.products import _told, _uses
-from reparax.products._plan import Plan, Read, Record
+from reparax.products import _declared, _uses
+from reparax.products._plan import Record, SumPlan, SumRead
 
 
 class Factoring:
@@ -24,20 +24,22 @@ class Factoring:
       state: Nothing.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SumPlan) -> None:
         self.plan, self.state = plan, list[Any]()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
 
-    def told(
+    def declared(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
         own = of_equation(eqn, facts)
-        told = _told.told(reader, eqn, args, facts) if alone and _told.tells(eqn) and own.known else None
-        if told is None:
+        found = (
+            _declared.declared(reader, eqn, args, facts) if alone and _declared.declares(eqn) and own.known else None
+        )
+        if found is None:
             return None
-        made = self._new(reader, eqn, args, facts, own, told)
+        made = self._new(reader, eqn, args, facts, own, found)
         return AS_IS if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
 
     def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
@@ -55,11 +57,11 @@ class Factoring:
             return None
         if self.plan.is_decided:
             return use.array()
-        self.plan.reads(use.weight, Read(eqn, reader.times, reader.in_formula, *use.costs()))
+        self.plan.reads(use.weight, SumRead(eqn, reader.times, reader.in_formula, *use.costs()))
         return stand_in(eqn.outvars[0])
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
-        self.plan.reads(x, Read(eqn, reader.times, reader.in_formula))
+        self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
         return multiply.formed(x)
 
     def _new(
@@ -79,8 +81,10 @@ def _may_make_inside(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
     """Whether a body of an equation may make a sum."""
     if bodies.rule(eqn) is None or not any(each.known for each in facts):
         return False
-    return _told.tells(eqn) or any(map(_makes, jaxprs.inner(eqn)))
+    return _declared.declares(eqn) or any(map(_makes, jaxprs.inner(eqn)))
 
 
 def _makes(jaxpr: Jaxpr) -> bool:
-    return any(makers.may_make(eqn) or _told.tells(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns)
+    return any(
+        makers.may_make(eqn) or _declared.declares(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns
+    )

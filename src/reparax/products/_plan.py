@@ -10,7 +10,7 @@ from reparax._weights.sums import Sum
 
 
 @dataclass(frozen=True)
-class Read:
+class SumRead:
     """One read of a sum.
 
     Attributes:
@@ -51,11 +51,11 @@ class Record:
     parents: Sequence[Hashable]
     forming: float
     times: int
-    reads: list[Read] = field(default_factory=list)
+    reads: list[SumRead] = field(default_factory=list)
     is_formed: bool = False
 
 
-class Plan:
+class SumPlan:
     """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
 
     Attributes:
@@ -71,7 +71,7 @@ class Plan:
         """Records a new sum."""
         self.records[root] = record
 
-    def reads(self, x: Sum, read: Read) -> None:
+    def reads(self, x: Sum, read: SumRead) -> None:
         """Records a read of a sum."""
         if not self.is_decided:
             self.records[x.root].reads.append(read)
@@ -89,7 +89,7 @@ class Plan:
             if root not in needed and (formed < factored or (arrays and formed == factored)):
                 record.is_formed = True
                 for parent in record.parents:
-                    self.records[parent].reads.append(Read(record.eqn, record.times, in_formula=True))
+                    self.records[parent].reads.append(SumRead(record.eqn, record.times, in_formula=True))
             elif root in needed or record.reads:
                 needed.update(record.parents)
         self.is_decided = True

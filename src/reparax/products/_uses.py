@@ -21,7 +21,7 @@ from reparax._weights.sums import Factor, Group, Label, Product, Sum, complete, 
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """A product of data and a weight.
 
     Attributes:
@@ -35,7 +35,7 @@ class Use:
     array: Callable[[], Any]
 
 
-def use(eqn: JaxprEqn, args: Sequence[Any]) -> Use | None:
+def use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     """The product of data and one sum that an equation computes, if it can use the factors; else None."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -56,7 +56,7 @@ def _whole(x: Sum) -> Product:
 # ---- products of matrices
 
 
-def _dot(view: Dot, args: Sequence[Any]) -> Use | None:
+def _dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
     x, y = args
     out, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
@@ -78,13 +78,13 @@ def _dot(view: Dot, args: Sequence[Any]) -> Use | None:
     def array() -> Any:
         return total(products, out.shape, how).astype(out.dtype)
 
-    return Use(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
+    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
 
 
 # ---- rows of a table
 
 
-def _gather(view: Gather, args: Sequence[Any]) -> Use | None:
+def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     weight, places = args[0], _counting(args[1])
     axis, mode, fill = view.axis, view.mode, view.fill_value
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
@@ -131,7 +131,7 @@ def _gather(view: Gather, args: Sequence[Any]) -> Use | None:
         table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
         return written + sum(map(cost, costs)), written + table
 
-    return Use(weight, both, array)
+    return WeightUse(weight, both, array)
 
 
 def _counting(places: Any) -> Any:
@@ -161,7 +161,7 @@ def _dropped(primals: Any, tangents: Any) -> tuple[Any, Any]:
 # ---- convolutions
 
 
-def _convolution(view: Conv, args: Sequence[Any]) -> Use | None:
+def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     x, weight = args
     out = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
@@ -203,7 +203,7 @@ def _convolution(view: Conv, args: Sequence[Any]) -> Use | None:
         mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
         return jnp.moveaxis(mixed, -1, channel)
 
-    return Use(
+    return WeightUse(
         weight,
         lambda: (sum(costs(*part) for part in parts), dense(_whole(weight), weight.shape[to])),
         lambda: functools.reduce(jnp.add, [convolved(*part) for part in parts]).astype(out.dtype),
@@ -241,7 +241,7 @@ def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] 
     return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
 
 
-_RULES: dict[type[View], Callable[[Any, Sequence[Any]], Use | None]] = {
+_RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Dot: _dot,
     Gather: _gather,
     Conv: _convolution,

@@ -9,7 +9,7 @@ from jax import Array
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Grid:
     """A grid over an array.
 
     Attributes:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._numerics.inlined import inlined
-from reparax.quantized._blocks import Blocks
+from reparax.quantized._blocks import Grid
 from reparax.quantized._numbers import Numbers
 
 FITS = ("absmax", "rms", "fixed", "power", "hqq")
@@ -63,7 +63,7 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     return x * entries["channel"].astype(x.dtype) if "channel" in entries else x
 
 
-def reached(x: Array, blocks: Blocks, fit: str, reach: float) -> Array:
+def reached(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
     """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
     largest = blocks.each(largest_of, jnp.abs(x), 0)
     if fit == "rms":
@@ -75,7 +75,7 @@ def reached(x: Array, blocks: Blocks, fit: str, reach: float) -> Array:
     return jnp.where(jnp.isfinite(largest), finite(extent), jnp.nan)
 
 
-def in_powers(x: Array, blocks: Blocks) -> tuple[Array, Array]:
+def in_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
     """``x`` in units of a power of two near the largest magnitude of its block, and these units.
 
     Sums and squares of such numbers do not overflow, and are those of ``x``, bit for bit, where these do not either.
@@ -86,7 +86,7 @@ def in_powers(x: Array, blocks: Blocks) -> tuple[Array, Array]:
     return x / blocks.spread(size), size
 
 
-def range_of(x: Array, blocks: Blocks, fit: str, reach: float, *, with_zero: bool) -> tuple[Array, Array]:
+def range_of(x: Array, blocks: Grid, fit: str, reach: float, *, with_zero: bool) -> tuple[Array, Array]:
     """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
     if fit in ("rms", "fixed"):
         size = reached(x, blocks, fit, reach)
@@ -99,7 +99,7 @@ def range_of(x: Array, blocks: Blocks, fit: str, reach: float, *, with_zero: boo
     return low, high
 
 
-def faces_down(x: Array, blocks: Blocks) -> Array:
+def faces_down(x: Array, blocks: Grid) -> Array:
     """Whether the number of the largest magnitude is negative in each block, the first one of several."""
     largest = blocks.spread(blocks.each(largest_of, jnp.abs(x), 0))
     place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
@@ -129,7 +129,7 @@ def with_a_zero(scale: Array, low: Array, high: Array, dtype: Any) -> tuple[Arra
     return jnp.where(constant, jnp.ones_like(scale), jnp.maximum(scale, least)), constant
 
 
-def hqq(x: Array, scale: Array, zero: Array, blocks: Blocks, numbers: Numbers) -> Array:
+def hqq(x: Array, scale: Array, zero: Array, blocks: Grid, numbers: Numbers) -> Array:
     """The zeros of half-quadratic quantization: a robust fit of the numbers to ``x``, for given scales.
 
     Minimizes the norm of order 0.7 of the error, in at most 20 steps: the error is shrunk towards zero, and the zero is

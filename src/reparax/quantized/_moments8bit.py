@@ -13,7 +13,7 @@ from reparax._core.value import argument, axes
 from reparax._numerics.arguments import check_positive_whole, one_of
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import OTHERS, Values, fixed, main
-from reparax.quantized._blocks import Blocks
+from reparax.quantized._blocks import Grid
 from reparax.quantized._fits import divided, largest_of
 from reparax.quantized._formats import FORMATS
 
@@ -102,13 +102,13 @@ class Moments8bit(Reparametrization):
         numbers = jnp.where(values["signed"], SIGNED.decode(q), UNSIGNED.decode(q))
         return numbers * self._smallest(values, q)
 
-    def _blocks(self, w: Array) -> dict[str, Blocks]:
+    def _blocks(self, w: Array) -> dict[str, Grid]:
         """The blocks along each axis, by the name of their scales."""
         if self.along is None:
             along = [i for i, n in enumerate(w.shape) if n >= SHORT or n == max(w.shape)]
         else:
             along = count_from_front(self.along, w)
-        return {f"scale_{i}": Blocks(w.shape, _sizes(w, i)) for i in along}
+        return {f"scale_{i}": Grid(w.shape, _sizes(w, i)) for i in along}
 
     def _smallest(self, scales: dict[str, Array], w: Array) -> Array:
         """For each number, the smallest scale of the blocks that it lies in."""

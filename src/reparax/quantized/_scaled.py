@@ -21,7 +21,7 @@ from reparax._numerics.arguments import (
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
-from reparax.quantized._blocks import Blocks
+from reparax.quantized._blocks import Grid
 from reparax.quantized._fits import (
     FITS,
     Entries,
@@ -138,7 +138,7 @@ class Scaled(Reparametrization):
             return max(w.ndim - 2, 0)
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
-    def _blocks(self, w: Array) -> Blocks:
+    def _blocks(self, w: Array) -> Grid:
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -146,7 +146,7 @@ class Scaled(Reparametrization):
             sizes = tuple(n if i in shared else 1 for i, n in enumerate(w.shape))
         else:
             sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
-        return Blocks(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
+        return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _held(self, w: Array, dtype: Any = None) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
@@ -180,7 +180,7 @@ class Scaled(Reparametrization):
         scale = parted(extent, parts) if self._format.early else extent * (1 / parts)
         return power_above(scale) if self.fit == "power" else scale
 
-    def _held_with_zeros(self, x: Array, blocks: Blocks, dtype: Any) -> dict[str, Array]:
+    def _held_with_zeros(self, x: Array, blocks: Grid, dtype: Any) -> dict[str, Array]:
         numbers = self._format.numbers
         low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
         scale = self._scale_of_range(low, high)
@@ -223,14 +223,14 @@ class Scaled(Reparametrization):
         wide = widened(one)
         return {**held, unit: jnp.ones_like(one), "per": divided(jnp.ones_like(wide), wide)}
 
-    def _over_units(self, scale: Array) -> Blocks:
+    def _over_units(self, scale: Array) -> Grid:
         """Which scales share a unit."""
         shared = self._scales.shared if self._scales else 0
         cut = self._cut(scale)
         sizes = [n if shared == 0 else 1 for n in scale.shape]
         if shared != 0:
             sizes[cut] = scale.shape[cut] if shared is None else min(shared, scale.shape[cut])
-        return Blocks(scale.shape, tuple(max(size, 1) for size in sizes))
+        return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
 
     def _read(self, values: dict[str, Array], name: str, unit: str) -> Array:
         """The scales of blocks."""
@@ -243,7 +243,7 @@ class Scaled(Reparametrization):
         scale = finite(held.astype(one.dtype) * self._over_units(held).spread(one))
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
-    def _entries(self, held: dict[str, Array], blocks: Blocks) -> Entries:
+    def _entries(self, held: dict[str, Array], blocks: Grid) -> Entries:
         """The scale of each entry, with its zero, its offset and its factor where there are some."""
         found = {"scale": blocks.spread(self._read(held, "scale", "unit"))}
         if "zero" in held:

@@ -27,7 +27,7 @@ class ExplainedInputs:
         read = sum(bool(entry.reads) for entry in self.seen.values())
         size = sum(size_in_bytes(x) for x in jax.tree.leaves(list(self.seen.values())))
         head = f"{read} of {len(self.seen)} arrays have data, {readable(size)} in all"
-        rows = [(bool(each.reads), (path, each.told)) for path, each in self.seen.items()]
+        rows = [(bool(each.reads), (path, each.columns)) for path, each in self.seen.items()]
         return sections(head, ("with data", "without"), rows)
 
 

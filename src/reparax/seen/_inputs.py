@@ -16,7 +16,7 @@ from reparax._numerics.arguments import one_of
 from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
-from reparax._programs.mixing import Kind, Mixing, Value
+from reparax._programs.mixing import Dependence, Mixing, Value
 from reparax._programs.sources import calls, reader_of
 from reparax._tree.paths import PyTree, describe, named, path_text
 from reparax._weights.facts import known
@@ -194,7 +194,7 @@ def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     """For each array what reads it with data and is not counted: as what reads it, and with these words."""
     mixing = Mixing(way.counted, leaves_of)
     inputs: list[Value] = [
-        ({i: Kind.ARRAY} if i in way.types else {}, flag and not _is_random(v))
+        ({i: Dependence.ARRAY} if i in way.types else {}, flag and not _is_random(v))
         for i, (v, flag) in enumerate(zip(traced.program.invars, traced.given, strict=True))
     ]
     mixing.program(traced.program, inputs)

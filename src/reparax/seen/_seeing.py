@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from reparax._data.seen import Read
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import ShardMap
-from reparax._programs.equations.elementwise import Cast, Divide, Multiply, Negate
+from reparax._programs.equations.elementwise import ConvertType, Divide, Multiply, Negate
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._programs.equations.view import View
 from reparax._programs.roots import holds_apply, is_apply, mark_of
@@ -42,7 +42,7 @@ class Root:
 
 
 @dataclass(frozen=True)
-class Slot:
+class CountedRead:
     """One way in which an array is read: a :class:`Read` without data, and whether it is the rows of a table."""
 
     root: Any
@@ -79,7 +79,7 @@ class Place:
       split: The mesh axes over which the rows are split.
     """
 
-    slot: Slot
+    slot: CountedRead
     batch: Array | None
     inputs: Array | None
     outputs: Array | None
@@ -107,7 +107,7 @@ class Seeing:
         self,
         moments: str,
         lines: Mapping[int, str],
-        slots: Sequence[Slot] | None = None,
+        slots: Sequence[CountedRead] | None = None,
         taps: Taps | None = None,
     ) -> None:
         self.moments, self.lines, self.taps, self.counts = moments, lines, taps, slots is not None
@@ -115,7 +115,7 @@ class Seeing:
         self.state = [slot.zeros(moments) for slot in self.slots]
         self.trees: list[Any] = []
         self.types: dict[Any, Any] = {}
-        self.cut: set[Slot] = set()
+        self.cut: set[CountedRead] = set()
         self.why: dict[Any, dict[str, None]] = {}
         self.counted: dict[tuple[int, ...], int] = {}
 
@@ -134,14 +134,14 @@ class Seeing:
         del own
         return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
 
-    def told(
+    def declared(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
     ) -> Outs | None:
         del alone
         view, out = view_of(eqn), of_outputs(eqn, facts)
         if is_apply(eqn):
             return self._applied(reader, eqn, args), out
-        if isinstance(view, Cast) and jnp.issubdtype(view.new_dtype, jnp.inexact):
+        if isinstance(view, ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact):
             return [_cast(args[0], view.new_dtype)], out
         if isinstance(view, Multiply | Divide | Negate) and all(map(_is_number, args[1:])):
             return [_scaled(view, *args)], out
@@ -274,7 +274,7 @@ class Seeing:
         batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in chosen)
         split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
         bare = Read(tuple(shape), tuple(of), batch=chosen[0], axes=chosen[1])
-        return Place(Slot(root, bare, is_table), batch, inputs, outputs, split)
+        return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split)
 
     def _tapped(self, y: Array, place: Place, rows: Callable[[Array], Array], differs: frozenset[str]) -> Array:
         """The output of a product, where the gradient is collected."""

@@ -199,10 +199,10 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
     twins = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
     require(p, "value semantics", jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
-    jitted = jax.jit(traces.append, static_argnums=0)
+    compiled_once = jax.jit(traces.append, static_argnums=0)
     for twin in [p, *twins]:
         require(p, "value semantics", twin == p and hash(twin) == hash(p), "a copy of it is not equal to it")
-        jitted(twin)
+        compiled_once(twin)
     require(p, "value semantics", len(traces) == 1, f"{len(twins) + 1} equal builds were traced {len(traces)} times")
 
 

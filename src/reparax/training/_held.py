@@ -14,7 +14,7 @@ from reparax._tree.raw import holds_markers
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Held:
+class StateArray:
     """An array of a state, as raw values of a parametrization.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held:
         return [(jax.tree_util.GetAttrKey("raw"), self.raw)], (self.p, self.path, self.shape)
 
     @classmethod
-    def tree_unflatten(cls, facts: tuple[Parametrization, str, tuple[int, ...]], children: Any) -> "Held":
+    def tree_unflatten(cls, facts: tuple[Parametrization, str, tuple[int, ...]], children: Any) -> "StateArray":
         """The node of new values."""
         return cls(children[0], *facts)
 
@@ -50,7 +50,7 @@ def store(p: Parametrization, state: PyTree) -> PyTree:
     def held(path: Names, x: Any) -> Any:
         values = raw.get(text(path))
         smaller = holds_markers(values) and sum(y.nbytes for y in jax.tree.leaves(values)) < x.nbytes
-        return Held(values, p, text(path), tuple(x.shape)) if smaller else x
+        return StateArray(values, p, text(path), tuple(x.shape)) if smaller else x
 
     return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
 
@@ -66,9 +66,9 @@ def _tell_flax() -> None:
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None:
         flax.register_serialization_state(
-            Held,
+            StateArray,
             lambda x: {"raw": flax.to_state_dict(x.raw)},
-            lambda x, state: Held(flax.from_state_dict(x.raw, state["raw"]), x.p, x.path, x.shape),
+            lambda x, state: StateArray(flax.from_state_dict(x.raw, state["raw"]), x.p, x.path, x.shape),
             override=True,
         )
 
@@ -104,4 +104,4 @@ def _matrix(x: Any) -> Any:
 
 
 def _is_held(x: object) -> bool:
-    return isinstance(x, Held)
+    return isinstance(x, StateArray)

@@ -14,10 +14,10 @@ from reparax._core.calls import parts_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
+from reparax.training._checked import checked
 from reparax.training._divided import require_positive_kept
 from reparax.training._held import holding, open_state, store
 from reparax.training._partition import combine, partition, require_tree
-from reparax.training._told import told
 
 
 @shows_usage
@@ -118,7 +118,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             held = store(stored, plain)
         return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
 
-    return type(inner)(init, told(init, update))
+    return type(inner)(init, checked(init, update))
 
 
 def _on_tables_too(stage: Any) -> Any:

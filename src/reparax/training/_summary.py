@@ -108,10 +108,12 @@ class Summary:
         return titled_table(self.chain, self._table(), _LEFT)
 
     def _repr_html_(self) -> str:
-        def line(cells: Sequence[str], tag: str) -> str:
+        def line(cells: Sequence[str], element: str) -> str:
             sides = ("left" if title in _LEFT else "right" for title in _TITLES)
             columns = zip(cells, sides, strict=True)
-            return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
+            return "".join(
+                f'<{element} style="text-align: {side}; {_CELL}">{escape(x)}</{element}>' for x, side in columns
+            )
 
         head, *body = self._table()
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)

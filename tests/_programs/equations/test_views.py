@@ -17,8 +17,8 @@ from reparax._programs.equations.elementwise import (
     Arithmetic,
     Bitcast,
     Bitwise,
-    Cast,
     Comparison,
+    ConvertType,
     Copy,
     Divide,
     Multiply,
@@ -40,7 +40,7 @@ from reparax._programs.equations.moves import (
     Reshape,
     Reverse,
     Slice,
-    Split,
+    SplitAxis,
     Squeeze,
     Stack,
     Transpose,
@@ -74,7 +74,7 @@ KINDS_OF = {
     Multiply: lambda x, n: lax.mul(x, x),
     Divide: lambda x, n: lax.div(x, x),
     Negate: lambda x, n: lax.neg(x),
-    Cast: lambda x, n: lax.convert_element_type(x, jnp.bfloat16),
+    ConvertType: lambda x, n: lax.convert_element_type(x, jnp.bfloat16),
     Bitcast: lambda x, n: lax.bitcast_convert_type(x, jnp.int32),
     StopGradient: lambda x, n: lax.stop_gradient(x),
     Select: lambda x, n: lax.select_n(x > 0, x, x),
@@ -233,12 +233,12 @@ def test_cuts_say_where_they_are():
     assert [*the(Slice, lambda x: x[1:], X).bounds] == [(1, 2, 1), (0, 3, 1), (0, 4, 1)]
     view = the(DynamicSlice, lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 2, 4)), X, 1)
     assert view.slice_sizes == (1, 2, 4)
-    view = the(Split, lambda x: lax.split(x, (1, 3), axis=2), X)
+    view = the(SplitAxis, lambda x: lax.split(x, (1, 3), axis=2), X)
     assert (view.axis, view.sizes) == (2, [1, 3])
 
 
 def test_a_cast_says_its_dtype():
-    assert the(Cast, lambda x: x.astype(jnp.float16), X).new_dtype == jnp.float16
+    assert the(ConvertType, lambda x: x.astype(jnp.float16), X).new_dtype == jnp.float16
 
 
 def test_equations_with_programs_say_how_these_run():

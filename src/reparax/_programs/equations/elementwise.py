@@ -5,7 +5,7 @@ from typing import Any
 from reparax._programs.equations.view import View
 
 
-class Elementwise(View):
+class Pointwise(View):
     """An equation that computes each entry from the same entries; this one takes longer than a sum, or is rare."""
 
     names = (
@@ -29,61 +29,61 @@ class Elementwise(View):
     )
 
 
-class Add(Elementwise):
+class Add(Pointwise):
     """A sum of two arrays; derivatives have a primitive of their own for it."""
 
     names = ("add", "add_any")
 
 
-class Subtract(Elementwise):
+class Subtract(Pointwise):
     """A difference of two arrays."""
 
     names = ("sub",)
 
 
-class Multiply(Elementwise):
+class Multiply(Pointwise):
     """A product, entry by entry."""
 
     names = ("mul",)
 
 
-class Divide(Elementwise):
+class Divide(Pointwise):
     """A quotient, entry by entry."""
 
     names = ("div",)
 
 
-class Negate(Elementwise):
+class Negate(Pointwise):
     """The numbers with the other sign."""
 
     names = ("neg",)
 
 
-class Arithmetic(Elementwise):
+class Arithmetic(Pointwise):
     """Another operation that takes about as long as a sum."""
 
     names = ("max", "min", "abs", "sign", "square", "integer_pow", "is_finite")
 
 
-class Bitwise(Elementwise):
+class Bitwise(Pointwise):
     """An operation on bits."""
 
     names = ("and", "or", "xor", "not", "shift_left", "shift_right_logical")
 
 
-class Comparison(Elementwise):
+class Comparison(Pointwise):
     """A comparison of two arrays."""
 
     names = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-class Select(Elementwise):
+class Select(Pointwise):
     """A ``jax.lax.select_n``: entries of the operands after the first, as this says."""
 
     names = ("select_n",)
 
 
-class Cast(Elementwise):
+class ConvertType(Pointwise):
     """A ``jax.lax.convert_element_type``."""
 
     names = ("convert_element_type",)
@@ -94,25 +94,25 @@ class Cast(Elementwise):
         return self.eqn.params["new_dtype"]
 
 
-class Bitcast(Elementwise):
+class Bitcast(Pointwise):
     """A ``jax.lax.bitcast_convert_type``."""
 
     names = ("bitcast_convert_type",)
 
 
-class StopGradient(Elementwise):
+class StopGradient(Pointwise):
     """A ``jax.lax.stop_gradient``."""
 
     names = ("stop_gradient",)
 
 
-class ReducePrecision(Elementwise):
+class ReducePrecision(Pointwise):
     """A ``jax.lax.reduce_precision``."""
 
     names = ("reduce_precision",)
 
 
-class Copy(Elementwise):
+class Copy(Pointwise):
     """A copy of an array."""
 
     names = ("copy",)

@@ -83,7 +83,7 @@ class DynamicSlice(View):
         return self.eqn.params["slice_sizes"]
 
 
-class Split(View):
+class SplitAxis(View):
     """A ``jax.lax.split``."""
 
     names = ("split",)

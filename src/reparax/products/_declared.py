@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from reparax._numerics.terms import specs_told
+from reparax._numerics.terms import specs_of
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.kinds import view_of
@@ -16,15 +16,15 @@ from reparax._weights.facts import Facts, facts_in
 from reparax._weights.sums import Factor, Label, Product, Sum
 
 
-def tells(eqn: JaxprEqn) -> bool:
+def declares(eqn: JaxprEqn) -> bool:
     """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
     view = view_of(eqn)
-    return isinstance(view, Jit) and specs_told(view.name) is not None
+    return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
-def told(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+def declared(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
-    specs = specs_told(Jit(eqn).name) or []
+    specs = specs_of(Jit(eqn).name) or []
     n_arrays = sum(len(spec.inputs) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_mark(eqn.outvars[-1]):
         return None

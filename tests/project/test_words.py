@@ -1,0 +1,58 @@
+"""One word is one thing: the glossary of CONTRIBUTING, and the names of classes."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import reparax as rpx
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(rpx.__file__).parent
+ROWS = re.findall(
+    r"^\| (?!word|---)(.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+)
+TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def names(tree):
+    """All names that a file gives or reads."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+
+
+def words(name):
+    """The words of a name, in either way of writing it."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+
+
+USED = Counter(word for tree in TREES.values() for name in names(tree) for word in words(name))
+
+
+def test_the_glossary_is_short_and_says_where_each_thing_lives():
+    assert 20 <= len(ROWS) <= 40
+    listed = [word for row in ROWS for word in row[0].split(", ")]
+    assert len(listed) == len(set(listed))
+    assert [row[2] for row in ROWS if not (PACKAGE / row[2]).exists()] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_word_of_the_glossary_is_used_and_its_synonym_is_not(row):
+    assert all(USED[word.split()[0]] or USED[f"{word}s"] for word in row[0].replace("auxiliary", "aux").split(", "))
+    assert USED[row[3]] == 0
+
+
+def test_no_two_classes_of_different_modules_share_a_name():
+    found = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    )
+    assert [name for name, count in found.items() if count > 1] == []
