@@ -87,7 +87,9 @@ class Uses(list[Product | Between | Read]):
         constant = [value.kind for value in operands].index(Kind.CONSTANT)
         others = set(_dot(view, operands[constant], constant)[1])
         labels = {operands[constant].axes[k].label for k in others}
-        return [Axis(axis.label, sides[1 - constant][0]) if axis.label in labels else axis for axis in axes]
+        return [
+            Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
+        ]
 
 
 def _is_table(view: Gather) -> bool:
