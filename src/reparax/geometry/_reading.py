@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -47,8 +48,9 @@ class Reading:
         self._mixed: dict[Origin, list[Value]] = {}
         self._lines = calls(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
-        # Without any data among the arguments, they are closed over.
-        closed = Kind.CONSTANT if not all(arguments.given) else Kind.DATA
+        # Without any data but keys among the arguments, they are closed over.
+        data = (x for x, given in zip(arguments.arrays, arguments.given, strict=True) if not given)
+        closed = Kind.DATA if all(map(_is_key, data)) else Kind.CONSTANT
         values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, given) in enumerate(zip(arguments.arrays, arguments.paths, arguments.given, strict=True)):
             if given and jnp.issubdtype(x.dtype, jnp.inexact):
@@ -57,7 +59,8 @@ class Reading:
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
                 values.append(Value(tuple(axes), Kind.WEIGHT))
             else:
-                kind = Kind.CONSTANT if given else Kind.DATA
+                # Noise on weights is no data.
+                kind = Kind.CONSTANT if given or _is_key(x) else Kind.DATA
                 values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
@@ -176,6 +179,11 @@ class Reading:
         carry, _ = self._repeated(body, consts, carry, [])
         self._body(condition, [*operands[:of_condition], *carry])
         return carry
+
+
+def _is_key(x: Any) -> bool:
+    """Whether an array is a PRNG key or several, or a legacy key."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
 
 
 def _in_place(values: Sequence[Value]) -> frozenset[Origin]:

@@ -151,9 +151,13 @@ def _role(parameter: int, products: Iterable[Product], reads: Iterable[Read]) ->
 
 
 def _between(products: Iterable[Product], between: list[Between]) -> list[Product]:
-    """Products of two weights: the axis between them is an output of the one that data meet first."""
+    """Products of two weights: the axis between them is an output of the one that data meet first.
+
+    Products with data decide: one that contradicts them, such as that of a penalty, says nothing.
+    """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
+    contracted, kept = inputs, outputs
     found, left = list[Product](), between
     while True:
         unknown = list[Between]()
@@ -161,6 +165,8 @@ def _between(products: Iterable[Product], between: list[Between]) -> list[Produc
             for (inner, rest), (other, _) in ((each.left, each.right), (each.right, each.left)):
                 if rest & (inputs | outputs):
                     first, second = (inner, other) if rest & inputs else (other, inner)
+                    if first & contracted or second & kept:
+                        continue  # as in a penalty: data do not meet one weight after the other
                     inputs, outputs = inputs | second, outputs | first
                     found.append(Product(second, first, each.stacked, each.line))
                     break
