@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from geometry.networks import NETWORKS
 from grids import mostly_thorough
 
 from reparax._tree.paths import named, path_text
-from reparax.geometry import Role, roles
+from reparax.geometry import Role, axis_groups, roles
 
 
 def axes(role):
@@ -75,3 +76,14 @@ USES = {
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun)(*args))) == want
+
+
+@pytest.mark.parametrize("reader", [roles, axis_groups])
+def test_several_positions_are_refused(reader):
+    def loss(params, x):
+        return x @ params
+
+    text = "{}(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one argument, "
+    for several in [(0, 1), []]:
+        with raises(TypeError, text.format(reader.__name__, several) + "such as a tuple of trees."):
+            reader(loss, argnums=several)

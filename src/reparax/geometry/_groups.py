@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reparax._numerics.usage import shows_usage
-from reparax._programs.call import Arguments, caller
-from reparax.geometry._reading import Reading
+from reparax._programs.call import Arguments
+from reparax.geometry._reading import Reading, one_argument
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -95,8 +95,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
     References:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
-    position = argnums or 0
-    who = caller("axis_groups", fun, position)
+    who, position = one_argument("axis_groups", fun, argnums)
 
     def found(*args: Any, **kwargs: Any) -> Groups:
         return _groups(Reading(Arguments.of(who, fun, position, args, kwargs)))

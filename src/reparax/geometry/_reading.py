@@ -1,6 +1,6 @@
 """Follows axes through a program, and through the programs inside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Arguments
+from reparax._programs.call import Arguments, caller
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import calls, reader_of
@@ -27,6 +27,17 @@ class Parameter:
     path: str
     shape: tuple[int, ...]
     labels: tuple[int, ...]
+
+
+def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
+    """The name of a call for errors, and the position of the one argument that holds the parameters."""
+    who = caller(method, fun, argnums)
+    if isinstance(argnums, tuple | list):
+        raise TypeError(
+            f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
+            f"argument, such as a tuple of trees."
+        )
+    return who, argnums or 0
 
 
 class Reading:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reparax._numerics.usage import shows_usage
-from reparax._programs.call import Arguments, caller
+from reparax._programs.call import Arguments
 from reparax._tree.paths import PyTree
-from reparax.geometry._reading import Reading
+from reparax.geometry._reading import Reading, one_argument
 from reparax.geometry._uses import Between, Origins, Product, Read
 
 Axes = tuple[int, ...]
@@ -65,7 +65,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -80,8 +80,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    position = argnums or 0
-    who = caller("roles", fun, position)
+    who, position = one_argument("roles", fun, argnums)
 
     def found(*args: Any, **kwargs: Any) -> PyTree:
         arguments = Arguments.of(who, fun, position, args, kwargs)
