@@ -135,6 +135,16 @@ def test_a_group_of_another_tree_is_refused():
         permute({"v": PARAMS["v"]}, GROUP, np.arange(4))
 
 
+def point(w):
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+    return jax.lax.gather(jnp.arange(9.0).reshape(3, 3), w.astype(int), numbers, (1, 1))
+
+
+def windows(w):
+    pairs, zeros = (w, w), (0.0, 0.0)
+    return jax.lax.reduce_window(pairs, zeros, lambda a, b: (a[0] - b[0], a[1] + b[1]), (1, 2), (1, 1), "VALID")
+
+
 FROZEN = {
     "argmax": lambda w: jnp.argmax(w),
     "sort": lambda w: jnp.sort(w),
@@ -152,6 +162,8 @@ FROZEN = {
     "polynomial": lambda w: jnp.polyval(w, 2.0),
     "triangle": lambda w: jnp.tril(jnp.outer(w, w)),
     "fourier": lambda w: jnp.abs(jnp.fft.rfft(w)),
+    "places of an index": lambda w: point(w.reshape(3, 2)[0]),
+    "pairs in a window": lambda w: windows(w.reshape(2, 3))[0],
     "unknown": lambda w: jnp.linalg.det(jnp.outer(w, w) + jnp.diag(w)),
 }
 

@@ -1,12 +1,15 @@
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from errors import raises
 from geometry.networks import NETWORKS
 from grids import mostly_thorough
 
 from reparax._tree.paths import named, path_text
-from reparax.geometry import Role, roles
+from reparax.geometry import Role, axis_groups, roles
 
 
 def axes(role):
@@ -28,3 +31,59 @@ def test_each_axis_of_each_weight_has_its_role(name):
         want = [axes for pattern, axes in table.items() if re.fullmatch(pattern, path)]
         assert axes(role) == (want[0] if want else ((), (), ())), (path, role)
         assert bool(role.why) == (not want)
+
+
+W, V, ROW = jax.ShapeDtypeStruct((3, 4), float), jax.ShapeDtypeStruct((4, 2), float), jax.ShapeDtypeStruct((), int)
+LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), float), jax.ShapeDtypeStruct((5, 3), float)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+BATCH = np.ones((5, 3), np.float32)
+DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
+
+
+def noisy(w, key):
+    return w + jax.random.normal(key, w.shape)
+
+
+USES = {
+    "a row of a number that is data": (lambda p, i: jnp.tanh(p[0][i] @ p[1]), ([W, V], ROW), [DENSE, DENSE]),
+    "a row, filled": (lambda p, i: p[0].at[i].get(mode="fill") @ p[1], ([W, V], ROW), [DENSE, DENSE]),
+    "rows from a number on": (
+        lambda p, i: jax.lax.dynamic_slice(p[0], (i, 0), (2, 4)) @ p[1],
+        ([W, V], ROW),
+        [DENSE, DENSE],
+    ),
+    "an expert of a number that is data": (lambda p, x, i: jnp.tanh(x @ p[0][i]), ([LAYERS], X, ROW), [EACH]),
+    "split layers": (
+        lambda p, x: jnp.tanh(x @ jnp.split(p[0], 2)[0][0]) @ jnp.split(p[0], 2)[1][0],
+        ([LAYERS], X),
+        [EACH],
+    ),
+    "noise": (lambda p, x, key: jnp.tanh(x @ noisy(p[0], key)) @ p[1], ([W, V], X, KEY), [DENSE, DENSE]),
+    "closed-over data, and a key": (
+        lambda p, key: jnp.tanh(BATCH @ noisy(p[0], key)) @ p[1],
+        ([W, V], KEY),
+        [DENSE, DENSE],
+    ),
+    "a penalty": (
+        lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
+        ([W, V], X),
+        [DENSE, DENSE],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a penalty"))
+def test_uses_of_other_kinds_have_their_roles(name):
+    fun, args, want = USES[name]
+    assert list(map(axes, roles(fun)(*args))) == want
+
+
+@pytest.mark.parametrize("reader", [roles, axis_groups])
+def test_several_positions_are_refused(reader):
+    def loss(params, x):
+        return x @ params
+
+    text = "{}(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one argument, "
+    for several in [(0, 1), []]:
+        with raises(TypeError, text.format(reader.__name__, several) + "such as a tuple of trees."):
+            reader(loss, argnums=several)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reparax._numerics.usage import shows_usage
-from reparax._programs.call import Arguments, caller
-from reparax.geometry._reading import Reading
+from reparax._programs.call import Arguments
+from reparax.geometry._reading import Reading, one_argument
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Member:
       axis: The axis.
       outer: How often the indices of the group are repeated along it: 4 for four gates side by side.
       inner: How many entries follow each other for each index: the size of a head, if heads and sizes are one axis.
-      steps: The axes of the array that a scan slices.
+      steps: The axes of the array that a scan slices, in one order for all members that the same scans slice.
     """
 
     path: str
@@ -40,7 +40,8 @@ class Group:
     Attributes:
       members: The axes.
       size: The number of indices.
-      by_step: Whether each step of a scan may have a permutation of its own.
+      by_step: Whether each step of a scan may have a permutation of its own: the arrays of a step meet no others, in
+        the scan or outside of it.
     """
 
     members: tuple[Member, ...]
@@ -80,7 +81,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -96,8 +97,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
     References:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
-    position = argnums or 0
-    who = caller("axis_groups", fun, position)
+    who, position = one_argument("axis_groups", fun, argnums)
 
     def found(*args: Any, **kwargs: Any) -> Groups:
         return _groups(Reading(Arguments.of(who, fun, position, args, kwargs)))
@@ -107,9 +107,13 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
 
 def _groups(reading: Reading) -> Groups:
     labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
-    frozen = dict[tuple[str, int], str]()
+    frozen, scans = dict[tuple[str, int], str](), dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():
-        steps, path = tuple(sorted(axis for owner, axis in reading.steps if owner == number)), parameter.path
+        path = parameter.path
+        # Axes in the order of their labels, so that the same scans have the same places in all members.
+        along = sorted((labels.root(parameter.labels[axis]), axis) for owner, axis in reading.steps if owner == number)
+        steps = tuple(axis for _, axis in along)
+        scans[path] = tuple(label for label, _ in along)
         for axis, (label, size) in enumerate(zip(parameter.labels, parameter.shape, strict=True)):
             pieces = [(piece, labels.why(piece.label)) for piece in labels.pieces(label, size) if piece.size > 1]
             for piece in (piece for piece, why in pieces if why is None):
@@ -118,8 +122,11 @@ def _groups(reading: Reading) -> Groups:
             reasons = [why for _, why in pieces if why is not None]
             if reasons and len(reasons) == len(pieces):
                 frozen[path, axis] = "; ".join(dict.fromkeys(reasons))
-    groups = (
-        Group(tuple(each), sizes[label], all(member.steps for member in each) and not labels.is_shared(label))
-        for label, each in members.items()
-    )
-    return Groups(tuple(groups), frozen)
+
+    def by_step(label: int) -> bool:
+        """Whether all members are sliced by the same scans, and nothing else holds steps together."""
+        found = {scans[member.path] for member in members[label]}
+        one = found.pop()
+        return not found and 0 < len(one) == len(set(one)) and not labels.is_shared(label)
+
+    return Groups(tuple(Group(tuple(each), sizes[i], by_step(i)) for i, each in members.items()), frozen)

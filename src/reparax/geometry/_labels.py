@@ -58,6 +58,8 @@ class Labels:
                 self.same(x, y)
         elif parts is not None:
             self._parts[a] = parts
+            for part in parts[0] if a in self._shared else ():
+                self.share(part)
         if (found := why or self._why.get(self.root(a))) is not None:
             self.freeze(a, found)
         return self.root(a)

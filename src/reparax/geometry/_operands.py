@@ -27,19 +27,19 @@ class Operands:
 
     def new(self, of: Iterable[Axis] = ()) -> Axis:
         """An axis with a label of its own."""
-        return Axis(self.labels.new(), origins(of))
+        return Axis(self.labels.new(), origins(of), in_place=False)
 
     def ordered(self, *axes: Axis) -> Axis:
         """An axis whose order counts, made of axes whose order counts."""
         for axis in axes:
             self.labels.freeze(axis.label, self.line)
-        return Axis(self.labels.new(self.line), origins(axes))
+        return Axis(self.labels.new(self.line), origins(axes), in_place=False)
 
     def joined(self, axes: Sequence[Axis]) -> Axis:
         """The axis that axes of several values are."""
         for axis in axes[1:]:
             self.labels.same(axes[0].label, axis.label)
-        return Axis(axes[0].label, origins(axes))
+        return Axis.joined(axes)
 
     def divided(self, axis: Axis, sizes: Sequence[int]) -> Sequence[int]:
         """The labels of an axis that is read as several; an axis of size one has a label that no other has."""
@@ -56,7 +56,7 @@ class Operands:
             return self.ordered(axis)
         blocks, inside = self.labels.divided(axis.label, (n // size, size))
         self.labels.freeze(blocks, self.line)
-        return Axis(inside, axis.of)
+        return Axis(inside, axis.of, in_place=False)
 
     def partly(self, kept: Iterable[bool]) -> Axes:
         """The first operand's axes; those that are not kept lose indices, or get others."""

@@ -1,22 +1,23 @@
 """Follows axes through a program, and through the programs inside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Arguments
-from reparax._programs.equations.bodies import Cond, Scan, While
+from reparax._programs.call import Arguments, caller
+from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import calls, reader_of
 from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import Axis, Kind, Origin, Value, origins
+from reparax.geometry._values import Axis, Kind, Origin, Value
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class Parameter:
     path: str
     shape: tuple[int, ...]
     labels: tuple[int, ...]
+
+
+def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
+    """The name of a call for errors, and the position of the one argument that holds the parameters."""
+    who = caller(method, fun, argnums)
+    if isinstance(argnums, tuple | list):
+        raise TypeError(
+            f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
+            f"argument, such as a tuple of trees."
+        )
+    return who, argnums or 0
 
 
 class Reading:
@@ -44,10 +56,12 @@ class Reading:
         self.labels, self.uses = Labels(), Uses()
         self.parameters: dict[int, Parameter] = {}
         self.steps = frozenset[Origin]()
+        self._mixed: dict[Origin, list[Value]] = {}
         self._lines = calls(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
-        # Without any data among the arguments, they are closed over.
-        closed = Kind.CONSTANT if not all(arguments.given) else Kind.DATA
+        # Without any data but keys among the arguments, they are closed over.
+        data = (x for x, given in zip(arguments.arrays, arguments.given, strict=True) if not given)
+        closed = Kind.DATA if all(map(_is_key, data)) else Kind.CONSTANT
         values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, given) in enumerate(zip(arguments.arrays, arguments.paths, arguments.given, strict=True)):
             if given and jnp.issubdtype(x.dtype, jnp.inexact):
@@ -56,11 +70,15 @@ class Reading:
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
                 values.append(Value(tuple(axes), Kind.WEIGHT))
             else:
-                kind = Kind.CONSTANT if given else Kind.DATA
+                # Noise on weights is no data.
+                kind = Kind.CONSTANT if given or _is_key(x) else Kind.DATA
                 values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
                 self.labels.freeze(axis.label, "an axis of the result")
+        # Where the arrays of several steps meet, or change their places, outside of the scan, all have one order.
+        for value in (value for origin in self.steps for value in self._mixed.get(origin, ())):
+            self._share(value)
 
     def _fixed(self, shape: Sequence[int], why: str, kind: Kind) -> Value:
         return Value(tuple(Axis(self.labels.new(why)) for _ in shape), kind)
@@ -85,15 +103,17 @@ class Reading:
         if isinstance(view, Cond):
             branches = [self._body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
             return [self._joined(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
+        if isinstance(view, ShardMap):
+            return self._sharded(eqn, operands)
         if jaxprs.is_call(eqn):
             return self._body(jaxprs.body(eqn), operands)
         line = reader_of(eqn, "reads it", self._lines)
         axes = axes_of(view, Operands(self.labels, view, operands, line))
         outs = self.uses.outputs(view, operands, axes, line)
-        for out in outs:
-            # One of stacked arrays, chosen outside of a scan: all have the order of this one.
-            if out.stacked and not any(value.stacked == out.stacked for value in operands):
-                self._share(out)
+        kept = _in_place(outs)
+        for value in operands:
+            for origin in _in_place([value]) - kept:
+                self._mixed.setdefault(origin, []).append(value)
         return outs
 
     def _share(self, value: Value) -> None:
@@ -105,13 +125,33 @@ class Reading:
         fixed = [self._fixed(x.shape, "an axis of a constant", Kind.CONSTANT) for x in consts]
         return self._run(program, [*fixed, *operands])
 
+    def _sharded(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+        """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
+        (program, consts), why = jaxprs.body(eqn), reader_of(eqn, "lays it over devices", self._lines)
+
+        def part(value: Value, sizes: Sequence[int], others: Sequence[int]) -> Value:
+            axes = list[Axis]()
+            for axis, n, m in zip(value.axes, sizes, others, strict=True):
+                if n != m:
+                    self.labels.freeze(axis.label, why)
+                    axis = Axis(self.labels.new(why), axis.of, in_place=False)
+                axes.append(axis)
+            return replace(value, axes=tuple(axes))
+
+        def parts(values: Sequence[Value], old: Sequence[Any], new: Sequence[Any]) -> list[Value]:
+            shapes = ((jaxprs.type_of(v).shape, jaxprs.type_of(x).shape) for v, x in zip(old, new, strict=True))
+            return [part(value, *pair) for value, pair in zip(values, shapes, strict=True)]
+
+        inputs = parts(operands, eqn.invars, program.invars[len(consts) :])
+        return parts(self._body((program, consts), inputs), program.outvars, eqn.outvars)
+
     def _joined(self, values: Sequence[Value], kind: Kind = Kind.CONSTANT) -> Value:
         """The value that is one of several; ``kind`` is that of what chooses."""
         worst, axes = max(kind, *(value.kind for value in values)), list[Axis]()
         for each in zip(*(value.axes for value in values), strict=True):
             for axis in each[1:]:
                 self.labels.same(each[0].label, axis.label)
-            axes.append(Axis(each[0].label, origins(each) if worst is Kind.WEIGHT else frozenset()))
+            axes.append(Axis.joined(each) if worst is Kind.WEIGHT else Axis(each[0].label))
         stacked = frozenset[Origin]().union(*(value.stacked for value in values))
         return Value(tuple(axes), worst, stacked if worst is Kind.WEIGHT else frozenset())
 
@@ -123,7 +163,7 @@ class Reading:
         while True:
             outs = self._body(body, [*consts, *carry, *steps])
             new = [self._joined(pair) for pair in zip(carry, outs, strict=False)]
-            if [value.kind for value in new] == [value.kind for value in carry]:
+            if list(map(_known, new)) == list(map(_known, carry)):
                 return new, outs[len(carry) :]
             carry = new
             del self.uses[seen:]
@@ -135,6 +175,7 @@ class Reading:
         for value in operands[n_consts + n_carry :]:
             along, *axes = value.axes
             self.labels.freeze(along.label, why)
+            self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
             steps.append(Value(tuple(axes), value.kind, value.stacked | along.of))
         carry, stacks = self._repeated(jaxprs.body(eqn), consts, carry, steps)
@@ -149,3 +190,19 @@ class Reading:
         carry, _ = self._repeated(body, consts, carry, [])
         self._body(condition, [*operands[:of_condition], *carry])
         return carry
+
+
+def _is_key(x: Any) -> bool:
+    """Whether an array is a PRNG key or several, or a legacy key."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
+
+
+def _in_place(values: Sequence[Value]) -> frozenset[Origin]:
+    """The axes of parameters of which values have all indices in their places."""
+    axes = (axis for value in values for axis in value.axes if axis.in_place)
+    return frozenset[Origin]().union(*(axis.of for axis in axes))
+
+
+def _known(value: Value) -> tuple[object, ...]:
+    """What is known of a value beside the labels of its axes."""
+    return value.kind, value.stacked, [(axis.of, axis.in_place) for axis in value.axes]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reparax._numerics.usage import shows_usage
-from reparax._programs.call import Arguments, caller
+from reparax._programs.call import Arguments
 from reparax._tree.paths import PyTree
-from reparax.geometry._reading import Reading
+from reparax.geometry._reading import Reading, one_argument
 from reparax.geometry._uses import Between, Origins, Product, Read
 
 Axes = tuple[int, ...]
@@ -67,7 +67,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is the position of no argument.
+      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -82,8 +82,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    position = argnums or 0
-    who = caller("roles", fun, position)
+    who, position = one_argument("roles", fun, argnums)
 
     def found(*args: Any, **kwargs: Any) -> PyTree:
         arguments = Arguments.of(who, fun, position, args, kwargs)
@@ -153,9 +152,13 @@ def _role(parameter: int, products: Iterable[Product], reads: Iterable[Read]) ->
 
 
 def _between(products: Iterable[Product], between: list[Between]) -> list[Product]:
-    """Products of two weights: the axis between them is an output of the one that data meet first."""
+    """Products of two weights: the axis between them is an output of the one that data meet first.
+
+    Products with data decide: one that contradicts them, such as that of a penalty, says nothing.
+    """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
+    contracted, kept = inputs, outputs
     found, left = list[Product](), between
     while True:
         unknown = list[Between]()
@@ -163,6 +166,8 @@ def _between(products: Iterable[Product], between: list[Between]) -> list[Produc
             for (inner, rest), (other, _) in ((each.left, each.right), (each.right, each.left)):
                 if rest & (inputs | outputs):
                     first, second = (inner, other) if rest & inputs else (other, inner)
+                    if first & contracted or second & kept:
+                        continue  # as in a penalty: data do not meet one weight after the other
                     inputs, outputs = inputs | second, outputs | first
                     found.append(Product(second, first, each.stacked, each.line))
                     break

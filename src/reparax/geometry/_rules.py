@@ -99,6 +99,8 @@ def _index(view: reductions.ReduceIndex, operands: Operands) -> list[Axes]:
 
 
 def _window(view: reductions.ReduceWindow, operands: Operands) -> list[Axes]:
+    if len(view.eqn.outvars) > 1:
+        return _unknown(view, operands)
     return [operands.partly(view.keeps)]
 
 
@@ -146,11 +148,11 @@ def _reshaped(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new:
     if old == new:
         return axes
     if len(new) == 1:
-        return [Axis(labels.merged([axis.label for axis in axes], old), origins(axes))]
+        return [Axis(labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
-        return [Axis(label, axes[0].of) for label in labels.divided(axes[0].label, new)]
+        return [Axis(label, axes[0].of, in_place=False) for label in labels.divided(axes[0].label, new)]
     one = operands.ordered(*axes)
-    return [Axis(operands.labels.new(operands.line), one.of) for _ in new]
+    return [Axis(operands.labels.new(operands.line), one.of, in_place=False) for _ in new]
 
 
 def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
@@ -195,7 +197,8 @@ def _concatenate(view: moves.Concatenate, operands: Operands) -> list[Axes]:
         axis = operands.ordered(*parts)
     else:
         inside, blocks = operands.joined(parts), operands.ordered()
-        axis = Axis(operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]]), inside.of)
+        label = operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]])
+        axis = Axis(label, inside.of, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
     return [tuple(axis if i == along else operands.joined(axes) for i, axes in across)]
 
@@ -229,7 +232,8 @@ def _gather(view: contractions.Gather, operands: Operands) -> list[Axes]:
     """Axes that are taken as a whole stay, and so do those of the indices; of others the order counts."""
     numbers, sizes, (axes, indices) = view.dimension_numbers, operands.shapes[0], operands.axes
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    operands.ordered(*(axes[i] for i in numbers.collapsed_slice_dims))
+    # An index has a place for each axis of the operand in which it points.
+    operands.ordered(*(axes[i] for i in numbers.collapsed_slice_dims), indices[-1])
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operands.joined((axes[i], indices[j]))
     kept = (i for i in range(len(axes)) if i not in gone)

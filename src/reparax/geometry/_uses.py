@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from reparax._programs.equations.contractions import Conv, Dot, Gather
-from reparax._programs.equations.moves import DynamicSlice, Slice
+from reparax._programs.equations.moves import DynamicSlice, Slice, Split
 from reparax._programs.equations.view import View
+from reparax._programs.jaxprs import type_of
 from reparax.geometry._values import Axis, Kind, Origin, Value, origins
 
 Origins = frozenset[Origin]
@@ -48,10 +49,10 @@ class Uses(list[Product | Between | Read]):
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
         kind = max((value.kind for value in operands), default=Kind.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
-        if isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT and _is_table(view):
+        if isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
             kind = Kind.DATA
-        elif isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT:
+        elif isinstance(view, Gather | DynamicSlice) and operands[0].kind is Kind.WEIGHT and _is_whole(view):
             kind = Kind.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
         elif kind is Kind.DATA:
             self._add_read(view, operands, line)
@@ -59,7 +60,9 @@ class Uses(list[Product | Between | Read]):
             return [Value(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
         if isinstance(view, Dot):
             axes = [self._of_weights(view, operands, axes[0], line)]
-        return [_chosen(view, operands[0], Value(tuple(each), kind, stacked)) for each in axes]
+        shapes = (type_of(v).shape for v in view.eqn.outvars)
+        outs = zip(axes, shapes, strict=True)
+        return [_chosen(view, operands[0], Value(tuple(each), kind, stacked), shape) for each, shape in outs]
 
     def _add_read(self, view: View, operands: Sequence[Value], line: str) -> None:
         for i, value in enumerate(operands):
@@ -87,21 +90,31 @@ class Uses(list[Product | Between | Read]):
         constant = [value.kind for value in operands].index(Kind.CONSTANT)
         others = set(_dot(view, operands[constant], constant)[1])
         labels = {operands[constant].axes[k].label for k in others}
-        return [Axis(axis.label, sides[1 - constant][0]) if axis.label in labels else axis for axis in axes]
+        return [
+            Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
+        ]
 
 
-def _is_table(view: Gather) -> bool:
-    """Whether indices, of which there is more than one, choose vectors."""
+def _is_table(view: Gather, indices: Value) -> bool:
+    """Whether indices choose vectors: several, or one that is data; the number of a layer is neither."""
     numbers = view.dimension_numbers
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in gone]
-    return len(view.operands[1].aval.shape) > 1 and len(long) < 2
+    return (len(view.operands[1].aval.shape) > 1 or indices.kind is Kind.DATA) and len(long) < 2
 
 
-def _chosen(view: View, operand: Value, out: Value) -> Value:
+def _is_whole(view: Gather | DynamicSlice) -> bool:
+    """Whether an index chooses arrays along axes of which it takes one entry, and all others as a whole."""
+    if isinstance(view, Gather):
+        return True
+    pairs = [(m, n) for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
+    return len(pairs) > 1 and all(m == n for m, n in pairs)
+
+
+def _chosen(view: View, operand: Value, out: Value, sizes: Sequence[int]) -> Value:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
-    if isinstance(view, Slice | DynamicSlice):
-        shapes = zip(out.axes, view.operands[0].aval.shape, view.type.shape, strict=True)
+    if isinstance(view, Slice | DynamicSlice | Split):
+        shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
         return Value(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
     if isinstance(view, Gather):
@@ -132,5 +145,15 @@ def _lookup(view: Gather, value: Value, i: int) -> Ways | None:
     return (rows, _others(value, (*rows, *batch)), batch) if i == 0 and rows else None
 
 
-WAYS: dict[type[View], Callable[..., Ways | None]] = {Dot: _dot, Conv: _convolution, Gather: _lookup}
+def _rows(view: DynamicSlice, value: Value, i: int) -> Ways | None:
+    rows = [k for k, (m, n) in enumerate(zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)) if m < n]
+    return (rows, _others(value, rows), ()) if i == 0 and len(rows) == 1 else None
+
+
+WAYS: dict[type[View], Callable[..., Ways | None]] = {
+    Dot: _dot,
+    Conv: _convolution,
+    Gather: _lookup,
+    DynamicSlice: _rows,
+}
 """For a product of an operand with data: what its axes are; None if it is no such product."""

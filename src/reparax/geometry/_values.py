@@ -1,7 +1,7 @@
 """Values of a program, as far as their axes go."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Origin = tuple[int, int]
@@ -18,10 +18,17 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a value: its label, and the axes of parameters that it is."""
+    """An axis of a value: its label, the axes of parameters that it is, and whether it has their indices in place."""
 
     label: int
     of: frozenset[Origin] = frozenset()
+    in_place: bool = True
+
+    @classmethod
+    def joined(cls, axes: Sequence["Axis"]) -> "Axis":
+        """The axis that several, whose labels are one, are. Two axes of one parameter are not both in place."""
+        of = origins(axes)
+        return cls(axes[0].label, of, all(a.in_place for a in axes) and len({owner for owner, _ in of}) == len(of))
 
 
 @dataclass(frozen=True)
