@@ -87,3 +87,10 @@ def test_several_positions_are_refused(reader):
     for several in [(0, 1), []]:
         with raises(TypeError, text.format(reader.__name__, several) + "such as a tuple of trees."):
             reader(loss, argnums=several)
+
+
+def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
+    found = roles(lambda params, x: x @ params["w"].astype(jnp.float32))(
+        {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
+    )
+    assert found["w"] == Role(why="it is no array of floating numbers")

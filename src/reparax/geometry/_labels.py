@@ -6,7 +6,7 @@ from math import prod
 
 
 @dataclass(frozen=True)
-class Piece:
+class LabelPart:
     """A label of an axis that was merged from several, with the sizes of those before it and behind it."""
 
     label: int
@@ -116,12 +116,12 @@ class Labels:
                     self.share(part)
         return parts
 
-    def pieces(self, label: int, size: int) -> Iterator[Piece]:
+    def pieces(self, label: int, size: int) -> Iterator[LabelPart]:
         """The labels of which an axis of this size consists."""
         parts, sizes = self._parts.get(self.root(label), ((), ()))
         if not parts:
-            yield Piece(self.root(label), 1, size, 1)
+            yield LabelPart(self.root(label), 1, size, 1)
         for i, part in enumerate(parts):
             outer, inner = prod(sizes[:i]), prod(sizes[i + 1 :])
             for piece in self.pieces(part, sizes[i]):
-                yield Piece(piece.label, outer * piece.outer, piece.size, piece.inner * inner)
+                yield LabelPart(piece.label, outer * piece.outer, piece.size, piece.inner * inner)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from reparax._programs.equations.view import View
 from reparax.geometry._labels import Labels
-from reparax.geometry._values import Axis, Value, origins
+from reparax.geometry._values import Axis, Labelled, origins
 
 Axes = tuple[Axis, ...]
 
@@ -12,7 +12,7 @@ Axes = tuple[Axis, ...]
 class Operands:
     """The values that an equation reads; labels are joined, divided and frozen on the way."""
 
-    def __init__(self, labels: Labels, view: View, values: Sequence[Value], line: str) -> None:
+    def __init__(self, labels: Labels, view: View, values: Sequence[Labelled], line: str) -> None:
         """Takes the values of an equation.
 
         Args:

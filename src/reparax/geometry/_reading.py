@@ -17,7 +17,7 @@ from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import Axis, Kind, Origin, Value
+from reparax.geometry._values import Axis, Labelled, Origin, Source
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,22 @@ class Reading:
         self.labels, self.uses = Labels(), Uses()
         self.parameters: dict[int, Parameter] = {}
         self.steps = frozenset[Origin]()
-        self._mixed: dict[Origin, list[Value]] = {}
+        self._mixed: dict[Origin, list[Labelled]] = {}
         self._lines = calls(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
         data = (x for x, given in zip(arguments.arrays, arguments.given, strict=True) if not given)
-        closed = Kind.DATA if all(map(_is_key, data)) else Kind.CONSTANT
+        closed = Source.DATA if all(map(_is_key, data)) else Source.CONSTANT
         values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, given) in enumerate(zip(arguments.arrays, arguments.paths, arguments.given, strict=True)):
             if given and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
                 self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
-                values.append(Value(tuple(axes), Kind.WEIGHT))
+                values.append(Labelled(tuple(axes), Source.WEIGHT))
             else:
                 # Noise on weights is no data.
-                kind = Kind.CONSTANT if given or _is_key(x) else Kind.DATA
+                kind = Source.CONSTANT if given or _is_key(x) else Source.DATA
                 values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
@@ -80,21 +80,21 @@ class Reading:
         for value in (value for origin in self.steps for value in self._mixed.get(origin, ())):
             self._share(value)
 
-    def _fixed(self, shape: Sequence[int], why: str, kind: Kind) -> Value:
-        return Value(tuple(Axis(self.labels.new(why)) for _ in shape), kind)
+    def _fixed(self, shape: Sequence[int], why: str, kind: Source) -> Labelled:
+        return Labelled(tuple(Axis(self.labels.new(why)) for _ in shape), kind)
 
-    def _run(self, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        env: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
+    def _run(self, program: Jaxpr, inputs: Sequence[Labelled]) -> list[Labelled]:
+        env: dict[Any, Labelled] = dict(zip(program.invars, inputs, strict=True))
 
-        def value(v: Any) -> Value:
+        def value(v: Any) -> Labelled:
             literal = isinstance(v, Literal)
-            return self._fixed(jaxprs.type_of(v).shape, "an axis of a constant", Kind.CONSTANT) if literal else env[v]
+            return self._fixed(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT) if literal else env[v]
 
         for eqn in program.eqns:
             env |= zip(eqn.outvars, self._outputs(eqn, list(map(value, eqn.invars))), strict=True)
         return list(map(value, program.outvars))
 
-    def _outputs(self, eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
+    def _outputs(self, eqn: JaxprEqn, operands: list[Labelled]) -> Sequence[Labelled]:
         view = view_of(eqn)
         if isinstance(view, Scan):
             return self._scan(eqn, operands)
@@ -116,20 +116,20 @@ class Reading:
                 self._mixed.setdefault(origin, []).append(value)
         return outs
 
-    def _share(self, value: Value) -> None:
+    def _share(self, value: Labelled) -> None:
         for axis in value.axes:
             self.labels.share(axis.label)
 
-    def _body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Value]) -> list[Value]:
+    def _body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Labelled]) -> list[Labelled]:
         program, consts = body
-        fixed = [self._fixed(x.shape, "an axis of a constant", Kind.CONSTANT) for x in consts]
+        fixed = [self._fixed(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
         return self._run(program, [*fixed, *operands])
 
-    def _sharded(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    def _sharded(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> Sequence[Labelled]:
         """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
         (program, consts), why = jaxprs.body(eqn), reader_of(eqn, "lays it over devices", self._lines)
 
-        def part(value: Value, sizes: Sequence[int], others: Sequence[int]) -> Value:
+        def part(value: Labelled, sizes: Sequence[int], others: Sequence[int]) -> Labelled:
             axes = list[Axis]()
             for axis, n, m in zip(value.axes, sizes, others, strict=True):
                 if n != m:
@@ -138,26 +138,30 @@ class Reading:
                 axes.append(axis)
             return replace(value, axes=tuple(axes))
 
-        def parts(values: Sequence[Value], old: Sequence[Any], new: Sequence[Any]) -> list[Value]:
+        def parts(values: Sequence[Labelled], old: Sequence[Any], new: Sequence[Any]) -> list[Labelled]:
             shapes = ((jaxprs.type_of(v).shape, jaxprs.type_of(x).shape) for v, x in zip(old, new, strict=True))
             return [part(value, *pair) for value, pair in zip(values, shapes, strict=True)]
 
         inputs = parts(operands, eqn.invars, program.invars[len(consts) :])
         return parts(self._body((program, consts), inputs), program.outvars, eqn.outvars)
 
-    def _joined(self, values: Sequence[Value], kind: Kind = Kind.CONSTANT) -> Value:
+    def _joined(self, values: Sequence[Labelled], kind: Source = Source.CONSTANT) -> Labelled:
         """The value that is one of several; ``kind`` is that of what chooses."""
         worst, axes = max(kind, *(value.kind for value in values)), list[Axis]()
         for each in zip(*(value.axes for value in values), strict=True):
             for axis in each[1:]:
                 self.labels.same(each[0].label, axis.label)
-            axes.append(Axis.joined(each) if worst is Kind.WEIGHT else Axis(each[0].label))
+            axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
         stacked = frozenset[Origin]().union(*(value.stacked for value in values))
-        return Value(tuple(axes), worst, stacked if worst is Kind.WEIGHT else frozenset())
+        return Labelled(tuple(axes), worst, stacked if worst is Source.WEIGHT else frozenset())
 
     def _repeated(
-        self, body: tuple[Jaxpr, list[Any]], consts: Sequence[Value], carry: Sequence[Value], steps: Sequence[Value]
-    ) -> tuple[list[Value], list[Value]]:
+        self,
+        body: tuple[Jaxpr, list[Any]],
+        consts: Sequence[Labelled],
+        carry: Sequence[Labelled],
+        steps: Sequence[Labelled],
+    ) -> tuple[list[Labelled], list[Labelled]]:
         """What is carried and what else comes out of a body, for the kind of values that it carries in the end."""
         seen = len(self.uses)
         while True:
@@ -168,22 +172,22 @@ class Reading:
             carry = new
             del self.uses[seen:]
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         n_consts, n_carry = jaxprs.counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-        why, steps = reader_of(eqn, "takes it in steps", self._lines), list[Value]()
+        why, steps = reader_of(eqn, "takes it in steps", self._lines), list[Labelled]()
         for value in operands[n_consts + n_carry :]:
             along, *axes = value.axes
             self.labels.freeze(along.label, why)
             self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
-            steps.append(Value(tuple(axes), value.kind, value.stacked | along.of))
+            steps.append(Labelled(tuple(axes), value.kind, value.stacked | along.of))
         carry, stacks = self._repeated(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
             self._share(value)
         return [*carry, *(replace(value, axes=(Axis(self.labels.new(why)), *value.axes)) for value in stacks)]
 
-    def _while(self, view: While, operands: Sequence[Value]) -> list[Value]:
+    def _while(self, view: While, operands: Sequence[Labelled]) -> list[Labelled]:
         of_condition, of_body = view.counts
         condition, body = jaxprs.bodies(view.eqn)
         consts, carry = operands[of_condition : of_condition + of_body], operands[of_condition + of_body :]
@@ -197,12 +201,12 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
 
 
-def _in_place(values: Sequence[Value]) -> frozenset[Origin]:
+def _in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
     """The axes of parameters of which values have all indices in their places."""
     axes = (axis for value in values for axis in value.axes if axis.in_place)
     return frozenset[Origin]().union(*(axis.of for axis in axes))
 
 
-def _known(value: Value) -> tuple[object, ...]:
+def _known(value: Labelled) -> tuple[object, ...]:
     """What is known of a value beside the labels of its axes."""
     return value.kind, value.stacked, [(axis.of, axis.in_place) for axis in value.axes]

@@ -10,7 +10,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._programs.call import Arguments
 from reparax._tree.paths import PyTree
 from reparax.geometry._reading import Reading, one_argument
-from reparax.geometry._uses import Between, Origins, Product, Read
+from reparax.geometry._uses import Between, DataProduct, Origins, OtherRead
 
 Axes = tuple[int, ...]
 
@@ -52,6 +52,9 @@ class Role:
     uses: tuple[Use, ...] = ()
 
 
+NO_WEIGHT = Role(why="it is no array of floating numbers")
+
+
 @shows_usage
 def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., PyTree]:
     """A function of the same arguments as ``fun`` that says what each axis of each parameter is.
@@ -87,17 +90,19 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
     def found(*args: Any, **kwargs: Any) -> PyTree:
         arguments = Arguments.of(who, fun, position, args, kwargs)
         reading = Reading(arguments)
-        products = [use for use in reading.uses if isinstance(use, Product)]
+        products = [use for use in reading.uses if isinstance(use, DataProduct)]
         products += _between(products, [use for use in reading.uses if isinstance(use, Between)])
         products = _apart(products, reading)
-        reads = [use for use in reading.uses if isinstance(use, Read)]
-        each = [_role(i, products, reads) for i in range(len(arguments.places))]
+        reads = [use for use in reading.uses if isinstance(use, OtherRead)]
+        each = [
+            _role(i, products, reads) if i in reading.parameters else NO_WEIGHT for i in range(len(arguments.places))
+        ]
         return arguments.call(each, lambda *args, **_: args[position])
 
     return found
 
 
-def _apart(products: Iterable[Product], reading: Reading) -> list[Product]:
+def _apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
     """Products where axes along which networks are independent are stacked ones.
 
     The first layer of an ensemble whose members read the same data has an output for each member. That these are
@@ -109,7 +114,7 @@ def _apart(products: Iterable[Product], reading: Reading) -> list[Product]:
 
     contracted = set[int]().union(*(labels(product.inputs) for product in products))
     apart = set[int]().union(*(labels(product.stacked) for product in products)) - contracted
-    found = list[Product]()
+    found = list[DataProduct]()
     for product in products:
         members = frozenset(origin for origin in product.outputs if labels(frozenset([origin])) <= apart)
         found.append(replace(product, outputs=product.outputs - members, stacked=product.stacked | members))
@@ -134,7 +139,7 @@ def _sorted(axes: Iterable[int]) -> Axes:
     return tuple(sorted(set(axes)))
 
 
-def _role(parameter: int, products: Iterable[Product], reads: Iterable[Read]) -> Role:
+def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
     """The role of a parameter in these products."""
     uses = list[Use]()
 
@@ -151,7 +156,7 @@ def _role(parameter: int, products: Iterable[Product], reads: Iterable[Read]) ->
     return Role(inputs, outputs, _sorted(axis for use in uses for axis in use.stacked), "", tuple(uses))
 
 
-def _between(products: Iterable[Product], between: list[Between]) -> list[Product]:
+def _between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
     """Products of two weights: the axis between them is an output of the one that data meet first.
 
     Products with data decide: one that contradicts them, such as that of a penalty, says nothing.
@@ -159,7 +164,7 @@ def _between(products: Iterable[Product], between: list[Between]) -> list[Produc
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
     contracted, kept = inputs, outputs
-    found, left = list[Product](), between
+    found, left = list[DataProduct](), between
     while True:
         unknown = list[Between]()
         for each in left:
@@ -169,7 +174,7 @@ def _between(products: Iterable[Product], between: list[Between]) -> list[Produc
                     if first & contracted or second & kept:
                         continue  # as in a penalty: data do not meet one weight after the other
                     inputs, outputs = inputs | second, outputs | first
-                    found.append(Product(second, first, each.stacked, each.line))
+                    found.append(DataProduct(second, first, each.stacked, each.line))
                     break
             else:
                 unknown.append(each)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from reparax._programs.equations.contractions import Conv, Dot, Gather
-from reparax._programs.equations.moves import DynamicSlice, Slice, Split
+from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
-from reparax.geometry._values import Axis, Kind, Origin, Value, origins
+from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
 
 Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
@@ -15,7 +15,7 @@ Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
 
 
 @dataclass(frozen=True)
-class Product:
+class DataProduct:
     """A product of weights with data: axes of parameters that it contracts, that stay, and that it keeps apart."""
 
     inputs: Origins
@@ -35,59 +35,61 @@ class Between:
 
 
 @dataclass(frozen=True)
-class Read:
+class OtherRead:
     """Another equation that reads a parameter and data."""
 
     parameter: int
     line: str
 
 
-class Uses(list[Product | Between | Read]):
+class Uses(list[DataProduct | Between | OtherRead]):
     """The uses that were seen so far."""
 
-    def outputs(self, view: View, operands: Sequence[Value], axes: Sequence[Sequence[Axis]], line: str) -> list[Value]:
+    def outputs(
+        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
+    ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind = max((value.kind for value in operands), default=Kind.CONSTANT)
+        kind = max((value.kind for value in operands), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
-        if isinstance(view, Gather) and operands[0].kind is Kind.WEIGHT and _is_table(view, operands[1]):
+        if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
-            kind = Kind.DATA
-        elif isinstance(view, Gather | DynamicSlice) and operands[0].kind is Kind.WEIGHT and _is_whole(view):
-            kind = Kind.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
-        elif kind is Kind.DATA:
+            kind = Source.DATA
+        elif isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT and _is_whole(view):
+            kind = Source.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
+        elif kind is Source.DATA:
             self._add_read(view, operands, line)
-        if kind is not Kind.WEIGHT:
-            return [Value(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
+        if kind is not Source.WEIGHT:
+            return [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
         if isinstance(view, Dot):
             axes = [self._of_weights(view, operands, axes[0], line)]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         outs = zip(axes, shapes, strict=True)
-        return [_chosen(view, operands[0], Value(tuple(each), kind, stacked), shape) for each, shape in outs]
+        return [_chosen(view, operands[0], Labelled(tuple(each), kind, stacked), shape) for each, shape in outs]
 
-    def _add_read(self, view: View, operands: Sequence[Value], line: str) -> None:
+    def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         for i, value in enumerate(operands):
-            if value.kind is not Kind.WEIGHT:
+            if value.kind is not Source.WEIGHT:
                 continue
             way = WAYS.get(type(view))
             if way is not None and (axes := way(view, value, i)) is not None:
                 inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                self.append(Product(inputs, outputs, stacked | value.stacked, line))
+                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line))
             else:
                 parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
-                self.extend(Read(parameter, line) for parameter in sorted(parameters))
+                self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
-    def _of_weights(self, view: Dot, operands: Sequence[Value], axes: Sequence[Axis], line: str) -> Sequence[Axis]:
+    def _of_weights(self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str) -> Sequence[Axis]:
         """The axes of a product of weights with weights, which is added, or with a constant."""
         sides, kept = list[tuple[Origins, Origins]](), Origins()
         for i, value in enumerate(operands):
             contracted, stay, batch = _dot(view, value, i)
             sides.append((origins(value.axes[k] for k in contracted), origins(value.axes[k] for k in stay)))
             kept |= origins(value.axes[k] for k in batch) | value.stacked
-        if all(value.kind is Kind.WEIGHT for value in operands):
+        if all(value.kind is Source.WEIGHT for value in operands):
             self.append(Between(sides[0], sides[1], kept, line))
             return axes
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
-        constant = [value.kind for value in operands].index(Kind.CONSTANT)
+        constant = [value.kind for value in operands].index(Source.CONSTANT)
         others = set(_dot(view, operands[constant], constant)[1])
         labels = {operands[constant].axes[k].label for k in others}
         return [
@@ -95,12 +97,12 @@ class Uses(list[Product | Between | Read]):
         ]
 
 
-def _is_table(view: Gather, indices: Value) -> bool:
+def _is_table(view: Gather, indices: Labelled) -> bool:
     """Whether indices choose vectors: several, or one that is data; the number of a layer is neither."""
     numbers = view.dimension_numbers
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in gone]
-    return (len(view.operands[1].aval.shape) > 1 or indices.kind is Kind.DATA) and len(long) < 2
+    return (len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA) and len(long) < 2
 
 
 def _is_whole(view: Gather | DynamicSlice) -> bool:
@@ -111,41 +113,41 @@ def _is_whole(view: Gather | DynamicSlice) -> bool:
     return len(pairs) > 1 and all(m == n for m, n in pairs)
 
 
-def _chosen(view: View, operand: Value, out: Value, sizes: Sequence[int]) -> Value:
+def _chosen(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
-    if isinstance(view, Slice | DynamicSlice | Split):
+    if isinstance(view, Slice | DynamicSlice | SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
-        return Value(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
+        return Labelled(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
     if isinstance(view, Gather):
         numbers = view.dimension_numbers
         gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        return Value(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in gone))
+        return Labelled(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in gone))
     return out
 
 
-def _others(value: Value, taken: Collection[int]) -> list[int]:
+def _others(value: Labelled, taken: Collection[int]) -> list[int]:
     return [k for k in range(len(value.axes)) if k not in taken]
 
 
-def _dot(view: Dot, value: Value, i: int) -> Ways:
+def _dot(view: Dot, value: Labelled, i: int) -> Ways:
     contracted, batch = view.contracting[i], view.batch[i]
     return contracted, _others(value, (*contracted, *batch)), batch
 
 
-def _convolution(view: Conv, value: Value, i: int) -> Ways | None:
+def _convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
     del value
     out, *inputs = view.dimension_numbers.rhs_spec
     return (inputs, [out], ()) if i == 1 else None
 
 
-def _lookup(view: Gather, value: Value, i: int) -> Ways | None:
+def _lookup(view: Gather, value: Labelled, i: int) -> Ways | None:
     numbers = view.dimension_numbers
     rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
     return (rows, _others(value, (*rows, *batch)), batch) if i == 0 and rows else None
 
 
-def _rows(view: DynamicSlice, value: Value, i: int) -> Ways | None:
+def _rows(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
     rows = [k for k, (m, n) in enumerate(zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)) if m < n]
     return (rows, _others(value, rows), ()) if i == 0 and len(rows) == 1 else None
 

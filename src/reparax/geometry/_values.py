@@ -8,7 +8,7 @@ Origin = tuple[int, int]
 """An axis of a parameter: the number of the parameter, and that of the axis."""
 
 
-class Kind(enum.IntEnum):
+class Source(enum.IntEnum):
     """What a value is computed from; of several operands, the largest counts."""
 
     CONSTANT = 0
@@ -32,11 +32,11 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Value:
+class Labelled:
     """A value: its axes, what it is computed from, and axes of parameters of which it is one entry."""
 
     axes: tuple[Axis, ...]
-    kind: Kind
+    kind: Source
     stacked: frozenset[Origin] = field(default=frozenset())
 
 
