@@ -137,12 +137,12 @@ class Static:
     def _compared(self) -> tuple[Any, ...]:
         """The values that equality and hash compare."""
         values = {each.name: getattr(self, each.name) for each in _fields(self) if each.compare}
-        for name, value in values.items():
-            if holds_array(value):
-                raise TypeError(
-                    f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Give it a known "
-                    f"number, or build the stage inside of the jitted function that uses it."
-                )
+        if holds_array(values):
+            name = next(name for name, value in values.items() if holds_array(value))
+            raise TypeError(
+                f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Give it a known "
+                f"number, or build the stage inside of the jitted function that uses it."
+            )
         return tuple(values.values())
 
     # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
@@ -195,9 +195,10 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         _require_arguments(type(self), args, kwargs)
         init(self, *plain(args), **plain(kwargs))
-        for each in _fields(self):  # defaults, and what `__post_init__` computes
-            if hasattr(self, each.name):
-                object.__setattr__(self, each.name, plain(getattr(self, each.name)))
+        # Defaults, and what `__post_init__` computes.
+        held = {each.name: getattr(self, each.name) for each in _fields(self) if hasattr(self, each.name)}
+        for name, value in plain(held).items():
+            object.__setattr__(self, name, value)
 
     return initialize
 
