@@ -32,7 +32,10 @@ class PartNames(tuple[Any, ...]):
 
 
 def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
-    """``raw``, made from ``params``, with the box of each marker dict moved to each value in it."""
+    """``raw``, made from ``params``, with the box of each marker dict moved to each value in it.
+
+    ``follow`` says which axis of the parameter each axis of a raw value is. :func:`gather_boxes` is the way back.
+    """
     paths, nodes, treedef = named(raw, _holds_values)
     if not any(map(_holds_values, nodes)):
         return raw

@@ -43,15 +43,15 @@ def rebased(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
         if planner(stage).does("rebase"):
-            seen = run(means(stages[:i]), tree, Keys(None))
-            after = planner(stage).plan("rebase", seen.types).rebase(seen)
-            tree = graft("rebase", tree, seen, after, free=True)
+            before = run(means(stages[:i]), tree, Keys(None))
+            after = planner(stage).plan("rebase", before.types).rebase(before)
+            tree = graft("rebase", tree, before, after, free=True)
     return tree
 
 
 def total_penalty(stages: Stages, tree: Flat) -> jax.Array:
     """The sum of the penalties."""
-    return add_up([layer.penalty(seen) for layer, seen, _ in walk("penalty", means(stages), tree)])
+    return add_up([layer.penalty(before) for layer, before, _ in walk("penalty", means(stages), tree)])
 
 
 def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
@@ -62,14 +62,14 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
     def is_free(place: str) -> bool:
         return any(each == place or each.startswith(f"{place}/") for each in places)
 
-    for layer, seen, _ in walk("log_det", means(stages), tree):
+    for layer, before, _ in walk("log_det", means(stages), tree):
         if not planner(layer.stage).does("log_det"):
             raise ValueError(
                 f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
                 f"Triangular; a stage of your own needs log_det_leaf(values)."
             )
-        found.append(layer.log_det(seen, is_free))
+        found.append(layer.log_det(before, is_free))
     return add_up(found)
 
 

@@ -15,7 +15,7 @@ from reparax._numerics.linalg import adjoint, identity, product
 BLOCK = 128
 """The rows that are factored together; any number gives the same, up to rounding."""
 
-Plan = Callable[[Array, Array, Any], Any]
+Sweep = Callable[[Array, Array, Any], Any]
 Nearest = Callable[[Array, Any], Array]
 
 
@@ -30,7 +30,7 @@ def output_error(change: Array, moments: Array) -> Array:
 
 
 def compensated(
-    w: Array, moments: Array, plan: Plan, nearest: Nearest, *, size: int, percdamp: float, given: Any = None
+    w: Array, moments: Array, plan: Sweep, nearest: Nearest, *, size: int, percdamp: float, given: Any = None
 ) -> tuple[Array, Any]:
     r"""Rounds the rows of a matrix one after the other: the loop of GPTQ and SparseGPT.
 

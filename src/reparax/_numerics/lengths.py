@@ -125,7 +125,10 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 @functools.partial(inlined, static_argnums=1)
 def norm(x: Array, axes: Indices) -> Array:
-    """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero."""
+    """The Euclidean length along ``axes``, real; its gradient at zero is defined as zero.
+
+    It is right for any finite length, at the price of a pass for the largest magnitude.
+    """
     size = scale(x, axes)
     length = size * _positive(x / size.astype(x.dtype), axes)
     return jnp.where(is_zero(x, axes), 0, length)

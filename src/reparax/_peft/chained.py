@@ -107,7 +107,7 @@ class Chained(Method):
 
     def made(self, node: Marked) -> bool:
         """Whether a raw tree has the values of this method."""
-        held, _ = _places(node)
+        held, _ = _values_and_stages(node)
         fits = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
         return fits and held.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
 
@@ -129,7 +129,7 @@ class Chained(Method):
         return Adapted(stages, {like[place][0]: x for place, x in values.items()})
 
     def write(self, target: Target, node: Marked) -> Written:
-        held, made = _places(node)
+        held, made = _values_and_stages(node)
         tensors = {name: part.write(target, held[part.place]) for name, part in self.parts.items()}
         settings = self.config(target, {type(stage).kind: stage for stage in made})
         config = {**self.defaults, **settings}
@@ -152,19 +152,19 @@ def _part(bank: np.ndarray, shape: Shape) -> np.ndarray:
     return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
 
 
-def _places(node: Marked, base: str = "") -> tuple[Values, list[Any]]:
-    """The raw values below an array by their places, without its base, and the stages that made them."""
+def _values_and_stages(node: Marked, prefix: str = "") -> tuple[Values, list[Any]]:
+    """The raw values below an array by their paths, which begin with ``prefix``, without its base; and their stages."""
     values: Values = {}
     stages: list[Any] = []
     stage: Any = node.stage
     for name, x in node.values.items():
-        place = f"{base}@{stage.kind}/{name}"
+        path = f"{prefix}@{stage.kind}/{name}"
         if isinstance(x, Marked) and not value_of(stage.raw_values, name).base:
-            inner, made = _places(x, f"{place}/")
+            inner, made = _values_and_stages(x, f"{path}/")
             values |= inner
             stages += made
         elif not isinstance(x, Marked):
-            values[place] = x
+            values[path] = x
     return values, [*stages, stage]
 
 

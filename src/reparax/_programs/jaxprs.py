@@ -137,7 +137,7 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
 
     None if one body stands in two places, as its values need other names in each.
     """
-    seen, invars, held, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
+    visited, invars, held, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
@@ -146,9 +146,9 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
                 eqns.append(eqn.replace(invars=read))
                 continue
             inside, consts = body(eqn)
-            if id(_held(eqn)[0]) in seen:
+            if id(_held(eqn)[0]) in visited:
                 return False
-            seen.add(id(_held(eqn)[0]))
+            visited.add(id(_held(eqn)[0]))
             invars.extend(inside.invars[: len(consts)])
             held.extend(consts)
             own: Env = dict(zip(inside.invars[len(consts) :], read, strict=True))

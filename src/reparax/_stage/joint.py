@@ -68,10 +68,10 @@ class _OnGroups(Planner):
 
     def plan_init(self, tree: Flat) -> Layer:
         slots, kind = tree.slots(), self.stage.kind
-        seen = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
+        visible = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
         sites: list[_Group] = []
         named = self._axis_names(tree)
-        for group in self._groups("init", {place: slots[place].path for place in seen}):
+        for group in self._groups("init", {place: slots[place].path for place in visible}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
             with locate_errors(f"{self.who('init')} at {_at(slots, group)}"):
                 stacked = self._stacked(group, named)

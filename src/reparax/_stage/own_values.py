@@ -16,7 +16,7 @@ from reparax._tree.markers import Types, locate_errors, require_fit
 from reparax._tree.paths import Names
 from reparax._tree.raw import Slot
 
-Facts = tuple[Any, Mapping[str, tuple[int, ...]] | None]
+Expected = tuple[Any, Mapping[str, tuple[int, ...]] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class OwnValues:
     closed: Flat
     slots: Mapping[Names, Slot]
     names: Mapping[Names, AxisNames | None]
-    _known: dict[tuple[AxisNames | None, Types], Facts] = field(default_factory=dict[Any, Facts])
+    _known: dict[tuple[AxisNames | None, Types], Expected] = field(default_factory=dict[Any, Expected])
     _types: dict[Names, Any] = field(default_factory=dict[Names, Any])
 
     def require_values(self) -> None:

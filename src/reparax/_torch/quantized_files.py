@@ -125,7 +125,7 @@ def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: 
 
 
 def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
-    """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
     (out, inputs), _ = shape, _setting(config, "bits", 4)
@@ -137,7 +137,7 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
 
     def numbers(name: str, rows: int) -> np.ndarray:
         apart = words(take(tensors, name, (rows, _words(out, 4, "outputs")), "int32"), 4, 1).reshape(rows, -1, 8)
-        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)
+        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)  # the inverse of that order
 
     zero = numbers("qzeros", groups).astype(scales.dtype)
     return Matrix("uint4", size, {"q": numbers("qweight", inputs).T, "scale": scales.T, "zero": zero.T})

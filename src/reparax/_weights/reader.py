@@ -24,6 +24,9 @@ AS_IS: Outs = ([], [])
 class Way(Protocol):
     """What a reader does with weights: where they start, and what happens where they are read.
 
+    For each equation the reader asks ``declared``; then, if it holds no program and moves no weight, ``made`` and
+    ``used``; and ``formed`` for each weight that is needed as an array.
+
     Attributes:
       state: Arrays that go through the program, into the bodies of loops too, and change on the way.
     """

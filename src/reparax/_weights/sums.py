@@ -36,7 +36,7 @@ class Label:
     shards: tuple[str, ...] = ()
 
 
-Group = tuple[Label, ...]
+Merged = tuple[Label, ...]
 """The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
 
 
@@ -53,7 +53,7 @@ class Factor:
     """
 
     array: Any
-    labels: Group
+    labels: Merged
     still: bool
     draw: Hashable = None
     key: Any = None
@@ -74,7 +74,7 @@ class Product:
     """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
 
     factors: tuple[Factor, ...]
-    axes: tuple[Group, ...]
+    axes: tuple[Merged, ...]
 
     @classmethod
     def of(cls, x: Any, *, still: bool) -> "Product":
@@ -126,7 +126,7 @@ class Product:
         new = {old: (label,) for old, label in names.items()}
         return self._each(lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new)
 
-    def _each(self, change: Callable[[Factor], Factor], new: dict[Label, Group]) -> "Product":
+    def _each(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
         axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
@@ -218,11 +218,11 @@ def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[A
     return Product(a.factors + b.factors, tuple(axes))
 
 
-def _fresh(n: int) -> Group:
+def _fresh(n: int) -> Merged:
     return (Label(n),) if n != 1 else ()
 
 
-def _refined(factor: Factor, new: dict[Label, Group]) -> Factor:
+def _refined(factor: Factor, new: dict[Label, Merged]) -> Factor:
     if not any(label in new for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))

@@ -23,8 +23,11 @@ pass runs the early half again, and its derivative. No product of ``late`` runs 
 
 In both passes, each output of the early half is computed just before the late half uses it.
 
-``_bodies`` handles programs inside programs, ``_lazily`` orders the equations of a program, ``_residuals`` and
-``_derivative`` build the derivative, ``_linear`` its transpose, and ``_piece`` is the primitive that both use.
+``_remat`` begins. ``_derivative`` finds the early half, by the ``Mark`` of each ``apply``, and splits the program;
+``_bodies`` opens programs inside programs, ``_sunk`` computes stacked weights in the steps that read them,
+``_residuals`` and ``_linear`` build the derivative and its transpose, and ``_piece`` is the primitive that both use.
+``_lazily`` orders the equations of a program, ``_ties`` says which must wait, and ``_masks`` which masks are stored.
+``_saved`` counts what is kept.
 """
 
 from reparax.memory._remat import remat as remat

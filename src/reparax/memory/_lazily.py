@@ -84,6 +84,10 @@ class _Run:
             self._evaluate(eqns, None)
 
     def _evaluate(self, eqns: Sequence[JaxprEqn], after: Any) -> None:
+        """Evaluates equations as one program, which waits for ``after`` if that is given, and keeps what is still read.
+
+        What these equations read is counted off first: it decides what is still read.
+        """
         for eqn in eqns:
             self._reads.subtract(variables(eqn.invars))
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]

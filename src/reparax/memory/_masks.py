@@ -56,14 +56,14 @@ def _masks(jaxpr: Jaxpr, given: Flags) -> set[Var]:
                     masks[v] = {u for u in behind[v] if _size(u) >= _size(v)}
     chosen = set(masks)
     while True:
-        read = _read(jaxpr, chosen)
+        read = _needed(jaxpr, chosen)
         kept = {v for v in chosen if masks[v].isdisjoint(read)}
         if kept == chosen:
             return chosen
         chosen = kept
 
 
-def _read(jaxpr: Jaxpr, stored: set[Var]) -> set[Var]:
+def _needed(jaxpr: Jaxpr, stored: set[Var]) -> set[Var]:
     """What the outputs of a program depend on, if they read some values from memory."""
     read = set(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):

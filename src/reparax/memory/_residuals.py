@@ -74,7 +74,7 @@ class Linearized:
         return self.push is not None
 
     def forward(self) -> tuple[list[Any], list[Any]]:
-        """The outputs, and the values to store."""
+        """The outputs, and the values to store, in the order in which :meth:`tangents` takes them."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
         forward = jaxprs.live(jaxprs.part(self.program, self.program.eqns, outvars))
         args = jaxprs.values(self.inputs, forward.invars)
@@ -162,8 +162,8 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
     points = [env[v] for v in moving]
     if not moving or not smooth:
         return of_moving(*points)[1], [], _Part([], {}, jaxprs.part(half, [], []))
-    _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
-    program, residuals = jaxprs.opened(jax.make_jaxpr(linear)(*points))
+    _, pushed, outs = jax.linearize(of_moving, *points, has_aux=True)
+    program, residuals = jaxprs.opened(jax.make_jaxpr(pushed)(*points))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)

@@ -17,7 +17,7 @@ from reparax._programs.equations.view import View
 from reparax._weights import moves
 from reparax._weights.dtypes import between, in_any_order
 from reparax._weights.multiply import ENTRY, How, cost, total
-from reparax._weights.sums import Factor, Group, Label, Product, Sum, complete, contracted, entries
+from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
 def _mixed(y: Any, channel: int, tail: Product) -> Product:
     """Output channels computed from fewer channels, as the last axis."""
     few, many = tail.axes
-    rows: list[Group] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
+    rows: list[Merged] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
     labels = tuple(label for group in (*rows[:channel], few, *rows[channel:]) for label in group)
     data = Factor(y.reshape([label.size for label in labels]), labels, still=False)
     axes = (tuple(label for label in group if label.size != 1) for group in (*rows, many))

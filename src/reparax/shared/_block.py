@@ -75,7 +75,7 @@ Block = str | Concat
 
 
 def require_unique(found: Sequence[str], who: str) -> None:
-    """Refuses duplicate names."""
+    """Raises a ValueError, which begins with ``who``, if a value or an array of a layout has the name of another."""
     for name in found:
         if found.count(name) > 1:
             raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
