@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 _INPUT = r"[a-z]*(?:\([a-z]-[a-z]\))?"
 _SPEC = re.compile(rf"{_INPUT}(?:,{_INPUT})*->(?:[a-z]|\([a-z]+\))*")
@@ -86,7 +87,7 @@ class Term:
              [0., 1.]], dtype=float32)
     """
 
-    def __init__(self, spec: str, *arrays: Any) -> None:
+    def __init__(self, spec: str, *arrays: ArrayLike) -> None:
         self.spec, self.arrays = Spec(spec.replace(" ", "")), tuple(map(jnp.asarray, arrays))
         if reason := _wrong(self.spec, self.arrays):
             raise ValueError(f"Term({spec!r}) {reason}")
