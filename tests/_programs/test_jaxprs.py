@@ -6,6 +6,7 @@ Each fails where JAX changes it, and names the version that changed it last, if 
 import importlib.metadata
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -113,10 +114,13 @@ def test_the_gradient_of_a_program_has_the_equations_and_lines_that_jax_gives_it
     by_jax = jax.extend.core.jaxpr_as_fun(closed)
     got = jax.make_jaxpr(jax.grad(lambda *args: jaxprs.evaluate(held, args)[0], (0, 1)))(square, square)
     want = jax.make_jaxpr(jax.grad(lambda *args: by_jax(*args)[0], (0, 1)))(square, square)
-    assert str(got) == str(want)
-    for ours, theirs in zip(got.eqns, want.eqns, strict=True):
-        assert jaxprs.lines(ours)[0] == jaxprs.lines(theirs)[0]
-        assert str(ours.source_info.name_stack) == str(theirs.source_info.name_stack)
+
+    def equations(closed):
+        # Since jax 0.11.1, the order in which terms of a gradient are added may differ.
+        facts = ((eqn.primitive.name, eqn.source_info.name_stack, eqn.outvars[0].aval) for eqn in closed.eqns)
+        return Counter(zip(facts, (jaxprs.lines(eqn)[0] for eqn in closed.eqns), strict=True))
+
+    assert {str(key): n for key, n in equations(got).items()} == {str(key): n for key, n in equations(want).items()}
 
 
 def test_the_derivative_of_equal_equations_is_worked_out_once():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from geometry.networks import normal
 from grids import mostly_thorough
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from reparax.geometry import axis_groups, roles
 from reparax.testing import check_groups
@@ -82,7 +82,7 @@ def test_all_that_a_loop_carries_is_followed_until_nothing_new_is_known():
 
 
 def test_shards_have_an_order():
-    mesh, of = AbstractMesh((2,), ("shards",)), PartitionSpec
+    mesh, of = AbstractMesh((2,), ("shards",), axis_types=(AxisType.Auto,)), PartitionSpec
 
     def part(a, b, x):
         return (jnp.tanh(x @ a) @ b)[None]

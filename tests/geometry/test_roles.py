@@ -33,8 +33,13 @@ def test_each_axis_of_each_weight_has_its_role(name):
         assert bool(role.why) == (not want)
 
 
-W, V, ROW = jax.ShapeDtypeStruct((3, 4), float), jax.ShapeDtypeStruct((4, 2), float), jax.ShapeDtypeStruct((), int)
-LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), float), jax.ShapeDtypeStruct((5, 3), float)
+FLOAT = jnp.float32
+W, V, ROW = (
+    jax.ShapeDtypeStruct((3, 4), FLOAT),
+    jax.ShapeDtypeStruct((4, 2), FLOAT),
+    jax.ShapeDtypeStruct((), jnp.int32),
+)
+LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), FLOAT), jax.ShapeDtypeStruct((5, 3), FLOAT)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 BATCH = np.ones((5, 3), np.float32)
 DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))

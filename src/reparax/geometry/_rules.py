@@ -208,6 +208,12 @@ def _stack(view: moves.Stack, operands: Operands) -> list[Axes]:
     return [(*axes[: view.axis], operands.ordered(), *axes[view.axis :])]
 
 
+def _unstack(view: moves.Unstack, operands: Operands) -> list[Axes]:
+    axes = operands.axes[0]
+    operands.ordered(axes[view.axis])
+    return [(*axes[: view.axis], *axes[view.axis + 1 :]) for _ in view.eqn.outvars]
+
+
 def _pad(view: moves.Pad, operands: Operands) -> list[Axes]:
     return [operands.partly(not any(amounts) for amounts in view.padding)]
 
@@ -263,6 +269,7 @@ RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
     moves.SplitAxis: _split,
     moves.Concatenate: _concatenate,
     moves.Stack: _stack,
+    moves.Unstack: _unstack,
     moves.Pad: _pad,
     moves.DynamicSlice: _dynamic,
     moves.DynamicUpdateSlice: _updated,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from reparax._programs.equations.contractions import Conv, Dot, Gather
-from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis
+from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
@@ -119,6 +119,8 @@ def _chosen(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) 
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
         return Labelled(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
+    if isinstance(view, Unstack):
+        return Labelled(out.axes, out.kind, out.stacked | operand.axes[view.axis].of)
     if isinstance(view, Gather):
         numbers = view.dimension_numbers
         gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)

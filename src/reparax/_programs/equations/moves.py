@@ -165,6 +165,17 @@ class Stack(View):
         return self.eqn.params["axis"]
 
 
+class Unstack(View):
+    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
+
+    names = ("unstack",)
+
+    @property
+    def axis(self) -> int:
+        """The axis that goes."""
+        return self.eqn.params["axis"]
+
+
 class Pad(View):
     """A ``jax.lax.pad``."""
 
