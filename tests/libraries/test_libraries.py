@@ -168,6 +168,7 @@ def of_libraries(*quick: Callable[[], Case]) -> pytest.MarkDecorator:
 
 
 every_library = of_libraries(*CASES)
+two_libraries = of_libraries(nnx_module, equinox)
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -208,7 +209,7 @@ def test_fold_of_init_gives_the_original_weights_back(build: Callable[[], Case])
     _assert_close(_there_and_back(params), params)
 
 
-@every_library
+@two_libraries
 def test_init_leaves_the_function_of_the_model_unchanged(build: Callable[[], Case]) -> None:
     case = build()
     folded = _there_and_back(case.params)
@@ -286,7 +287,7 @@ def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build:
     p.check(rpx.combine(free, fixed), like=build().params)
 
 
-@every_library
+@two_libraries
 def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Case], key: Array) -> None:
     params = build().params
     noisy = _by_path(rpx.VarNoise(0.1).apply(params, key))
@@ -297,7 +298,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 
 
 @pytest.mark.thorough
-@every_library
+@two_libraries
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
     seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)

@@ -198,7 +198,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", mostly_thorough(LOSSES, "contrastive"))
 def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
     network, weights = LOSSES[name]
     p, x = rpx.WeightNorm() >> rpx.VarNoise(0.1), normal(6, 8)
@@ -344,6 +344,7 @@ def test_numbers_and_flags_of_python_are_constants():
     trees_close(gradient, jax.grad(repeated)(RAW, ROOT, X, 2, train=True))
 
 
+@pytest.mark.thorough
 def test_leaves_that_are_no_arrays_are_constants():
     def with_functions(tree, key, x):
         return loss(tree["raw"], key, tree["activation"](x))
@@ -603,6 +604,7 @@ def test_what_is_linear_in_the_data_can_be_transposed(key):
     np.testing.assert_allclose(got, np.asarray(y) @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_is_transposed_can_be_transposed_again(key):
     def product(w, key, x):
         return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
@@ -624,6 +626,7 @@ def test_what_is_transposed_can_be_transposed_again(key):
     np.testing.assert_allclose(got, 2 * np.tanh(x).T @ (np.tanh(x) @ weight) * np.cos(w), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_what_is_linear_in_the_weights_can_be_transposed(key):
     def product(w, key, x):
         return jnp.sum(jnp.tanh(x) @ w.T, 0)
@@ -636,6 +639,7 @@ def test_what_is_linear_in_the_weights_can_be_transposed(key):
     np.testing.assert_allclose(got, np.outer(y, np.sum(np.asarray(x) / np.cosh(x) ** 2, 0)), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_linear_solve_of_what_is_linear_in_the_data(key):
     def product(w, x):
         return jnp.sin(w) @ x
@@ -750,6 +754,7 @@ def test_checkify_finds_an_error_of_the_derivative():
         assert checked(derivative(rpx.remat(in_its_derivative)), *args) == report
 
 
+@pytest.mark.thorough
 def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
     def of_checked(f):
         return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
@@ -763,6 +768,7 @@ def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
 # ---- Transformations around it
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [0, 1])
 def test_taylor_series_are_those_of_the_plain_function(number):
     """Of a tanh along one direction, by its derivatives, and of the gradient; the chain runs in ``jax.checkpoint``."""
@@ -1009,6 +1015,7 @@ def test_nothing_is_kept_for_an_output_that_nobody_differentiates(key):
     assert remat.bytes("weights") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("across", ["shard_map", "vmap"])
 def test_an_output_that_nobody_differentiates_of_a_named_axis(across, key):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -1029,6 +1036,7 @@ def test_an_output_that_nobody_differentiates_of_a_named_axis(across, key):
     trees_close(got, expected)
 
 
+@pytest.mark.thorough
 def test_an_ordered_effect_in_the_linear_part_happens_once(key):
     seen = []
 
@@ -1067,6 +1075,7 @@ def with_a_choice_by_data(w, key, x):
     return jnp.sum(jax.lax.cond(jnp.sum(x) > 0, lambda: jax.lax.stop_gradient(x) @ w, lambda: jnp.tanh(x @ w)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", [with_a_backward_pass_by_hand, with_a_choice_by_data])
 def test_a_batch_of_what_cannot_be_batched_after_its_derivative(f, key):
     def total(f):
