@@ -134,7 +134,7 @@ def _shown(x: Any) -> Any:
 
 def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     if argnums is None:
-        return {i for i, arg in enumerate(args) if i == 0 or _is_keys(arg)}
+        return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)
     if missing := [i for i in sorted(chosen) if i >= len(args)]:
         raise TypeError(
@@ -144,7 +144,7 @@ def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
     return chosen
 
 
-def _is_keys(arg: Any) -> bool:
+def is_keys(arg: Any) -> bool:
     """Whether an argument consists of PRNG keys, typed or legacy."""
 
     def is_key(x: Any) -> bool:

@@ -287,9 +287,10 @@ class _Alone:
     def has_hash(self) -> bool:
         """Whether it can be compared: not if a parameter has no hash."""
         try:
-            return bool(hash(self)) or True
+            hash(self)
         except TypeError:
             return False
+        return True
 
     @property
     def function(self) -> Body:

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Arguments, caller
+from reparax._programs.call import Arguments, caller, is_keys
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import calls, reader_of
@@ -61,7 +60,7 @@ class Reading:
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
         data = (x for x, given in zip(arguments.arrays, arguments.given, strict=True) if not given)
-        closed = Source.DATA if all(map(_is_key, data)) else Source.CONSTANT
+        closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
         values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, given) in enumerate(zip(arguments.arrays, arguments.paths, arguments.given, strict=True)):
             if given and jnp.issubdtype(x.dtype, jnp.inexact):
@@ -71,7 +70,7 @@ class Reading:
                 values.append(Labelled(tuple(axes), Source.WEIGHT))
             else:
                 # Noise on weights is no data.
-                kind = Source.CONSTANT if given or _is_key(x) else Source.DATA
+                kind = Source.CONSTANT if given or is_keys(x) else Source.DATA
                 values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
@@ -194,11 +193,6 @@ class Reading:
         carry, _ = self._repeated(body, consts, carry, [])
         self._body(condition, [*operands[:of_condition], *carry])
         return carry
-
-
-def _is_key(x: Any) -> bool:
-    """Whether an array is a PRNG key or several, or a legacy key."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.dtype == jnp.uint32 and x.shape in ((2,), (4,)))
 
 
 def _in_place(values: Sequence[Labelled]) -> frozenset[Origin]:

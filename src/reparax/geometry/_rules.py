@@ -237,12 +237,11 @@ def _top(view: reductions.TopK, operands: Operands) -> list[Axes]:
 def _gather(view: contractions.Gather, operands: Operands) -> list[Axes]:
     """Axes that are taken as a whole stay, and so do those of the indices; of others the order counts."""
     numbers, sizes, (axes, indices) = view.dimension_numbers, operands.shapes[0], operands.axes
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     # An index has a place for each axis of the operand in which it points.
     operands.ordered(*(axes[i] for i in numbers.collapsed_slice_dims), indices[-1])
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operands.joined((axes[i], indices[j]))
-    kept = (i for i in range(len(axes)) if i not in gone)
+    kept = (i for i in range(len(axes)) if i not in view.gone)
     slices = [axes[i] if view.slice_sizes[i] == sizes[i] else operands.ordered(axes[i]) for i in kept]
     places, batch = dict(zip(numbers.offset_dims, slices, strict=True)), iter(indices[:-1])
     return [tuple(places[k] if k in places else Axis(next(batch).label) for k in range(len(view.type.shape)))]

@@ -99,9 +99,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
 
 def _is_table(view: Gather, indices: Labelled) -> bool:
     """Whether indices choose vectors: several, or one that is data; the number of a layer is neither."""
-    numbers = view.dimension_numbers
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in gone]
+    long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in view.gone]
     return (len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA) and len(long) < 2
 
 
@@ -122,9 +120,7 @@ def _chosen(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) 
     if isinstance(view, Unstack):
         return Labelled(out.axes, out.kind, out.stacked | operand.axes[view.axis].of)
     if isinstance(view, Gather):
-        numbers = view.dimension_numbers
-        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        return Labelled(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in gone))
+        return Labelled(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in view.gone))
     return out
 
 
@@ -146,7 +142,7 @@ def _convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
 def _lookup(view: Gather, value: Labelled, i: int) -> Ways | None:
     numbers = view.dimension_numbers
     rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    return (rows, _others(value, (*rows, *batch)), batch) if i == 0 and rows else None
+    return (rows, _others(value, view.gone), batch) if i == 0 and rows else None
 
 
 def _rows(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:

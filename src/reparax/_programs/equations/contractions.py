@@ -94,6 +94,12 @@ class Gather(View):
         return self.eqn.params["slice_sizes"]
 
     @property
+    def gone(self) -> tuple[int, ...]:
+        """The axes of the operand that slices do not have."""
+        numbers = self.dimension_numbers
+        return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+
+    @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
         numbers, sizes = self.dimension_numbers, self.slice_sizes
