@@ -500,6 +500,7 @@ SHOWN = [
     "fold",
     "init",
     "log_det",
+    "on",
     "owners",
     "penalty",
     "rebase",

@@ -367,7 +367,7 @@ def test_equal_builds_compile_once(key: Array) -> None:
     step = _counted(traces)
     raw = rpx.WeightNorm().init(_params())
     for _ in range(3):
-        step(rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075), raw, key)
+        step(rpx.WeightNorm(detach=False) >> rpx.VarNoise(0.075), raw, key)
     step(rpx.Chain((rpx.WeightNorm(), rpx.VarNoise(0.075))), raw, key)
     step(rpx.from_json(NOISY.to_json()), raw, key)
     assert traces == {NOISY: 1}

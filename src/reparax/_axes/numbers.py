@@ -8,6 +8,7 @@ from typing import Any
 from jax import Array
 
 from reparax._axes.names import AxisNames
+from reparax._axes.roles import ASK, WORDS
 from reparax._numerics.arguments import is_whole
 
 Axis = int | str
@@ -88,6 +89,9 @@ AXIS_CHECKS = (
 )
 """The checks of fields that hold axes of the array, which users may give by name."""
 
+ONE_AXIS = (check_axis, check_one_along)
+"""Those of fields that hold one axis."""
+
 
 def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     """The numbers of ``axes`` in an array with these axis names; names that it does not have are left out.
@@ -99,7 +103,7 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     def numbers(axis: Axis) -> list[int]:
         if isinstance(axis, int):
             return [axis]
-        if names is None or names.count(axis) > 1:
+        if names is None or names.count(axis) > 1 or axis in WORDS:
             return [int(number) for number in _each(number_axes(axis, names))]
         return [i for i, name in enumerate(names) if name == axis]
 
@@ -155,6 +159,8 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
     def number(axis: Axis) -> int:
         if isinstance(axis, int):
             return axis
+        if axis in WORDS:
+            raise ValueError(f"only the program of the network says which axes are its {axis!r}. {ASK}")
         if names is None or names.count(axis) != 1:
             got = "no axis names" if names is None else f"axes named {names}"
             raise ValueError(
@@ -171,12 +177,14 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
     """The axes as numbers, in their order; names are refused."""
     several = _each(axes)
     for axis in several:
+        if isinstance(axis, str) and axis in WORDS:
+            raise ValueError(f"only the program of the network says which axes are its {axis!r}. {ASK}")
         if isinstance(axis, str):
             raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
     return tuple(int(axis) for axis in several)
 
 
-def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
+def out_of_bounds(axes: Any, w: Array, name: str) -> str | None:
     """What is wrong with ``axes`` for ``w``, or None."""
     if axes is None or axes == EACH:
         return None
@@ -198,7 +206,7 @@ def out_of_bounds(axes: Axes | None, w: Array, name: str) -> str | None:
     )
 
 
-def as_number(axes: Axes) -> Axes:
+def as_number(axes: Axes | None) -> Any:
     """``axes`` with a number in place of ``"last"``."""
     return -1 if _is_last(axes) else axes
 

@@ -15,6 +15,7 @@ from reparax._core.calls import call, checked_key, needed_key, parts_of, require
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
+from reparax._core.on_roles import on_roles
 from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
@@ -74,7 +75,7 @@ class Parametrization(Static, ABC):
         super().__init_subclass__(**kwargs)
 
     _for_users: ClassVar[tuple[str, ...]] = (
-        *("init", "apply", "update", "rebase", "fold"),
+        *("init", "apply", "update", "rebase", "fold", "on"),
         *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
     )
     """The names that users call; all other names are for authors of stages."""
@@ -230,6 +231,36 @@ class Parametrization(Static, ABC):
         for layer in reversed(lineage_of(self, abstract(with_any_key(self.init), params)).layers):
             owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
         return owners
+
+    @verb
+    def on(self, roles: PyTree) -> Parametrization:
+        """This chain for a network whose program says what the axes of its weights are, as :func:`roles` finds it.
+
+        Axes that are given in words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path where arrays
+        differ. So do those that nobody set, where the formula says which it means: :class:`WeightNorm` has a norm for
+        each output, :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each of the
+        stacked arrays. The page "Axes of a network" has the table. What is given by number or by a library's name
+        stays. The result prints, compares and is written as JSON as any other chain; ``init`` and ``apply`` take no
+        roles.
+
+        Args:
+          roles: ``rpx.roles(loss)(params, batch)``.
+
+        Raises:
+          TypeError: If ``roles`` is another tree.
+          ValueError: If a stage needs an axis of an array that the network does not multiply with data, or that it uses
+            in several ways.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> def forward(params, x):  # weights of the shape (out, in)
+          ...     return x @ params["w"].T
+          >>> found = rpx.roles(forward)({"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
+          >>> (rpx.WeightNorm() >> rpx.LoRA(1)).on(found)
+          WeightNorm(axis=-2) >> LoRA(1, columns=-2)
+        """
+        stages, _ = on_roles(call(self, "on"), self._parts, roles)
+        return compose(tuple(stages))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:

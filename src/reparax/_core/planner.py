@@ -1,17 +1,18 @@
 """Planners decide where stages act, one class for each kind of stages; a stage itself is formulas and numbers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from reparax._axes.origin import Origins, probe
+from reparax._axes.roles import Role
 from reparax._core.calls import call
 from reparax._core.layers import Layer, Site
 from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import Names, PyTree
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Planner(ABC):
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
         return abstract(init, tree), probe(init, tree)
+
+    def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
+        """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
+        del tree, roles
+        return self.stage
 
     def does(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""

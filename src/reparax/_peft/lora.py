@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from reparax._axes.numbers import as_number
 from reparax._peft import rows
 from reparax._peft.method import (
     Adapted,
@@ -124,7 +125,8 @@ def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_outputs(target: Target, norm: Any) -> None:
-    if not isinstance(norm.axis, int) or norm.axis % len(target.shape) != target.out:
+    axis = as_number(norm.axis)
+    if not isinstance(axis, int) or axis % len(target.shape) != target.out:
         raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {norm!r}")
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -14,6 +14,7 @@ from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_places
 from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
+from reparax._axes.roles import Role, are_words
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Held, Layer, Site, opened_spot
@@ -94,6 +95,19 @@ class _OnGroups(Planner):
             spots = {name: node.spot(types[name]) for name, node in own.items()}
             sites.append(_Group(self.stage, _at(slots, group), spots, stacked=stacked))
         return self.layer(method, sites)
+
+    def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
+        if not are_words(self.stage.stacked):
+            return self.stage
+        paths = {place: slot.path for place, slot in tree.slots().items() if slot.visible}
+        members = [place for group in self._groups("on", paths) for place in group.values()]
+        found = {paths[place]: roles[place].stacked if place in roles else () for place in members}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"{self.who('on')}: expected the same stacked axes in all arrays, got {found}. Stack them along the "
+                f"same axes, or leave some layers out with the expressions."
+            )
+        return replace(self.stage, stacked=next(iter(found.values())))
 
     def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
         """The axis names of each array, if the stage needs any."""

@@ -13,6 +13,7 @@ from jax import Array
 from reparax._axes.numbers import (
     AXIS_CHECKS,
     Axes,
+    as_number,
     check_front_axes,
     has_names,
     out_of_bounds,
@@ -21,7 +22,7 @@ from reparax._core.algebra import Parametrization
 from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._stage.selection import Selection
-from reparax._stage.varied import ByArray, ByPath
+from reparax._stage.varied import AxesByPath, ByArray, ByPath
 from reparax._stage.where import (
     Where,
     check_where,
@@ -32,7 +33,7 @@ class Leafwise(Parametrization):
     """A stage that acts on arrays one by one."""
 
     where: Where = argument(check_where, default=None, kw_only=True)
-    stacked: Axes = argument(check_front_axes, default=(), kw_only=True)
+    stacked: Axes = argument(AxesByPath(check_front_axes), default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
@@ -41,17 +42,28 @@ class Leafwise(Parametrization):
     """Whether the default includes tables of embeddings, by name."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
+    _last_of_any: ClassVar[bool] = False
+    """Whether the default of an axis is the last one of arrays of any number of axes, not of matrices alone."""
     _takes_base: ClassVar[bool] = False
     """Whether the stage acts on the base of an adapter instead of on the adapter."""
 
     _planner: ClassVar[type[Planner]] = Selection
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes. Users may give these by name; in a formula they are numbers."""
+    """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
+    by_roles: ClassVar[Any] = {}
+    """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
+    entrywise: ClassVar[Any] = False
+    """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._axis_fields = tuple(name for name, check in cls._checks.items() if check in AXIS_CHECKS)
+        cls._checks = {
+            name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in cls._checks.items()
+        }
+        cls._axis_fields = tuple(
+            name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
+        )
 
     def default(self, w: Array) -> bool:
         """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
@@ -75,7 +87,9 @@ class Leafwise(Parametrization):
 
     def _misplaced(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        reasons = (out_of_bounds(getattr(self, name), w, name) for name in self._axis_fields)
+        held = {name: getattr(self, name) for name in self._axis_fields}
+        known = {name: as_number(axes) if self._last_of_any else axes for name, axes in held.items()}
+        reasons = (out_of_bounds(axes, w, name) for name, axes in known.items())
         return next(filter(None, reasons), None)
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,8 +104,18 @@ class Leafwise(Parametrization):
     @property
     def _varied(self) -> dict[str, ByPath | ByArray]:
         """The fields whose number differs from array to array."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in self._all_axis_fields}
         return {name: value for name, value in held.items() if isinstance(value, ByPath | ByArray)}
+
+    @property
+    def _by_path(self) -> dict[str, ByPath]:
+        """The fields of axes that differ from array to array."""
+        held = {name: getattr(self, name) for name in self._all_axis_fields}
+        return {name: value for name, value in held.items() if isinstance(value, ByPath)}
+
+    @property
+    def _all_axis_fields(self) -> tuple[str, ...]:
+        return (*self._axis_fields, "stacked")
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers for one array; functions of the array get its shape and dtype."""
@@ -100,8 +124,22 @@ class Leafwise(Parametrization):
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
         return replace(self, **{name: value.at(path, like) for name, value in varied.items()})
 
+    def at_path(self, path: str) -> Self | None:
+        """This stage with the axes for one array; None if they are given by path, but not for this one."""
+        if not (by_path := self._by_path):
+            return self
+        if not all(each.matching(path) for each in by_path.values()):
+            return None
+        return replace(self, **{name: each.at(path, None) for name, each in by_path.items()})
+
     @property
     def _named_axes(self) -> dict[str, Any]:
         """The fields that give axes by name."""
         axes = {name: getattr(self, name) for name in self._axis_fields}
         return {name: given for name, given in axes.items() if has_names(given)}
+
+    @property
+    def _asks_names(self) -> bool:
+        """Whether any axis is given by name."""
+        held = [getattr(self, name) for name in self._all_axis_fields]
+        return any(map(has_names, (axes for x in held for axes in (x.numbers if isinstance(x, ByPath) else (x,)))))

@@ -17,6 +17,7 @@ import jax
 from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
+from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
@@ -34,6 +35,7 @@ class MatrixAxes(Reparametrization):
     columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
 
     def _misplaced(self, w: Array) -> str | None:
         return super()._misplaced(w) or self._no_matrix(w)

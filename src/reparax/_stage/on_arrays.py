@@ -11,9 +11,9 @@ from reparax._core.planner import rewrites
 from reparax._stage.formulas import changed_type, followed_axes, type_of_one
 from reparax._stage.leaf_sites import Bare, InPlace, Values
 from reparax._stage.nodes import own_nodes
+from reparax._stage.on_roles import OnRoles
 from reparax._stage.own_values import OwnValues
 from reparax._stage.remembered import remembered
-from reparax._stage.selection import Selection
 from reparax._stage.where import by_path
 from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.flat import Flat, flatten
@@ -21,7 +21,7 @@ from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED, next_number
 
 
-class OnArraysInPlace(Selection):
+class OnArraysInPlace(OnRoles):
     """The planner of a stage that changes arrays in place."""
 
     site: ClassVar[type[InPlace]] = InPlace
@@ -42,7 +42,7 @@ class OnArraysInPlace(Selection):
         return self.layer(method, sites)
 
 
-class OnArrays(Selection):
+class OnArrays(OnRoles):
     """The planner of a stage that replaces arrays by raw values."""
 
     def does(self, verb: str) -> bool:
@@ -108,12 +108,12 @@ class OnArrays(Selection):
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = abstract_of(init, tree), flatten(tree)
-        names = self.axis_names(flat)
+        names, slots = self.axis_names(flat), flat.slots(bases=self.stage._takes_base)
 
         def of(path: Names) -> tuple[Names, Places]:
             source = path[: -3 if path[-2] == FIXED else -2]
-            w = flat.arrays[source]
-            return source, remembered(followed_axes, self.typical(names[source]), type_of_one(w))[path[-1]]
+            w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
+            return source, remembered(followed_axes, at, type_of_one(w))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}

@@ -38,7 +38,7 @@ class OwnValues:
     closed: Flat
     slots: Mapping[Names, Slot]
     names: Mapping[Names, AxisNames | None]
-    _known: dict[tuple[AxisNames | None, Types], Expected] = field(default_factory=dict[Any, Expected])
+    _known: dict[tuple[object, Types], Expected] = field(default_factory=dict[Any, Expected])
     _types: dict[Names, Any] = field(default_factory=dict[Names, Any])
 
     def require_values(self) -> None:
@@ -54,11 +54,11 @@ class OwnValues:
         return self._types[place]
 
     def _read(self, place: Names) -> Any:
-        node, names = self.nodes[place], self.names[place]
+        node, path, names = self.nodes[place], self.slots[place].path, self.names[place]
         with locate_errors(self._at(place)):
-            alike = names, node.types
+            alike = self.planner.alike(path, names), node.types
             if alike not in self._known:
-                self._known[alike] = remembered(facts_of, self.planner.typical(names), node.types)
+                self._known[alike] = remembered(facts_of, self.planner.typical(path, names), node.types)
             type_, expected = self._known[alike]
             require_fit(node.held, expected)
         return type_

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
-from reparax._axes.numbers import find_axes, has_names, require_axes
+from reparax._axes.numbers import find_axes, require_axes
 from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
 from reparax._core.planner import Planner
 from reparax._stage.arrangement import Arrangement, arranged
@@ -70,10 +70,12 @@ class Selection(Planner):
         chosen = choose(who, self.stage.where, candidates, [tree.root(at) in tree.frame.state for at in slots])
         if not any(chosen) and not self.may_choose_nothing(candidates):
             raise chose_nothing(who, self.stage.where, candidates, self.stage.stacked)
-        chosen = without_unmatched(who, self.stage._varied, chosen, [slot.path for slot in slots.values()])
+        differ, paths = self.stage._varied | self.stage._by_path, [slot.path for slot in slots.values()]
+        chosen = without_unmatched(who, differ, chosen, paths)
         flags = zip(slots, chosen, candidates, strict=True)
         found = [at for at, flag, each in flags if flag and not self.is_done(each)]
-        if method == "init":  # in the body of a scan over the layers, no array has their axis any more
+        # In the body of a scan over the layers, no array has their axis any more.
+        if method == "init" and "stacked" not in self.stage._by_path:
             require_axes(who, "stacked", self.stage.stacked, [names[at] for at in found])
         return found
 
@@ -89,8 +91,7 @@ class Selection(Planner):
 
     def axis_names(self, tree: Flat) -> dict[Names, AxisNames | None]:
         """The axis names of each array, if this stage needs any."""
-        asks = self.stage._named_axes or has_names(self.stage.stacked)
-        return names_of_places(tree) if asks else dict.fromkeys(tree.arrays)
+        return names_of_places(tree) if self.stage._asks_names else dict.fromkeys(tree.arrays)
 
     def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
         """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
@@ -98,23 +99,38 @@ class Selection(Planner):
             return False
         if w is None:
             return True
+        if (stage := self.stage.at_path(slot.path)) is None:
+            return False
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = find_axes(self.stage.stacked, names)
+            stacked = find_axes(stage.stacked, names)
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
-    def typical(self, names: AxisNames | None) -> Arrangement:
+    def alike(self, path: str, names: AxisNames | None) -> object:
+        """What arrays share whose axes have the same meaning for this stage."""
+        return (path, names) if self.stage._by_path else names
+
+    def typical(self, path: str, names: AxisNames | None) -> Arrangement:
         """The stage at an array with these axis names, if its own numbers do not count."""
-        if names not in self._typical:
-            self._typical[names] = arranged(self.stage, names)
-        return self._typical[names]
+        alike = self.alike(path, names)
+        if alike not in self._typical:
+            self._typical[alike] = arranged(self._at_path(path), names)
+        return self._typical[alike]
 
     def arranged(self, path: str, w: Any, names: AxisNames | None) -> Arrangement:
         """The stage at one array."""
-        own = self.stage.for_array(path, w)
-        return self.typical(names) if own is self.stage else arranged(own, names)
+        if not self.stage._varied:
+            return self.typical(path, names)
+        return arranged(self._at_path(path).for_array(path, w), names)
+
+    def _at_path(self, path: str) -> Any:
+        """The stage with the axes for one array."""
+        if (stage := self.stage.at_path(path)) is None:
+            name, given = next((name, x) for name, x in self.stage._by_path.items() if not x.matching(path))
+            raise ValueError(f"expected {name} for {path!r}, got {name}={given!r}. Add an expression that matches it.")
+        return stage
 
     @cached_property
-    def _typical(self) -> dict[AxisNames | None, Arrangement]:
+    def _typical(self) -> dict[object, Arrangement]:
         return {}
 
     def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:

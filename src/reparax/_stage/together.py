@@ -107,6 +107,7 @@ class Together(Reparametrization):
       {'a': Array([[0.5]], dtype=float32), 'b': Array([[0.5, 0.5, 0.5]], dtype=float32)}
     """
 
+    entrywise: ClassVar[Any] = True
     _planner: ClassVar[type[Planner]] = _OnAll
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -109,6 +109,33 @@ def per_array(check: Check) -> Check:
     return checked
 
 
+@dataclass(frozen=True)
+class AxesByPath:
+    """A check of axes that accepts a dict too: axes for each regular expression for paths."""
+
+    check: Check
+
+    def __call__(self, value: Any, who: str, name: str) -> Any:
+        if isinstance(value, ByPath):
+            value = dict(zip(value.patterns, value.numbers, strict=True))
+        return _by_path(value, who, name, self.check) if isinstance(value, Mapping) else self.check(value, who, name)
+
+
+def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
+    """The one answer for all arrays, or answers by path; with ``several``, by path in any case.
+
+    Numbers in paths stand for any number, where all arrays with such a path have that answer.
+    """
+    if len(set(answers.values())) == 1 and not several:
+        return next(iter(answers.values()))
+    found: dict[Any, dict[str, None]] = {}
+    for path, answer in answers.items():
+        alike = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
+        same = {answers.get(other, found) == answer for other in paths if re.fullmatch(alike, other)}
+        found.setdefault(answer, {})[alike if same == {True} else re.escape(path)] = None
+    return ByPath(tuple(map("|".join, found.values())), tuple(found))
+
+
 def _by_path(value: Mapping[Any, Any], who: str, name: str, check: Check) -> ByPath:
     if not value or not all(isinstance(pattern, str) for pattern in value):
         raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")

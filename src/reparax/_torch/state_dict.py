@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reparax._axes.numbers import as_number
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._torch.axis_order import LAYOUTS, permute
@@ -190,7 +191,8 @@ def _fitting(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str
         norms = {axis: np.where(np.arange(len(own)) == axis, own, 1).tolist() for axis in range(len(own))}
         axes = [axis - len(own) for axis in norms if permute(norms[axis], layout) == shape]
         fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
-        own = norms.get(held.stage.axis % len(own)) if isinstance(held.stage.axis, int) else None
+        axis = as_number(held.stage.axis)
+        own = norms.get(axis % len(own)) if isinstance(axis, int) else None
     else:
         fits = []
     own = None if held.entry.by_class else own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -36,6 +36,7 @@ class Hadamard(Reparametrization):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "y": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": w, "y": jnp.ones_like(w)}

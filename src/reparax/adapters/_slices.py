@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import Axis, check_axis, position
+from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
 from reparax._numerics.arguments import is_whole
 from reparax._stage.leaf import Reparametrization
@@ -50,6 +51,7 @@ class Slices(Reparametrization):
 
     raw_values: ClassVar[Values] = {"x": main(), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": INPUTS}
 
     def refuse_leaf(self, w: Array) -> str | None:
         size = w.shape[position(self.axis, w)]

@@ -1,10 +1,10 @@
 """What a network's program says of the axes of its weights."""
 
+from reparax._axes.roles import Role as Role
+from reparax._axes.roles import Use as Use
 from reparax.geometry._groups import Group as Group
 from reparax.geometry._groups import Groups as Groups
 from reparax.geometry._groups import Member as Member
 from reparax.geometry._groups import axis_groups as axis_groups
 from reparax.geometry._permute import permute as permute
-from reparax.geometry._roles import Role as Role
-from reparax.geometry._roles import Use as Use
 from reparax.geometry._roles import roles as roles

@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+
+from reparax._axes.roles import Numbers, Role, Use
 from reparax._numerics.usage import shows_usage
 from reparax._programs.call import Arguments
 from reparax._tree.paths import PyTree
 from reparax.geometry._reading import Reading, one_argument
 from reparax.geometry._uses import Between, DataProduct, Origins, OtherRead
-
-Axes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Use:
-    """One way in which a network multiplies an array with data.
-
-    Attributes:
-      inputs: The axes that are contracted with data; of a table, its rows.
-      outputs: The axes that the result has.
-      stacked: The axes of which each index is an array of its own.
-      line: The equation, and the line that wrote it.
-    """
-
-    inputs: Axes
-    outputs: Axes
-    stacked: Axes
-    line: str
-
-
-@dataclass(frozen=True)
-class Role:
-    """What the axes of an array are.
-
-    Attributes:
-      inputs: The axes that products contract with data; of a table that is looked up, its rows.
-      outputs: The axes that the results of these products have.
-      stacked: The axes of which each index is an array of its own, such as that of the layers of a scan.
-      why: What reads the array, if no product does; else empty.
-      uses: The products that differ in these axes. If there are several, as for a table that is also the last layer, an
-        axis may be one of the inputs and one of the outputs.
-    """
-
-    inputs: Axes = ()
-    outputs: Axes = ()
-    stacked: Axes = ()
-    why: str = ""
-    uses: tuple[Use, ...] = ()
-
 
 NO_WEIGHT = Role(why="it is no array of floating numbers")
 
@@ -94,9 +57,10 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
         products += _between(products, [use for use in reading.uses if isinstance(use, Between)])
         products = _apart(products, reading)
         reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-        each = [
-            _role(i, products, reads) if i in reading.parameters else NO_WEIGHT for i in range(len(arguments.places))
-        ]
+        each = list[Role]()
+        for i, x in enumerate(arguments.arrays):
+            role = _role(i, products, reads) if i in reading.parameters else NO_WEIGHT
+            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
         return arguments.call(each, lambda *args, **_: args[position])
 
     return found
@@ -135,7 +99,7 @@ def _add(uses: list[Use], new: Use) -> None:
         uses.append(new)
 
 
-def _sorted(axes: Iterable[int]) -> Axes:
+def _sorted(axes: Iterable[int]) -> Numbers:
     return tuple(sorted(set(axes)))
 
 
@@ -143,7 +107,7 @@ def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[Other
     """The role of a parameter in these products."""
     uses = list[Use]()
 
-    def own(origins: Origins) -> Axes:
+    def own(origins: Origins) -> Numbers:
         return _sorted(axis for owner, axis in origins if owner == parameter)
 
     for product in products:

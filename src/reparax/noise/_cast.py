@@ -31,6 +31,7 @@ class Cast(Perturbation):
 
     dtypes: ClassVar[Any] = jnp.floating
     stochastic: ClassVar[bool] = False
+    entrywise: ClassVar[Any] = True
     changes_type: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,7 @@ class Gaussian(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
+    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self.noise == "independent" or w.ndim in (1, 2):

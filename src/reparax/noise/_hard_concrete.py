@@ -75,6 +75,7 @@ class HardConcrete(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "log_alpha": aux(), "mask": fixed()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -90,6 +90,7 @@ class VarNoise(Drawn):
     rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
+    entrywise: ClassVar[Any] = property(lambda self: self.relative is None and self.rank is None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +190,7 @@ class WeightDropout(Drawn):
     broadcast: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = property(lambda self: self.broadcast == ())
 
     @property
     def shared(self) -> Any:

@@ -58,6 +58,7 @@ class VariationalDropout(Reparametrization):
     stochastic: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = True
     raw_values: ClassVar[Values] = {"theta": main(aligned=True), "log_var": aux(), "mask": fixed()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

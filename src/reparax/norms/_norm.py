@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_features, other_axes
+from reparax._axes.numbers import LAST, Axes, check_channels, other_axes
+from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
@@ -43,7 +44,8 @@ class WeightNorm(Reparametrization):
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. By number or by name.
+        ``"each"`` for one norm of each weight. By number or by name. Default: the last axis; with
+        :meth:`~Parametrization.on`, the outputs.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -65,11 +67,13 @@ class WeightNorm(Reparametrization):
       Weight-Decomposed Low-Rank Adaptation*, 2024.
     """
 
-    axis: Axes | None = argument(check_features, default=-1, kw_only=True)
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
     detach: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+    _last_of_any: ClassVar[bool] = True
     straight_through: ClassVar[Any] = property(lambda self: self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axes, along, check_along, check_channels, other_axes
+from reparax._axes.roles import INPUTS, OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
@@ -51,6 +52,7 @@ class Sphere(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": INPUTS}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}
@@ -97,6 +99,7 @@ class MaxNorm(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
@@ -151,6 +154,7 @@ class PoincareBall(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": OUTPUTS}
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

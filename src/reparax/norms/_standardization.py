@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axes, as_number, check_channels, other_axes
+from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale, unit
@@ -53,6 +54,7 @@ class WeightStandardization(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:

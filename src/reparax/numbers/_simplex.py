@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axis, check_one_along, position
+from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
@@ -54,6 +55,7 @@ class Simplex(Constraint):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 1
+    by_roles: ClassVar[Any] = {"along": INPUTS}
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

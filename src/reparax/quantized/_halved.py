@@ -55,6 +55,7 @@ class Halved(Reparametrization):
     rest: str = argument(one_of("int16", "int8"), default="int16", kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(), "rest": fixed()}
+    entrywise: ClassVar[Any] = True
     straight_through: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.float32
 

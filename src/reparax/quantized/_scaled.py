@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import Axes, check_features, other_axes
+from reparax._axes.roles import UNCUT
 from reparax._core.value import argument
 from reparax._numerics.arguments import (
     check_flag,
@@ -60,6 +61,7 @@ class Scaled(Reparametrization):
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = property(lambda self: {"axis": UNCUT} if isinstance(self._block, int) else {})
 
     def __post_init__(self) -> None:
         super().__post_init__()

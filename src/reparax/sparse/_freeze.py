@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -66,6 +66,7 @@ class Freeze(Reparametrization):
     """
 
     raw_values: ClassVar[Values] = {"w": main(fixed=True)}
+    entrywise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
     _planner: ClassVar[type[Planner]] = _Freezing
 

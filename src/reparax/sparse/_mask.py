@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
+from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
 from reparax._data.learned import better
 from reparax._data.seen import Seen, needed
@@ -56,6 +57,7 @@ class Mask(Reparametrization):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return masking(w, w != 0)
@@ -107,6 +109,7 @@ class NofM(Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": INPUTS}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,111 @@
+"""What the axes of an array are in a network: the words for them, and what they say of each array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+INPUTS, OUTPUTS, STACKED = "inputs", "outputs", "stacked"
+WORDS = (INPUTS, OUTPUTS, STACKED)
+"""Given as axes: what the network does with them. No axis can have such a name."""
+
+UNCUT = "uncut"
+"""All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
+
+ASK = "Write `p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One way in which a network multiplies an array with data.
+
+    Attributes:
+      inputs: The axes that are contracted with data; of a table, its rows.
+      outputs: The axes that the result has.
+      stacked: The axes of which each index is an array of its own.
+      line: The equation, and the line that wrote it.
+    """
+
+    inputs: Numbers
+    outputs: Numbers
+    stacked: Numbers
+    line: str
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the axes of an array are.
+
+    Attributes:
+      inputs: The axes that products contract with data; of a table that is looked up, its rows.
+      outputs: The axes that the results of these products have.
+      stacked: The axes of which each index is an array of its own, such as that of the layers of a scan.
+      why: What reads the array, if no product does; else empty.
+      uses: The products that differ in these axes. If there are several, as for a table that is also the last layer, an
+        axis may be one of the inputs and one of the outputs.
+      shape: The shape of the array.
+      dtype: Its dtype.
+    """
+
+    inputs: Numbers = ()
+    outputs: Numbers = ()
+    stacked: Numbers = ()
+    why: str = ""
+    uses: tuple[Use, ...] = ()
+    shape: Numbers = ()
+    dtype: Any = None
+
+    @property
+    def ambiguous(self) -> str:
+        """Which uses make an axis one of the inputs and one of the outputs; empty if none do."""
+        words = (self.inputs, self.outputs, self.stacked)
+        if sum(map(len, words)) == len({axis for axes in words for axis in axes}):
+            return ""
+        return "; ".join(f"inputs {use.inputs} and outputs {use.outputs} in {use.line}" for use in self.uses)
+
+    def of_value(self, places: Sequence[int | None], shape: Numbers, dtype: Any) -> Role:
+        """The role of a raw value whose axes follow these axes of the array.
+
+        An axis of a factor that follows none, such as a rank, is between the two factors: an output of the one with
+        inputs, and an input of the one with outputs.
+        """
+
+        def own(axes: Numbers) -> Numbers:
+            return tuple(i for i, place in enumerate(places) if place is not None and place in axes)
+
+        inputs, outputs, stacked = own(self.inputs), own(self.outputs), own(self.stacked)
+        between = tuple(i for i, place in enumerate(places) if place is None)
+        if inputs and not outputs:
+            outputs = between
+        elif outputs and not inputs:
+            inputs = between
+        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+
+    def unknown(self) -> Numbers:
+        """The axes, other than those of a single index, of which the network says nothing."""
+        known = {*self.inputs, *self.outputs, *self.stacked}
+        return tuple(i for i, n in enumerate(self.shape) if i not in known and n != 1)
+
+
+def are_words(axes: Any) -> bool:
+    """Whether any of these axes is given by what the network does with it."""
+    return any(isinstance(axis, str) and axis in WORDS for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
+    """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
+    own = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
+    inputs, outputs, stacks = (
+        tuple(own.index(axis) - len(own) for axis in axes if axis in own)
+        for axes in (role.inputs, role.outputs, role.stacked)
+    )
+    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: tuple(sorted((*outputs, *inputs[:-1])))}
+
+
+def in_numbers(axes: Any, numbers: Mapping[str, Numbers]) -> Any:
+    """``axes`` with numbers in place of words."""
+    each = axes if isinstance(axes, tuple) else (axes,)
+    return tuple(n for axis in each for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,)))

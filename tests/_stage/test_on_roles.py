@@ -1,0 +1,252 @@
+"""Chains on the roles of a network: axes by words, and what stages mean where nobody set an axis."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from grids import mostly_thorough
+from one_array import normal
+
+import reparax as rpx
+
+X = normal(5, 4, seed=1)
+PARAMS = {
+    "embed": normal(10, 4, seed=2),
+    "layers": {"kernel": normal(3, 4, 4, seed=3), "bias": normal(3, 4, seed=4)},
+    "query": normal(4, 2, 3, seed=5),
+    "out": normal(2, 3, 4, seed=6),
+    "scale": normal(4, seed=7),
+}
+
+
+def network(params, tokens):
+    """A table, scanned layers of the shape (out, in), a query (in, heads, dim), and an output (heads, dim, out)."""
+
+    def layer(x, held):
+        return jnp.tanh(x @ held["kernel"].T + held["bias"][None]), None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    heads = jnp.einsum("bd,dhk->bhk", x * params["scale"][None], params["query"])
+    return jnp.einsum("bhk,hkd->bd", jnp.tanh(heads), params["out"])
+
+
+ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (
+            rpx.WeightNorm(),
+            "WeightNorm(axis={'embed|out': -1, 'layers/kernel': -2, 'query': (-2, -1)}, "
+            "stacked={'embed|out|query': (), 'layers/kernel': 0})",
+        ),
+        (rpx.WeightNorm(where="out|query"), "WeightNorm(axis={'out': -1, 'query': (-2, -1)}, where='out|query')"),
+        (rpx.WeightNorm(axis=0), "WeightNorm(axis=0)"),
+        (rpx.WeightNorm(axis=None), "WeightNorm(axis=None, stacked={'embed|out|query': (), 'layers/kernel': 0})"),
+        (rpx.WeightNorm(axis="inputs", where="out"), "WeightNorm(axis=(-3, -2), where='out')"),
+        (rpx.WeightNorm(axis=None, where="out"), "WeightNorm(axis=None, where='out')"),
+        (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
+        (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
+        (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
+        (rpx.Stored("int4", block=4, where="embed"), "Stored('int4', axis=-1, block=4, where='embed')"),
+        (rpx.Stored("mxfp4", where="lay.*nel"), "Stored('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
+        (rpx.Stored("int8", where="out"), "Stored('int8', where='out')"),
+        (rpx.Stored("int8", block=3, where="out"), "Stored('int8', axis=(-3, -1), block=3, where='out')"),
+        (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
+        (rpx.Gaussian(), "Gaussian()"),
+        (rpx.VarNoise(0.1), "VarNoise(0.1)"),
+        (rpx.VarNoise(0.1, rank=1, where="lay.*nel"), "VarNoise(0.1, rank=1, where='lay.*nel', stacked=0)"),
+        (
+            rpx.VarNoise(0.1, relative="std", axis="outputs", where="out|query"),
+            "VarNoise(0.1, relative='std', axis={'out': -1, 'query': (-2, -1)}, where='out|query')",
+        ),
+        (
+            rpx.WeightDropout(0.5, broadcast="inputs", where="lay.*nel"),
+            "WeightDropout(0.5, broadcast=-1, where='lay.*nel', stacked=0)",
+        ),
+        (
+            rpx.Stored("int8", axis=("stacked", "outputs"), where="lay.*nel"),
+            "Stored('int8', axis=(-3, -2), where='lay.*nel')",
+        ),
+        (rpx.WeightNorm(axis={"out": "outputs", "embed": 0}), "WeightNorm(axis={'out': -1, 'embed': 0})"),
+        (rpx.Freeze() >> rpx.LoRA(1, where="out"), "Freeze() >> LoRA(1, columns=-1, where='out')"),
+        (
+            rpx.WeightNorm(where="lay.*nel") >> rpx.LowRank(2, where="lay.*nel"),
+            "WeightNorm(axis=-1, where='lay.*nel', stacked=0) >> LowRank(2, columns=-2, where='lay.*nel', stacked=0)",
+        ),
+        (rpx.Chain(), "Chain()"),
+    ],
+    ids=repr,
+)
+def test_axes_that_nobody_set_and_words_become_numbers(p, text):
+    q = p.on(ROLES)
+    assert repr(q) == text
+    assert rpx.from_json(q.to_json()) == q
+    assert q.on(ROLES) == q
+
+
+def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
+    q = rpx.WeightNorm().on(ROLES)
+    raw = q.init(PARAMS)
+    sizes = jax.tree.map(lambda x: x.shape, {name: node for name, node in raw.items() if name != "scale"})
+    assert sizes["layers"]["kernel"]["@weight_norm"]["g"] == (3, 4, 1)
+    assert sizes["query"]["@weight_norm"]["g"] == (1, 2, 3)
+    assert sizes["out"]["@weight_norm"]["g"] == (1, 1, 4)
+    np.testing.assert_allclose(
+        raw["layers"]["kernel"]["@weight_norm"]["g"][..., 0],
+        np.linalg.norm(PARAMS["layers"]["kernel"], axis=2),
+        rtol=1e-6,
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), q.apply(raw), PARAMS)
+    q.check(raw, PARAMS)
+    assert q.owners(PARAMS)["embed"] == "embed"
+
+
+def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
+    def deep(params, x):
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["up"].T) @ layer["down"]
+        return x
+
+    params = {"layers": [{"up": normal(4, 4, seed=i), "down": normal(4, 4, seed=i + 9)} for i in range(3)]}
+    assert repr(rpx.WeightNorm().on(rpx.roles(deep)(params, X))) == (
+        "WeightNorm(axis={'layers/\\\\d+/down': -1, 'layers/\\\\d+/up': -2})"
+    )
+
+
+def test_a_chain_without_roles_says_what_to_write():
+    ask = (
+        "only the program of the network says which axes are its {!r}. Write "
+        "`p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
+    )
+    text = "{}.init at 'w': " + ask
+    for p, word in [
+        (rpx.WeightNorm(axis="outputs"), "outputs"),
+        (rpx.SpectralNorm(columns="outputs"), "outputs"),
+        (rpx.WeightDropout(0.5, broadcast="inputs"), "inputs"),
+        (rpx.WeightNorm(stacked="stacked"), "stacked"),
+    ]:
+        with raises(ValueError, text.format(p, word).replace(".init", ".apply" if "Dropout" in repr(p) else ".init")):
+            tree = {"w": jnp.ones((2, 2))}
+            p.apply(tree, jax.random.key(0)) if "Dropout" in repr(p) else p.init(tree)
+    with raises(ValueError, ask.format("outputs")):
+        rpx.norms.MaxNorm(1.0, axis="outputs").project(jnp.ones((2, 2)))
+
+
+def test_what_the_network_does_not_say_is_asked_for():
+    def tied(params, tokens):
+        x = params["embed"][tokens] + params["place"]
+        return x @ params["embed"].T
+
+    params = {"embed": jnp.ones((10, 4)), "place": jnp.ones((7, 4))}
+    found = rpx.roles(tied)(params, jnp.arange(7))
+    with raises(
+        ValueError,
+        "WeightNorm(where='place').on at 'place': the network does not multiply it with data "
+        f"({found['place'].why}). Give its axes by number, or leave it out with `where`.",
+    ):
+        rpx.WeightNorm(where="place").on(found)
+    uses = found["embed"].uses
+    with raises(
+        ValueError,
+        f"WeightNorm(where='embed').on at 'embed': the network uses it in several ways (inputs (0,) and outputs (1,) "
+        f"in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by number, or leave it out "
+        f"with `where`.",
+    ):
+        rpx.WeightNorm(where="embed").on(found)
+    assert rpx.WeightNorm(axis=0, where="embed").on(found) == rpx.WeightNorm(axis=0, where="embed")
+    with raises(
+        ValueError,
+        "Simplex(where='out').on at 'out': along is one axis, but 'inputs' are the axes (-3, -2) of shape (2, 3, 4). "
+        "Give it by number, or leave it out with `where`.",
+    ):
+        rpx.numbers.Simplex(where="out").on(ROLES)
+    with raises(
+        ValueError,
+        "WeightNorm(where='query').on at 'query': two raw values of this array have "
+        "different axes as axis, -1 and (-2, -1). Use a stage for each, with `where` in the words of the raw tree, "
+        "such as 'query/@low_rank/v'.",
+    ):
+        (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).on(ROLES)
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",
+    ):
+        rpx.WeightNorm().on(PARAMS)
+
+
+def test_a_joint_stage_takes_the_word_for_stacked_axes():
+    class Product(rpx.stage.Joint):
+        def init_leaves(self, arrays):
+            return {name: {"x": w} for name, w in arrays.items()}
+
+        def apply_leaves(self, values):
+            return {name: held["x"] for name, held in values.items()}
+
+    assert Product({"w": "layers/kernel"}, stacked="stacked").on(ROLES).stacked == 0
+    assert Product({"w": "out"}, stacked="stacked").on(ROLES).stacked == ()
+    p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
+    with raises(
+        ValueError,
+        f"{p!r}.on: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), 'out': ()}}. Stack them "
+        f"along the same axes, or leave some layers out with the expressions.",
+    ):
+        p.on(ROLES)
+
+
+# The same function for (in, out) and for (out, in) ------------------------------------------------------------------
+
+SHAPED = [
+    rpx.WeightNorm(),
+    rpx.SpectralNorm(),
+    rpx.norms.WeightStandardization(),
+    rpx.norms.MaxNorm(1.0),
+    rpx.norms.Sphere(),
+    rpx.norms.PoincareBall(outside="project"),
+    rpx.sparse.NofM(2, 4),
+    rpx.MagnitudePrune(0.5, axis="inputs"),
+    rpx.Gain(axis="outputs"),
+    rpx.adapters.Slices((0, 2)),
+    rpx.numbers.Simplex(outside="project"),
+    rpx.Gaussian(axis="outputs"),
+    rpx.noise.HardConcrete(axis="inputs"),
+    rpx.Quantize("int8", axis="outputs"),
+    rpx.Quantize("int4", block=2),
+    rpx.Stored("int4", block=2) >> rpx.LoRA(2),
+    rpx.LowRank(2),
+    rpx.LoRA(2),
+    rpx.WeightNorm() >> rpx.LoRA(2),
+    rpx.LowRank(2) >> rpx.WeightNorm(),
+    rpx.Orthogonal(),
+    rpx.matrices.Kronecker((2, 2)),
+    rpx.adapters.VeRA(2),
+    rpx.adapters.Rotated(2),
+    rpx.adapters.Reflected(2),
+    rpx.adapters.CayleyNeumann(2),
+]
+
+
+@pytest.mark.parametrize(
+    "p", mostly_thorough(SHAPED, rpx.WeightNorm(), rpx.SpectralNorm(), rpx.norms.Sphere(), rpx.LoRA(2)), ids=repr
+)
+def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
+    w, key = normal(4, 6, seed=8), jax.random.key(3)
+
+    def after_a_step(network, params):
+        q = p.on(rpx.roles(network)(params, X)).deterministic
+        raw = q.init(params, key)
+
+        @jax.jit
+        def step(raw):
+            free, fixed = rpx.partition(raw)
+            grads = jax.grad(lambda free: jnp.sum(network(q.apply(rpx.combine(free, fixed)), X) ** 2))(free)
+            return q.apply(rpx.combine(jax.tree.map(lambda x, g: x - 0.01 * g, free, grads), fixed))
+
+        return step(q.update(raw))["w"]
+
+    one = after_a_step(lambda params, x: x @ params["w"], {"w": w})
+    other = after_a_step(lambda params, x: x @ params["w"].T, {"w": w.T})
+    np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
+    assert not np.allclose(one, w, atol=1e-4)
