@@ -1,5 +1,7 @@
 """Chains on the roles of a network: axes by words, and what stages mean where nobody set an axis."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,3 +252,46 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
     other = after_a_step(lambda params, x: x @ params["w"].T, {"w": w.T})
     np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
     assert not np.allclose(one, w, atol=1e-4)
+
+
+# What does not fit ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "path", "field", "got", "expected"),
+    [
+        (rpx.WeightNorm(), "query", "axis", (-1,), (-2, -1)),  # one norm for all heads
+        (rpx.SpectralNorm(columns=-1), "query", "columns", (-1,), (-2, -1)),  # across heads
+        (rpx.Stored("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
+        (rpx.LoRA(2, columns=-1), "layers/kernel", "stacked", (), (0,)),  # layers as one matrix
+        (rpx.MagnitudePrune(0.5), "layers/kernel", "stacked", (), (0,)),
+        (rpx.WeightNorm(stacked=0), "layers/kernel", "axis", (-1,), (-2,)),  # weights (out, in)
+        (rpx.norms.Sphere(along=-1), "out", "along", (-1,), (-3, -2)),
+    ],
+    ids=repr,
+)
+def test_axes_that_do_not_fit_the_network_are_named_with_the_line_that_mends_it(p, path, field, got, expected):
+    (found,) = rpx.geometry.check_axes(replace(p, where=path), network)(PARAMS, jnp.arange(7))
+    assert (found.path, found.field, found.got, found.expected) == (path, field, got, expected)
+    shown = expected[0] if len(expected) == 1 else expected
+    assert f"Write {field}={shown}, or `p.on(rpx.roles(loss)(params, batch))`." in str(found)
+    mended = replace(p, where=path, **{field: expected})
+    again = rpx.geometry.check_axes(mended, network)(PARAMS, jnp.arange(7))
+    assert [each for each in again if each.field == field] == []
+
+
+def test_what_fits_says_so_and_a_misfit_is_one_sentence():
+    check = rpx.geometry.check_axes(rpx.WeightNorm(where="query|out|embed") >> rpx.VarNoise(0.1), network)
+    (found,) = check(PARAMS, jnp.arange(7))
+    assert str(found) == (
+        "WeightNorm(where='query|out|embed') takes axis=-1 at 'query' of shape (4, 2, 3), which the network "
+        f"multiplies with inputs (0,), outputs (1, 2) and stacked axes () "
+        f"({ROLES['query'].uses[0].line}). Write axis=(-2, -1), or "
+        f"`p.on(rpx.roles(loss)(params, batch))`."
+    )
+    fits = rpx.geometry.check_axes(rpx.WeightNorm().on(ROLES) >> rpx.VarNoise(0.1), network)(PARAMS, jnp.arange(7))
+    assert repr(fits) == "All axes fit."
+    with raises(
+        TypeError, "check_axes takes parametrizations first, but got dict. Write `rpx.geometry.check_axes(p, loss)`."
+    ):
+        rpx.geometry.check_axes(PARAMS, network)

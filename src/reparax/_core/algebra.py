@@ -15,7 +15,7 @@ from reparax._core.calls import call, checked_key, needed_key, parts_of, require
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
-from reparax._core.on_roles import on_roles
+from reparax._core.on_roles import placed
 from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
@@ -256,11 +256,11 @@ class Parametrization(Static, ABC):
           >>> def forward(params, x):  # weights of the shape (out, in)
           ...     return x @ params["w"].T
           >>> found = rpx.roles(forward)({"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
-          >>> (rpx.WeightNorm() >> rpx.LoRA(1)).on(found)
-          WeightNorm(axis=-2) >> LoRA(1, columns=-2)
+          >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
+          WeightNorm(axis=-2) >> VarNoise(0.1)
         """
-        stages, _ = on_roles(call(self, "on"), self._parts, roles)
-        return compose(tuple(stages))
+        found, _ = placed(call(self, "on"), self._parts, roles)
+        return compose(tuple(each.stage for each in found))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:

@@ -1,7 +1,8 @@
 """Chains on the roles that a network gives its arrays."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,20 +11,37 @@ from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.roles import Role
 from reparax._core.planner import planner
 from reparax._core.verbs import opened
-from reparax._tree.flat import flatten
+from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 
 
-def on_roles(who: str, stages: Sequence[Any], roles: PyTree) -> tuple[list[Any], PyTree]:
-    """The stages with axes as numbers, and the roles of the arrays of their raw tree."""
+@dataclass(frozen=True)
+class Placed:
+    """A stage on a network whose program says what the axes of its weights are.
+
+    Attributes:
+      stage: The stage, with axes as numbers.
+      tree: The types of the arrays before ``init`` of the stage.
+      roles: Their roles.
+    """
+
+    stage: Any
+    tree: Flat
+    roles: Mapping[Names, Role]
+
+
+def placed(who: str, stages: Sequence[Any], roles: PyTree, *, resolve: bool = True) -> tuple[list[Placed], PyTree]:
+    """The stages on a network, and the roles of the arrays of their raw tree; ``resolve`` gives them axes by roles."""
     tree, first = _types(who, roles), {place: role for place, role in items(roles) if isinstance(role, Role)}
-    origins, known, found = keep_origins(tree), first, list[Any]()
+    origins, known, found = keep_origins(tree), first, list[Placed]()
     for stage in reversed(stages):
-        found.insert(0, planner(stage).on(flatten(tree), known))
-        tree, own = planner(found[0]).follow(tree, functools.partial(opened, found[:1]))
-        origins = compose_origins(own, origins)
+        flat = flatten(tree)
+        own = planner(stage).on(flat, known) if resolve else stage
+        found.insert(0, Placed(own, flat, known))
+        tree, new = planner(own).follow(tree, functools.partial(opened, (own,)))
+        origins = compose_origins(new, origins)
         known = _followed(tree, origins, first)
-    return found, jax.tree.unflatten(jax.tree.structure(tree), [known[place] for place, _ in items(tree)])
+    return found, jax.tree.unflatten(jax.tree.structure(tree), [known.get(place, Role()) for place, _ in items(tree)])
 
 
 def _types(who: str, roles: PyTree) -> PyTree:

@@ -1,11 +1,12 @@
 """Planners decide where stages act, one class for each kind of stages; a stage itself is formulas and numbers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from reparax._axes.misfit import Misfit
 from reparax._axes.origin import Origins, probe
 from reparax._axes.roles import Role
 from reparax._core.calls import call
@@ -55,6 +56,11 @@ class Planner(ABC):
         """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
         del tree, roles
         return self.stage
+
+    def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+        """Where axes of the stage are not those that it means in that network."""
+        del tree, roles
+        return ()
 
     def does(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""

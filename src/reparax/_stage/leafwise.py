@@ -12,9 +12,11 @@ from jax import Array
 
 from reparax._axes.numbers import (
     AXIS_CHECKS,
+    EACH,
     Axes,
     as_number,
     check_front_axes,
+    count_from_front,
     has_names,
     out_of_bounds,
 )
@@ -53,6 +55,8 @@ class Leafwise(Parametrization):
     """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
     by_roles: ClassVar[Any] = {}
     """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
+    transposes: ClassVar[bool] = False
+    """Whether a matrix and its transposed one mean the same for the stage."""
     entrywise: ClassVar[Any] = False
     """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
 
@@ -91,6 +95,13 @@ class Leafwise(Parametrization):
         known = {name: as_number(axes) if self._last_of_any else axes for name, axes in held.items()}
         reasons = (out_of_bounds(axes, w, name) for name, axes in known.items())
         return next(filter(None, reasons), None)
+
+    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
+        """For each field of axes with a meaning in networks, its axes of ``w``, from the front, and that meaning."""
+        held = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
+        return {
+            name: (count_from_front(axes, w), word) for name, (axes, word) in held.items() if axes not in (None, EACH)
+        }
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula as one on an array without stacked axes, and on its raw values."""

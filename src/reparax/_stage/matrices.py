@@ -64,6 +64,9 @@ class MatrixAxes(Reparametrization):
         once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
         return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
 
+    def axes_in_use(self, w: Array) -> dict[str, tuple[Places, str]]:
+        return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
+
     def axes_of(self, ndim: int) -> tuple[Places, Places]:
         """The row axes and the column axes of an array."""
         given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]

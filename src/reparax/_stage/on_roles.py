@@ -1,12 +1,14 @@
 """The stage whose axes are numbers, from what a network does with the axes of each array."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from reparax._axes.misfit import Misfit
 from reparax._axes.names import AxisNames
 from reparax._axes.numbers import EACH, LAST, ONE_AXIS, find_axes
 from reparax._axes.roles import STACKED, Numbers, Role, are_words, in_numbers, numbered
+from reparax._stage.misfits import find_misfits
 from reparax._stage.selection import Selection
 from reparax._stage.varied import by_path_or_one
 from reparax._tree.flat import Flat
@@ -21,6 +23,9 @@ class OnRoles(Selection):
 
     def on(self, tree: Flat, roles: Roles) -> Any:
         return _on_roles(self, tree, roles)
+
+    def misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
+        return find_misfits(self, tree, roles)
 
 
 def _on_roles(planner: Selection, tree: Flat, roles: Roles) -> Any:

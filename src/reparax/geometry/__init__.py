@@ -1,7 +1,10 @@
 """What a network's program says of the axes of its weights."""
 
+from reparax._axes.misfit import Misfit as Misfit
+from reparax._axes.misfit import Misfits as Misfits
 from reparax._axes.roles import Role as Role
 from reparax._axes.roles import Use as Use
+from reparax.geometry._check import check_axes as check_axes
 from reparax.geometry._groups import Group as Group
 from reparax.geometry._groups import Groups as Groups
 from reparax.geometry._groups import Member as Member

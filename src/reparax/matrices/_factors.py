@@ -59,6 +59,8 @@ class LowRank(RowsAndColumns, Constraint):
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
 
+    transposes: ClassVar[bool] = True
+
     def refuse_leaf(self, w: Array) -> str | None:
         return no_rank(self.rank, w) if self.outside != "project" or 0 in w.shape else None
 

@@ -29,6 +29,8 @@ class _Orthonormal(RowsAndColumns, Constraint):
         "base": fixed(axes=("rows", "columns")),
     }
 
+    transposes: ClassVar[bool] = True
+
     def refuse_leaf(self, w: Array) -> str | None:
         if self.map == "householder" and jnp.iscomplexobj(w):
             return (

@@ -92,6 +92,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     groups: int = argument(check_positive_whole, default=1, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
+    transposes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +107,9 @@ class SpectralNorm(MatrixAxes, Constraint):
                 f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one axis of outputs and its "
                 f"neighbour of inputs. Leave `rows` out, and give the outputs, such as columns=-1."
             )
+
+    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
+        return super().axes_in_use(w) if self.window is None else {}
 
     def default(self, w: Array) -> bool:
         return super().default(w) and (self.window is None or w.ndim == len(self.window) + 2)

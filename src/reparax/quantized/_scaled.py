@@ -119,6 +119,11 @@ class Scaled(Reparametrization):
             )
         return None
 
+    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
+        if not isinstance(self._block, int):
+            return {}
+        return {"axis": (tuple(axis for axis in range(w.ndim) if axis != self._cut(w)), UNCUT)}
+
     @property
     def _format(self) -> Format:
         return FORMATS[self.format]

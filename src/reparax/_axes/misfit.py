@@ -1,0 +1,51 @@
+"""An axis of a stage that is not the one that its formula means in a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reparax._axes.roles import Numbers, Role
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Axes of a stage at an array that do not fit how the network multiplies it.
+
+    Attributes:
+      stage: The code of the stage.
+      path: The path of the array.
+      field: The argument of the stage, such as ``"axis"``.
+      got: The axes that it takes there. Those of ``stacked`` are counted from the front, all others from the back,
+        where stacked axes do not count.
+      expected: The axes that it means, by what the network does.
+      role: What the axes of the array are.
+    """
+
+    stage: str
+    path: str
+    field: str
+    got: Numbers
+    expected: Numbers
+    role: Role
+
+    def __str__(self) -> str:
+        lines = ", ".join(dict.fromkeys(use.line for use in self.role.uses))
+        return (
+            f"{self.stage} takes {self.field}={_shown(self.got)} at {self.path!r} of shape {self.role.shape}, which "
+            f"the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked axes "
+            f"{self.role.stacked} ({lines}). Write {self.field}={_shown(self.expected)}, or "
+            f"`p.on(rpx.roles(loss)(params, batch))`."
+        )
+
+
+class Misfits(tuple[Misfit, ...]):
+    """What does not fit: none, if it is empty. It prints a line for each."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "All axes fit."
+
+
+def _shown(axes: Numbers) -> str:
+    return repr(axes[0] if len(axes) == 1 else axes)

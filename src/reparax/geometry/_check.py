@@ -1,0 +1,53 @@
+"""Whether the axes of a chain fit a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reparax._axes.misfit import Misfits
+from reparax._core.calls import require_chains
+from reparax._core.on_roles import placed
+from reparax._core.planner import planner
+from reparax._numerics.usage import shows_usage
+from reparax.geometry._roles import roles
+
+
+@shows_usage
+def check_axes(p: Any, fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Misfits]:
+    """A function of the same arguments as ``fun`` that lists where axes of ``p`` do not fit how ``fun`` multiplies.
+
+    Such a chain works all the same, but does not do what its stages are for: one norm for all heads of attention, a
+    spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, the norm of
+    inputs where a library has weights of the shape ``(out, in)``. Each :class:`Misfit` says what to write. Nothing is
+    computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads, or that the network uses in
+    several ways, are left out.
+
+    Args:
+      p: The chain.
+      fun: A loss, or any pure function of arrays, such as a forward pass.
+      argnums: The position of the argument that holds the parameters. Default: the first.
+
+    Raises:
+      TypeError: If ``p`` is no chain, ``fun`` no function, or ``argnums`` not the position of one argument.
+      ValueError: If ``init`` of the chain refuses the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):  # weights of the shape (out, in)
+      ...     return x @ params["w"].T
+      >>> params, x = {"w": jnp.ones((2, 3))}, jnp.ones((5, 3))
+      >>> found = rpx.geometry.check_axes(rpx.WeightNorm(), forward)(params, x)
+      >>> [(each.path, each.field, each.got, each.expected) for each in found]
+      [('w', 'axis', (-1,), (-2,))]
+      >>> rpx.geometry.check_axes(rpx.WeightNorm(axis=0), forward)(params, x)
+      All axes fit.
+    """
+    require_chains("geometry.check_axes(p, loss)", p)
+    read = roles(fun, argnums)
+
+    def checked(*args: Any, **kwargs: Any) -> Misfits:
+        found, _ = placed("check_axes", p, read(*args, **kwargs), resolve=False)
+        return Misfits(misfit for each in found for misfit in planner(each.stage).misfits(each.tree, each.roles))
+
+    return checked
