@@ -475,11 +475,13 @@ def reading(*lines):
 
 
 def unclear(path, shape, counted):
+    layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
+    experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
     return (
         f"{path}: the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a "
-        f"kernel of attention. For a stack, give each layer a name: names={{{path!r}: {counted!r}}}. For a "
-        f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
-        f"kernels and biases of attention to matrices and vectors."
+        f"kernel of attention. For a stack, give each layer a name: names={{{path!r}: {counted!r}}}. {experts}"
+        f"For a convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. "
+        f"Reshape kernels and biases of attention to matrices and vectors."
     )
 
 
@@ -732,9 +734,8 @@ READING = {
         f"from_peft reads {READS}, but got an adapter of NEXT: it is not known here. {MERGE}",
     ),
     "parameters of experts": (
-        lambda: rpx.from_peft({}, CONFIG | {"target_parameters": ["experts.up"]}, model()),
-        f"from_peft has no stage for LORA with target_parameters=['experts.up']: the file names neither the "
-        f"parameter that a tensor belongs to, nor its axis of inputs. {MERGE}",
+        lambda: rpx.from_peft({}, CONFIG | {"target_parameters": "experts.up"}, model()),
+        "from_peft takes a list of names as target_parameters of LORA, but got 'experts.up'. Correct `config`.",
     ),
     "layers twice": (
         lambda: rpx.from_peft({}, CONFIG | {"layer_replication": [[0, 4], [2, 5]]}, model()),

@@ -1008,9 +1008,10 @@ REFUSED = {
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 8, 4)}, {"up": {"kernel": numbers(4, 8, 8)}}),
         ValueError,
         "from_torch: the shape (4, 8, 8) of 'up/kernel' does not tell whether it is a stack of layers, a convolution "
-        "or a kernel of attention. For a stack, give each layer a name: names={'up/kernel': 'up.{i}.weight'}. For a "
-        "convolution, layouts={'up/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
-        "kernels and biases of attention to matrices and vectors.",
+        "or a kernel of attention. For a stack, give each layer a name: names={'up/kernel': 'up.{i}.weight'}. For "
+        "experts in one tensor, layouts={'up/kernel': 'experts:kernel'}, or 'experts:conv1d' for equal axes in torch. "
+        "For a convolution, layouts={'up/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. "
+        "Reshape kernels and biases of attention to matrices and vectors.",
     ),
     "a table of more axes": (
         lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "embedding"}),
@@ -1021,7 +1022,7 @@ REFUSED = {
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),
         ValueError,
         "to_torch: got 'oihw' as a layout, but takes one of 'same', 'kernel', 'conv_transpose', 'swapped', 'conv1d', "
-        "'embedding', 'vector'.",
+        "'embedding', 'vector', 'experts:kernel', 'experts:same', 'experts:conv1d'.",
     ),
     "an unknown style": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, style="old"),

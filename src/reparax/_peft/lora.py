@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax import Array
 
 from reparax._axes.numbers import as_number
 from reparax._peft import rows
@@ -19,7 +21,7 @@ from reparax._peft.method import (
     ranks_and_alphas,
     require,
 )
-from reparax._peft.settings import ANY, FLAG, INDICES_BY_NAME, NUMBER, RANK, Setting, by_pattern, one_of
+from reparax._peft.settings import ANY, FLAG, INDICES_BY_NAME, LISTED, NUMBER, RANK, Setting, by_pattern, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Delta, LoRA
 from reparax.norms import WeightNorm
@@ -50,6 +52,7 @@ class LoRAMethod(Method):
         "use_dora": FLAG,
         "fan_in_fan_out": FLAG,
         "lora_bias": FLAG,
+        "target_parameters": LISTED,
         "trainable_token_indices": INDICES_BY_NAME,
         "bias": one_of(("none", "all", "lora_only")),
         "lora_dropout": NUMBER,
@@ -61,7 +64,15 @@ class LoRAMethod(Method):
     }
     defaults: Mapping[str, Any] = {"r": 8, "lora_alpha": 8}
 
-    layouts: tuple[str, ...] = ("kernel", "same", "conv1d", "embedding")
+    layouts: tuple[str, ...] = (
+        *("kernel", "same", "conv1d", "embedding"),
+        *("experts:kernel", "experts:same", "experts:conv1d"),
+    )
+
+    def require_layout(self, target: Target) -> None:
+        super().require_layout(target)
+        if target.experts == 1 and target.expert().layout == "conv1d":
+            raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         divisor = "sqrt" if config.get("use_rslora") else "rank"
@@ -71,6 +82,8 @@ class LoRAMethod(Method):
             require(tensors, {BIAS: target.shape})
             scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
             return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
+        if target.experts:
+            return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
         names, ones = _names(target), target.ones
         out = target.shape[target.out]
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
@@ -96,12 +109,17 @@ class LoRAMethod(Method):
             return Written({BIAS: scale.values["x"]}, known(getattr(scale.stage, "factor", None)))
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
-        target.require_rows(stage)
+        target.expert().require_rows(stage)
+        if norm is not None and target.experts:
+            raise ValueError(_NO_DORA)
         if norm is not None:
             _require_outputs(target, norm.stage)
         a, b = lora.values["a"], lora.values["b"]
         names, ones = _names(target), target.ones
-        tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
+        if target.experts:
+            tensors = _written_experts(a, b)
+        else:
+            tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
         if norm is not None:
             g = norm.values["g"].astype(a.dtype)
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
@@ -114,6 +132,33 @@ class LoRAMethod(Method):
         root = all(each.flags["root"] for each in modules.values())
         flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": root}
         return flags | ranks_and_alphas(self, modules, by_root=root)
+
+
+_NO_DORA = "PEFT has no DoRA of experts"
+
+
+def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], lora: LoRA) -> Adapted:
+    """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
+    if config.get("use_dora"):
+        raise ValueError(_NO_DORA)
+    each, count, rank = target.expert(), target.experts, lora.rank
+    ins, out = each.shape[each.ins[0]], each.shape[each.out]
+    shapes = {"lora_A.weight": (count * rank, ins), "lora_B.weight": (out, rank * count)}
+    try:
+        require(tensors, shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
+        ) from error
+    values = {
+        "@lora/a": jnp.asarray(tensors["lora_A.weight"]).reshape(count, rank, ins).mT,
+        "@lora/b": jnp.asarray(tensors["lora_B.weight"]).reshape(out, rank, count).T,
+    }
+    return Adapted((replace(lora, stacked=0, **each.sides),), values)
+
+
+def _written_experts(a: Array, b: Array) -> dict[str, Array]:
+    return {"lora_A.weight": a.mT.reshape(-1, a.shape[1]), "lora_B.weight": b.T.reshape(b.shape[-1], -1)}
 
 
 def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:

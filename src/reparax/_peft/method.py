@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
 from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import Setting
@@ -55,6 +56,13 @@ class Marked:
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
         stage = unstacked(self.stage, len(target.index))
+        if target.experts and not inside:
+            if list_axes(getattr(stage, "stacked", ())) != (0,):
+                raise ValueError(
+                    f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
+                    f"together. Give it `stacked`, with the axis of experts"
+                )
+            stage = unstacked(stage, 1)
         if getattr(stage, "stacked", ()) != () and not inside:
             raise ValueError(
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "

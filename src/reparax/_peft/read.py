@@ -17,11 +17,12 @@ from reparax._core.calls import with_any_key
 from reparax._peft.ia3 import is_named
 from reparax._peft.method import Adapted, Method, acting, require
 from reparax._peft.methods import METHODS
+from reparax._peft.parameters import named_by_parameter
 from reparax._peft.patterns import pattern_of
 from reparax._peft.refused import ATTENTION, MERGE, TYPES
 from reparax._peft.settings import ANY, check_settings, in_a_name
 from reparax._peft.target import Target
-from reparax._peft.targets import is_unused, plain_name, targets_of
+from reparax._peft.targets import is_unused, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.entries import Index, join, require_known, restacked
 from reparax._torch.rules import Rules
@@ -47,19 +48,25 @@ def from_peft(
     ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
     ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
     FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning selects by ``Freeze``.
-    Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train beside the adapters.
-    OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are refused by name.
+    LoRA is read for stacks of experts too that are one parameter of torch (``target_parameters``), as one with
+    ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train
+    beside the adapters. OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are
+    refused by name.
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors.
       config: The contents of ``adapter_config.json``. A setting that is not known here must have a neutral value, such
         as None, False or 0.
       like: The model's parameters; they become the base.
-      names: As for :func:`from_torch`: the torch name of a parameter of the base model.
+      names: As for :func:`from_torch`: the torch name of a parameter of the base model. Of several stacks of experts
+        in one module, PEFT does not write which is which, so each needs a rule of its own, in the order in which the
+        module has them: in transformers ``gate_up_proj`` before ``down_proj``.
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
         the file does not tell them from others: PEFT finds them by their class. A factor with all axes of a ``kernel``
         tells a convolution, but LoHa's tensors are matrices for convolutions too, whose kernels need a layout.
+        ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; the inputs that it tells are those along
+        which ``lora_A`` lies.
 
     Returns:
       The chain, and its raw tree.
@@ -87,9 +94,11 @@ def from_peft(
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_file(method, arrays)
+    arrays = {name: x for name, x in arrays.items() if not is_unused(name)}
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts)
-    found = _Found.of(method, targets, {plain_name(name): x for name, x in arrays.items() if not is_unused(name)})
+        plain = named_by_parameter(arrays, method.suffixes, config, targets)
+    found = _Found.of(method, targets, {plain[name]: x for name, x in arrays.items()})
     each: dict[str, dict[Index, Adapted]] = {}
     for tensor, held in found.adapted.items():
         target = targets[tensor]
@@ -164,6 +173,7 @@ class _Found:
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
             tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
+            tensor = module if module in targets and targets[module].experts else tensor
             if wrong := _no_numbers(x, whole=end in method.whole_numbers):
                 found.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:
@@ -221,8 +231,8 @@ def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
     target = target.by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    rank = _by_pattern(method, config, "r", "rank_pattern", target.module)
-    alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.module)
+    rank = _by_pattern(method, config, "r", "rank_pattern", target.owner)
+    alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
     return method.read(target, held, config, float(alpha or 0), rank or 1)
 
 

@@ -18,8 +18,5 @@ ATTENTION = (
 )
 """Why adapters of torch's attention are not read or written, as in PEFT 0.21."""
 
-SETTINGS = {
-    "layer_replication": "the model has more layers than its base",
-    "target_parameters": "the file names neither the parameter that a tensor belongs to, nor its axis of inputs",
-}
+SETTINGS = {"layer_replication": "the model has more layers than its base"}
 """For settings of LoRA that are not read the reason, where it is not the formula."""

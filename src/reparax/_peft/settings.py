@@ -78,6 +78,9 @@ INDICES_BY_NAME = Setting(
     "a list of whole numbers, or a dict of names and, for each, such a list",
 )
 SEED = Setting(lambda value: type(value) is int and 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
+LISTED = Setting(
+    lambda value: isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value), "a list of names"
+)
 NAMES = Setting(_is_names, "a list of names, or a regular expression")
 
 OF_PRODUCTS: Mapping[str, Setting] = {

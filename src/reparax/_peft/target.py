@@ -1,7 +1,7 @@
 """An array that PEFT adapts: its name there, and its axes of inputs and outputs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from reparax._axes.numbers import list_axes
-from reparax._torch.axis_order import order, permute, read_layout, write_layout
+from reparax._torch.axis_order import EXPERTS, of_expert, order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry
 
 
@@ -26,6 +26,20 @@ class Target(Entry):
     def module(self) -> str:
         """The torch name of its module."""
         return self.tensor.rpartition(".")[0]
+
+    @property
+    def experts(self) -> int:
+        """How many matrices it is a stack of, in torch too, or 0."""
+        return self.shape[0] if self.layout.startswith(EXPERTS) else 0
+
+    @property
+    def owner(self) -> str:
+        """The torch name of what PEFT adapts: its module, or a stack of experts by itself."""
+        return self.tensor if self.experts else self.module
+
+    def expert(self) -> "Target":
+        """One matrix of a stack of experts."""
+        return replace(self, shape=self.shape[1:], layout=of_expert(self.layout)) if self.experts else self
 
     @property
     def adapted(self) -> str:

@@ -6,7 +6,8 @@ from reparax._torch.rules import Rules
 from reparax._tree.paths import PyTree
 
 PREFIX = "base_model.model."
-
+WRAPPED = ".base_layer"
+"""What PEFT adds to the name of a module that it has wrapped."""
 
 _WRAPPERS = ("base_layer", "modules_to_save", "ln_tuning_layers")
 

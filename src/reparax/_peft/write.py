@@ -16,6 +16,7 @@ from reparax._core.lineage import Lineage, lineage_of
 from reparax._peft.lora import BIAS
 from reparax._peft.method import Marked, Method, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
+from reparax._peft.parameters import wrapped
 from reparax._peft.refused import ATTENTION
 from reparax._peft.rows import TOKENS
 from reparax._peft.target import Target
@@ -44,7 +45,7 @@ def to_peft(
     Args:
       p: The chain, for one of the methods that :func:`from_peft` reads.
       raw: A raw tree of it.
-      names: As for :func:`from_torch`: the torch name of a parameter of the base model.
+      names: As for :func:`from_peft`.
       layouts: As for :func:`from_peft`.
 
     Returns:
@@ -96,17 +97,20 @@ def to_peft(
         text = "\n  ".join(dict.fromkeys(lines))
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
     method = METHODS[methods.pop()]
+    with locate_errors("to_peft"):
+        wrappers = wrapped(targets[tensor] for tensor in written if targets[tensor].experts)
     try:
         modules = _with_biases({tensor: each for tensor, (_, each) in written.items()}, targets)
         own = method.configure(modules)
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. Merge it with `p.fold(raw)`.") from error
     config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= {"target_modules": sorted(modules)} | own
+    config |= {"target_modules": sorted(modules.keys() - wrappers)} | own
+    config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
     if "fan_in_fan_out" in method.settings:
         config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
-    beside, kept = _beside(config, free, targets, set(modules))
-    tensors = _named(method, modules)
+    beside, kept = _beside(config, free, targets, {targets[tensor].module for tensor in written})
+    tensors = _named(method, {wrappers.get(name, name): each for name, each in modules.items()})
     if method.name == "LORA" and tokens:
         tables = {targets[name].module: each for name, each in tokens.items()}
         tensors |= _named(method, {f"{name}.token_adapter": each for name, each in tables.items()})
@@ -120,7 +124,7 @@ def to_peft(
 def _with_biases(written: Mapping[str, Written], targets: Mapping[str, Target]) -> dict[str, Written]:
     """What is written for each module; a difference of its bias is multiplied by the factor of its weight."""
     biases = {targets[tensor].module: each for tensor, each in written.items() if BIAS in each.tensors}
-    modules = {targets[tensor].module: each for tensor, each in written.items() if BIAS not in each.tensors}
+    modules = {targets[tensor].owner: each for tensor, each in written.items() if BIAS not in each.tensors}
     for module, bias in biases.items():
         if module not in modules:
             raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
@@ -207,7 +211,7 @@ def _write(node: Marked, target: Target) -> tuple[Method, Written]:
     written = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
     wanted = "bias" if BIAS in written.tensors else "weight"
-    if name != wanted or not module:
+    if not target.experts and (name != wanted or not module):
         raise ValueError(
             f"PEFT adapts the {wanted} of a module, such as 'dense.{wanted}', but this is {target.tensor!r} in torch. "
             f"Name it by `names`"

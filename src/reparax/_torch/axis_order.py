@@ -17,11 +17,20 @@ _CHANNELS: dict[str, tuple[tuple[int, int] | None, bool]] = {
     "embedding": (None, False),
     "vector": (None, False),
 }
-LAYOUTS = tuple(_CHANNELS)
+EXPERTS = "experts:"
+"""Begins the layout of a stack of matrices that is one tensor in torch too: what follows is the layout of each."""
+LAYOUTS = (*_CHANNELS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
+
+
+def of_expert(layout: str) -> str:
+    """The layout of each matrix."""
+    return layout.removeprefix(EXPERTS)
 
 
 def order(layout: str, ndim: int) -> tuple[int, ...]:
     """Our axes in torch's order: a ``kernel`` is ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` there."""
+    if layout.startswith(EXPERTS):
+        return (0, *(1 + axis for axis in order(of_expert(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
     if channels is None or ndim < 2:
         return tuple(range(ndim))
@@ -49,4 +58,4 @@ def read_layout(x: Array, layout: str) -> Array:
 
 
 def _flipped(x: Array, layout: str) -> Array:
-    return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout][1] else x
+    return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[of_expert(layout)][1] else x

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
-from reparax._torch.axis_order import permute
+from reparax._torch.axis_order import EXPERTS, permute
 from reparax._torch.kinds import by_modules, kind_of
 from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
 from reparax._tree.paths import PyTree, is_array, items, path_text
@@ -42,6 +42,7 @@ class Entry:
       known: Whether anything tells the layout.
       by_class: Whether the class of the module tells it.
       index: The index in the parameter, if that is a stack.
+      rule: Which rule of ``names`` gave the name, if one did.
     """
 
     path: str
@@ -52,13 +53,16 @@ class Entry:
     known: bool = True
     by_class: bool = False
     index: Index = ()
+    rule: int | None = None
 
     def like(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if one of torch's own tensors tells a convolution.
 
-        It does by its number of axes, unless a transposed one, with as many inputs as outputs, has the same shape.
+        It does by its number of axes, unless a transposed one, with as many inputs as outputs, has the same shape, or
+        a stack of experts.
         """
-        alike = permute(self.shape, "kernel") == permute(self.shape, "conv_transpose")
+        others = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
+        alike = permute(self.shape, "kernel") in [permute(self.shape, other) for other in others]
         return self if alike else self.by_axes(tensors)
 
     def by_axes(self, tensors: Iterable[Any]) -> Self:
@@ -115,10 +119,10 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules) -> list[Entry]:
     said, of_classes = given_layouts(list(arrays), layouts), by_modules(tree)
     found: list[Entry] = []
     for path, x in arrays.items():
-        count, tensor = named[path]
+        count, tensor, rule = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
         layout, known = kind_of(name, shape, said.get(path), of_classes.get(path))
-        whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes)
+        whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
             found.append(replace(whole, tensor=number(tensor, index), index=index))
     _require_names_differ(found)
@@ -146,11 +150,13 @@ def _of_matrix(path: str, shape: tuple[int, ...], more: str) -> str:
 
 
 def _of_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
+    layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
+    experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
     return (
         f"the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a kernel of "
-        f"attention{more}. For a stack, give each layer a name: {by_layer(path)}. For a convolution, "
-        f"layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and "
-        f"biases of attention to matrices and vectors."
+        f"attention{more}. For a stack, give each layer a name: {by_layer(path)}. {experts}For a "
+        f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
+        f"kernels and biases of attention to matrices and vectors."
     )
 
 

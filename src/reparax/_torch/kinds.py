@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reparax._torch.axis_order import EXPERTS
 from reparax._tree.paths import Names, PyTree, items, path_text
 
 Layout = tuple[str | None, int]
@@ -29,6 +30,10 @@ def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Layo
         raise ValueError(f"the layout {said!r} is that of matrices {axes}, but {name!r} has shape {shape}.")
     if said == "vector" and max(shape[1:], default=1) > 1:
         raise ValueError(f"the layout 'vector' is that of arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
+    if said is not None and said.startswith(EXPERTS) and len(shape) != 3:
+        raise ValueError(
+            f"the layout {said!r} is that of stacks of matrices with three axes, but {name!r} has shape {shape}."
+        )
     if said is not None:  # a kernel that is the same in torch has its inputs first there too
         return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True
     layout, axes = of_module or _NAMES.get(name, (None, 0))

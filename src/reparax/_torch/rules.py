@@ -14,11 +14,12 @@ _COUNTERS = ("i", "j")
 """What stands in a name for the index on the first axis, and on the second."""
 
 
-def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[str, tuple[int, str]]:
-    """For each parameter, the number of its stacked axes, and its torch name with a counter for each."""
-    found = {path: (0, default_name(path)) for path in shapes}
-    for path, (match, name) in _ruled(list(shapes), names or {}, "names").items():
-        found[path] = _counted(path, shapes[path], name), _expanded(match, name)
+def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[str, tuple[int, str, int | None]]:
+    """For each parameter, the number of its stacked axes, its torch name with a counter for each, and its rule."""
+    found: dict[str, tuple[int, str, int | None]] = {path: (0, default_name(path), None) for path in shapes}
+    places = {pattern: place for place, pattern in enumerate(names or {})}
+    for path, (match, pattern, name) in _ruled(list(shapes), names or {}, "names").items():
+        found[path] = _counted(path, shapes[path], name), _expanded(match, name), places[pattern]
     return found
 
 
@@ -57,11 +58,11 @@ def _expanded(match: re.Match[str], name: str) -> str:
 def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
     """The layout of each parameter for which a rule gives one."""
     ruled = _ruled(paths, layouts or {}, "layouts")
-    for _, layout in ruled.values():
+    for _, _, layout in ruled.values():
         if layout not in LAYOUTS:
             known = ", ".join(map(repr, LAYOUTS))
             raise ValueError(f"got {layout!r} as a layout, but takes one of {known}.")
-    return {path: layout for path, (_, layout) in ruled.items()}
+    return {path: layout for path, (_, _, layout) in ruled.items()}
 
 
 def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
@@ -76,12 +77,12 @@ def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
     return rules
 
 
-def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str]]:
-    """For each path that a rule matches, the match and the value of the first such rule."""
-    found: dict[str, tuple[re.Match[str], str]] = {}
+def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str, str]]:
+    """For each path that a rule matches, the match, and the first such rule: its expression and its value."""
+    found: dict[str, tuple[re.Match[str], str, str]] = {}
     for pattern, value in _checked(paths, rules, what).items():
         matched = matches(pattern, paths)
         if not matched:
             raise ValueError(f"`{what}` matches nothing: {nothing(pattern, paths)}")
-        found = {match[0]: (match, value) for match in matched} | found
+        found = {match[0]: (match, pattern, value) for match in matched} | found
     return found

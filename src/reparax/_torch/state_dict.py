@@ -56,7 +56,10 @@ def from_torch(
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
         ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
-        ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. Arrays of one axis
+        ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. ``"experts:kernel"``:
+        ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
+        too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
+        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. Arrays of one axis
         need none, and neither do modules of nnx and equinox, whose classes tell the layouts of linear layers,
         convolutions and tables, ``w`` and ``embeddings`` of two axes in Haiku's modules inside of others, and
         ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names, need a layout, or

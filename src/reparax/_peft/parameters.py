@@ -1,0 +1,70 @@
+"""Parameters that PEFT adapts by themselves, such as the fused experts of a module, and its names for their tensors.
+
+PEFT wraps a module once for each such parameter, in the order in which the module has them, so the last one's wrapper
+is the outer one. A file tells how deep a wrapper lies, but not whose it is: the order of ``names`` does.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from reparax._peft.target import Target
+from reparax._peft.targets import WRAPPED, plain_name
+
+
+def wrapped(targets: Iterable[Target]) -> dict[str, str]:
+    """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
+    found: dict[str, str] = {}
+    for module, own in _by_module(targets).items():
+        found |= {each.tensor: module + WRAPPED * depth for depth, each in enumerate(reversed(own))}
+    return found
+
+
+def named_by_parameter(
+    names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
+) -> dict[str, str]:
+    """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
+    owners = {wrapper: tensor for tensor, wrapper in wrapped(_chosen(config, targets)).items()}
+    found, used = dict[str, str](), set[str]()
+    for name in names:
+        end = next((end for end in ends if name.endswith(f".{end}")), None)
+        wrapper = name.removesuffix(f".{end}")
+        module = wrapper
+        while module.endswith(WRAPPED):
+            module = module.removesuffix(WRAPPED)
+        tensor = owners.get(plain_name(module) + wrapper.removeprefix(module)) if end else None
+        used |= {tensor} if tensor else set()
+        found[name] = f"{tensor}.{end}" if tensor and targets[tensor].experts else plain_name(name)
+    if missing := sorted(set(owners.values()) - used):
+        raise ValueError(f"target_parameters says that {missing[0]!r} is adapted, but the file has no tensors for it.")
+    return found
+
+
+def _chosen(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
+    """The parameters that are adapted by themselves."""
+    ends = tuple(f".{name}" for name in config.get("target_parameters") or ())
+    chosen = [each for each in targets.values() if f".{each.tensor}".endswith(ends)]
+    for each in chosen:
+        if not each.experts and (len(each.shape) != 2 or not each.tensor.endswith(".weight")):
+            raise ValueError(
+                f"PEFT adapts {each.path!r} by itself, for which it needs the layout of experts: "
+                f"layouts={{{each.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
+                f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
+                f"both."
+            )
+    return chosen
+
+
+def _by_module(targets: Iterable[Target]) -> dict[str, list[Target]]:
+    """The parameters of each module, in its own order."""
+    found: dict[str, list[Target]] = {}
+    for each in targets:
+        found.setdefault(each.module, []).append(each)
+    for module, own in found.items():
+        if len(own) > 1 and len({each.rule for each in own} - {None}) < len(own):
+            rules = ", ".join(f"{each.path!r}: {each.tensor!r}" for each in own)
+            raise ValueError(
+                f"PEFT adapts several parameters of {module!r} and does not write which is which, but wraps them in "
+                f"the order in which the module has them. Give each a rule of its own in that order, such as "
+                f"names={{{rules}}}."
+            )
+    return {module: sorted(own, key=lambda each: each.rule or 0) for module, own in found.items()}

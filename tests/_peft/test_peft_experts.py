@@ -1,0 +1,182 @@
+"""Adapters of stacks of experts that are one parameter in torch; tests against PEFT are in ``tests/peers``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+
+EXPERTS, INS, OUTS, RANK = 3, 4, 6, 2
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "target_parameters": ["experts.up", "experts.down"]}
+OUTER, INNER = "base_model.model.experts", "base_model.model.experts.base_layer"
+UP, DOWN = {"up": "experts.up"}, {"down": "experts.down"}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def lora(wrapper, ins, outs, seed=0):
+    return {
+        f"{wrapper}.lora_A.weight": normal(EXPERTS * RANK, ins, seed=seed),
+        f"{wrapper}.lora_B.weight": normal(outs, RANK * EXPERTS, seed=seed + 1),
+    }
+
+
+def delta(tensors, wrapper):
+    """The update (experts, out, in), as PEFT writes it down."""
+    a, b = (tensors[f"{wrapper}.lora_{end}.weight"] for end in "AB")
+    a, b = a.reshape(EXPERTS, RANK, -1), b.reshape(len(b), RANK, EXPERTS)
+    return 6 / RANK * np.einsum("ore,eri->eoi", b, a)
+
+
+LAYOUTS = {
+    "experts:kernel": ((EXPERTS, INS, OUTS), lambda x: x.swapaxes(1, 2)),
+    "experts:conv1d": ((EXPERTS, INS, OUTS), lambda x: x.swapaxes(1, 2)),
+    "experts:same": ((EXPERTS, OUTS, INS), lambda x: x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_says_along_which_axis_factors_lie(layout):
+    shape, turned = LAYOUTS[layout]
+    config, tensors = CONFIG | {"target_parameters": ["experts.up"]}, lora(OUTER, INS, OUTS)
+    base, how = {"up": normal(*shape, seed=5)}, {"names": UP, "layouts": {"up": layout}}
+    p, raw = rpx.from_peft(tensors, config, base, **how)
+    np.testing.assert_allclose(p.fold(raw)["up"] - base["up"], turned(delta(tensors, OUTER)), atol=1e-5)
+    again, written = rpx.to_peft(p, raw, **how)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    assert (written["target_parameters"], written["target_modules"]) == (["experts.up"], [])
+
+
+def test_square_experts_are_transposed_where_the_layout_is():
+    config, tensors = CONFIG | {"target_parameters": ["up"]}, lora(OUTER, 4, 4)
+    zeros = {"up": jnp.zeros((EXPERTS, 4, 4))}
+    for layout, (_, turned) in LAYOUTS.items():
+        p, raw = rpx.from_peft(tensors, config, zeros, names=UP, layouts={"up": layout})
+        np.testing.assert_allclose(p.fold(raw)["up"], turned(delta(tensors, OUTER)), atol=1e-5)
+
+
+def test_state_dicts_have_stacks_of_experts_as_one_tensor():
+    x = normal(2, EXPERTS, INS, OUTS)
+    names = {"up": "layers.{i}.up"}
+    for layout, want in {"experts:kernel": x.swapaxes(2, 3), "experts:conv1d": x, "experts:same": x}.items():
+        how = {"names": names, "layouts": {"up": layout}}
+        state = rpx.to_torch(rpx.Chain(), {"up": x}, **how)
+        assert state.keys() == {"layers.0.up", "layers.1.up"}
+        assert all(np.array_equal(state[f"layers.{i}.up"], want[i]) for i in range(2))
+        assert np.array_equal(rpx.from_torch(rpx.Chain(), state, {"up": x}, **how)["up"], x)
+
+
+def two():
+    return {"up": jnp.zeros((EXPERTS, INS, OUTS)), "down": jnp.zeros((EXPERTS, OUTS, INS))}
+
+
+BOTH = {"layouts": {".*": "experts:kernel"}}
+
+
+def test_rules_are_in_the_order_in_which_the_module_has_its_parameters():
+    tensors = lora(INNER, INS, OUTS) | lora(OUTER, OUTS, INS, seed=2)  # up is registered first, so it lies inside
+    p, raw = rpx.from_peft(tensors, CONFIG, two(), names=UP | DOWN, **BOTH)
+    for name, wrapper in (("up", INNER), ("down", OUTER)):
+        np.testing.assert_allclose(p.fold(raw)[name], delta(tensors, wrapper).swapaxes(1, 2), atol=1e-5)
+    again, written = rpx.to_peft(p, raw, names=UP | DOWN, **BOTH)
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    assert written["target_parameters"] == ["experts.down", "experts.up"]
+    turned, _ = rpx.to_peft(p, raw, names=DOWN | UP, **BOTH)
+    assert turned[f"{OUTER}.lora_A.weight"].shape == (EXPERTS * RANK, INS)
+
+
+def of_two(**how):
+    return rpx.from_peft(lora(INNER, INS, OUTS) | lora(OUTER, OUTS, INS), CONFIG, two(), **how)
+
+
+def written(chain, **how):
+    return rpx.to_peft(chain, chain.init(two(), jax.random.key(0)), **how)
+
+
+ONE_RULE = "experts.{0}"
+FIT = "from_peft: the adapter does not fit this model:\n  "
+CORRECT = "\nCorrect `like`, `names` or `layouts`."
+ORDER = (
+    "PEFT adapts several parameters of 'experts' and does not write which is which, but wraps them in the order in "
+    "which the module has them. Give each a rule of its own in that order, such as names={'down': 'experts.down', "
+    "'up': 'experts.up'}."
+)
+NO_SUCH = "to_peft: PEFT has no such adapter:\n  "
+MERGE = "\nMerge it with `p.fold(raw)`."
+REFUSED = {
+    "one rule for two parameters": (lambda: of_two(names={"(.*)": r"experts.\1"}, **BOTH), f"from_peft: {ORDER}"),
+    "one rule for two parameters, written": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(RANK, stacked=0), names={"(.*)": r"experts.\1"}, **BOTH),
+        f"to_peft: {ORDER}",
+    ),
+    "rules in another order": (
+        lambda: of_two(names=DOWN | UP, **BOTH),
+        f"{FIT}down: expected lora_A.weight of shape (6, 6), got (6, 4); expected lora_B.weight of shape (4, 6), got "
+        f"(6, 6). Correct its layout, or the order of `names` if they are another parameter's\n  up: expected "
+        f"lora_A.weight of shape (6, 4), got (6, 6); expected lora_B.weight of shape (6, 6), got (4, 6). Correct its "
+        f"layout, or the order of `names` if they are another parameter's{CORRECT}",
+    ),
+    "no layout": (
+        lambda: of_two(names=UP | DOWN),
+        "from_peft: PEFT adapts 'down' by itself, for which it needs the layout of experts: layouts={'down': "
+        "'experts:kernel'} for (experts, in, out) here and (experts, out, in) in torch, 'experts:conv1d' for "
+        "(experts, in, out) in both, or 'experts:same' for (experts, out, in) in both.",
+    ),
+    "a parameter without tensors": (
+        lambda: rpx.from_peft(lora(OUTER, OUTS, INS), CONFIG, two(), names=UP | DOWN, **BOTH),
+        "from_peft: target_parameters says that 'experts.up' is adapted, but the file has no tensors for it.",
+    ),
+    "a layout of three axes for two": (
+        lambda: rpx.to_torch(rpx.Chain(), {"up": jnp.zeros((4, 6))}, layouts={"up": "experts:kernel"}),
+        "to_torch: the layout 'experts:kernel' is that of stacks of matrices with three axes, but 'up' has shape "
+        "(4, 6).",
+    ),
+    "DoRA, read": (
+        lambda: rpx.from_peft(
+            lora(OUTER, INS, OUTS),
+            CONFIG | {"use_dora": True, "target_parameters": ["up"]},
+            {"up": two()["up"]},
+            names=UP,
+            **BOTH,
+        ),
+        f"{FIT}up: PEFT has no DoRA of experts{CORRECT}",
+    ),
+    "DoRA, written": (
+        lambda: written(
+            rpx.Freeze() >> rpx.LoRA(RANK, stacked=0, where="up") >> rpx.WeightNorm(stacked=0, detach=True, where="up"),
+            names=UP | DOWN,
+            **BOTH,
+        ),
+        f"{NO_SUCH}up: PEFT has no DoRA of experts{MERGE}",
+    ),
+    "factors of all experts together": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(RANK, rows=(0, 1), where="up"), names=UP | DOWN, **BOTH),
+        f"{NO_SUCH}up: PEFT has one adapter for each expert, but LoRA(2, rows=(0, 1), where='up') acts on all "
+        f"together. Give it `stacked`, with the axis of experts{MERGE}",
+    ),
+    "another method": (
+        lambda: written(rpx.Freeze() >> rpx.adapters.Reflected(2, stacked=0, where="up"), names=UP | DOWN, **BOTH),
+        f"{NO_SUCH}up: PEFT has no HRA for weights of the layout 'experts:kernel'{MERGE}",
+    ),
+    "one expert with inputs first": (
+        lambda: rpx.from_peft(
+            {f"{OUTER}.lora_A.weight": normal(2, 4), f"{OUTER}.lora_B.weight": normal(6, 2)},
+            CONFIG | {"target_parameters": ["up"]},
+            {"up": jnp.zeros((1, 4, 6))},
+            names=UP,
+            layouts={"up": "experts:conv1d"},
+        ),
+        f"{FIT}up: PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert{CORRECT}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(call, text):
+    with raises(ValueError, text):
+        call()
