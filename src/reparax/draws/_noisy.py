@@ -15,7 +15,8 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
-from reparax._weights.multiply import How, total, with_numbers
+from reparax._weights.multiply import total, with_numbers
+from reparax._weights.pairs import How
 from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted
 
 
