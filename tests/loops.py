@@ -85,6 +85,13 @@ LAYERS = {
         lambda w, x, s: lax.ragged_dot(w, x, s),
         lambda w, x, s: loop(x, w, s),
     ),
+    "repeated rows": Layer(
+        (2, K),
+        (E, K, N),
+        SIZES,
+        lambda w, x, s: lax.ragged_dot(jnp.broadcast_to(w[1:], (T, K)), x, s),
+        lambda w, x, s: loop(x, jnp.broadcast_to(w[1:], (T, K)), s),
+    ),
     "sums": Layer((T, K), (T, N), SIZES, lambda w, x, s: general(((0,), (0,)), ((), ()), 0, [])(w, x, s), loop_of_sums),
     "sums of the second": Layer(
         (T, N),

@@ -53,7 +53,7 @@ def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
         )
         rest = [factor for k, factor in enumerate(factors) if k not in (i, j)]
         wanted = kept.union(*(factor.labels for factor in rest))
-        factors = [*rest, paired(a, b, wanted, how) if which is None else ragged(a, b, wanted, how, which, link)]
+        factors = [*rest, paired(a, b, wanted, how) if which is None else ragged(a, b, wanted, how, which, kept)]
     return _laid_out(alone(factors[0], kept), product, shape).astype(how.result)
 
 

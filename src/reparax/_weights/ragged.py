@@ -58,14 +58,16 @@ def parted(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Facto
     (which,) = found
     rest = [factor for factor in factors if factor is not which]
     *before, rows, group = which.labels
-    if group not in kept.union(*(factor.labels for factor in rest)):  # all groups have the same part
+    held = frozenset(label for factor in rest for label in factor.labels)
+    if group not in kept | held:  # all groups have the same part
         return [*rest, Factor(which.array.inside(), (*before, rows), still=True)], None
-    return (rest, which) if (rows in kept) != (group in kept) else (list(factors), None)
+    # Without a factor that has the rows no pair would bring rows and groups together.
+    return (rest, which) if rows in held and (rows in kept) != (group in kept) else (list(factors), None)
 
 
-def ragged(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over labels that are not wanted."""
-    made = frozenset(a.labels + b.labels)
+def ragged(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, kept: Labels) -> Factor:
+    """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
+    link, made = Link.of(which, kept), frozenset(a.labels + b.labels)
     _, left = link.spans(made, wanted)
     if link.sums(made, wanted):
         return _summed(a, b, left, how, which, link)
