@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from reparax._programs.equations.contractions import RaggedDot
 from reparax._weights.circles import Circle
+from reparax._weights.segments import Segments
 
 Shape = Sequence[int]
 T = TypeVar("T")
@@ -61,12 +63,12 @@ class Factor:
     @property
     def size(self) -> int:
         """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle) else entries(self.array.shape)
+        return self.array.size if isinstance(self.array, Circle | Segments) else entries(self.array.shape)
 
     @property
     def whole(self) -> Any:
-        """The array; a circulant matrix is expanded."""
-        return self.array.whole() if isinstance(self.array, Circle) else self.array
+        """The array; what is stored as fewer numbers is expanded."""
+        return self.array.whole() if isinstance(self.array, Circle | Segments) else self.array
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,23 @@ def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[A
     for product, k in ((a, 0), (b, 1)):
         axes += [group for i, group in enumerate(product.axes) if i not in (*summed[k], *shared[k])]
     return Product(a.factors + b.factors, tuple(axes))
+
+
+def grouped(a: Product, b: Product, sizes: Any, view: RaggedDot) -> Product | None:
+    """The product of matrices along rows in groups of these sizes, as ``jax.lax.ragged_dot_general`` says."""
+    rows = math.prod(label.size for label in a.axes[view.ragged])
+    which = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
+    places = dict(zip((*view.before, view.ragged, len(a.axes)), which.axes, strict=True))
+    axes = tuple(places.get(i, ()) for i in range(len(a.axes) + 1))
+    a_in_groups = multiplied(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
+    if a_in_groups is None:
+        return None
+    (left, right), group = view.contracting, view.group
+    if group is not None:
+        return contracted(a_in_groups, b, ((*left, len(a.axes)), (*right, group)), view.batch)
+    made = contracted(a_in_groups, b, view.contracting, view.batch)
+    first = len(a.axes) - len(left)  # the last of the left operand's axes is that of the groups
+    return made and made.transposed([first, *(i for i in range(len(made.axes)) if i != first)])
 
 
 def _fresh(n: int) -> Merged:

@@ -66,7 +66,8 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     :class:`Mask` makes; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``,
     ``shard_map``, ``jax.checkpoint`` and ``vmap``. Draws of their own have
 
-    - products of matrices (``@``, ``einsum``), convolutions, and sums and multiples with data, such as biases;
+    - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with the mean and variance of
+      its own), convolutions, and sums and multiples with data, such as biases;
     - rows of tables.
 
     A row is whatever the weight does not index: an example, but also a position in a sentence or in an image, or a

@@ -11,12 +11,13 @@ from jax.extend.core import JaxprEqn
 
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
-from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
-from reparax._weights.multiply import How, total, with_numbers
-from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted
+from reparax._weights.multiply import total, with_numbers
+from reparax._weights.pairs import How
+from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted, grouped
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _again(function: Callable[..., Any], settings: tuple[Any, ...], x: Any, spre
 _once = inlined(_again, static_argnums=(0, 1))
 
 
-def _precision(view: Dot | Conv) -> Any:
+def _precision(view: Dot | RaggedDot | Conv) -> Any:
     """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
@@ -143,6 +144,23 @@ def _products(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product
 
 def _multiplied(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
     return total(_products(x, squares, i, axes) or [], shape, how)
+
+
+def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+    *operands, sizes = args
+    if weight.repeated or not view.is_whole or i == 2:
+        return None
+    how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
+
+    def products(x: Any, squares: Sum) -> list[Product] | None:
+        data = Product.of(x, still=False)
+        pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+        return complete(grouped(a, b, sizes, view) for a, b in pairs)
+
+    if products(operands[1 - i], weight.spread) is None:
+        return None
+    shape = tuple(view.type.shape)
+    return _again(lambda x, squares: total(products(x, squares) or [], shape, how), (), operands[1 - i], weight.spread)
 
 
 def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
@@ -192,6 +210,7 @@ def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
 
 _RULES: dict[type[View], Rule] = {
     Dot: _dot,
+    RaggedDot: _ragged_dot,
     Conv: _convolution,
     Gather: _gather,
     Multiply: _multiple,

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
 from reparax._weights import moves
 from reparax._weights.dtypes import between, in_any_order
-from reparax._weights.multiply import ENTRY, How, cost, total
-from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries
+from reparax._weights.multiply import ENTRY, cost, total
+from reparax._weights.pairs import How
+from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries, grouped
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,31 @@ def _whole(x: Sum) -> Product:
 
 
 def _dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
+    contracting, batch = view.contracting, view.batch
+    return _matrices(view, args, lambda a, b: contracted(a, b, contracting, batch))
+
+
+def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
+    *operands, sizes = args
+    if not view.is_whole or isinstance(sizes, Sum):
+        return None
+    return _matrices(view, operands, lambda a, b: grouped(a, b, sizes, view))
+
+
+def _matrices(
+    view: Dot | RaggedDot, args: Sequence[Any], product: Callable[[Product, Product], Product | None]
+) -> WeightUse | None:
     x, y = args
     out, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
     if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not in_any_order(precision):
         return None
     weight: Sum = x if isinstance(x, Sum) else y
-    contracting, batch = view.contracting, view.batch
 
     def with_data(weights: Sequence[Product]) -> list[Product] | None:
         left = weights if x is weight else [Product.of(x, still=False)]
         right = weights if y is weight else [Product.of(y, still=False)]
-        return complete([contracted(a, b, contracting, batch) for a in left for b in right])
+        return complete([product(a, b) for a in left for b in right])
 
     products, whole = with_data(weight.products), with_data([_whole(weight)])
     if products is None or whole is None:
@@ -243,6 +257,7 @@ def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
     Dot: _dot,
+    RaggedDot: _ragged_dot,
     Gather: _gather,
     Conv: _convolution,
 }

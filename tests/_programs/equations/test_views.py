@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from reparax._numerics.tie import read_in_step
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Checkpoint, Cond, CustomJvp, Jit, Scan, ShardMap
-from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import (
     Add,
     Arithmetic,
@@ -142,6 +142,20 @@ def test_a_product_says_which_axes_are_contracted_and_which_stay():
     view = the(Dot, lambda x, y: lax.dot_general(x, y, axes, precision=lax.Precision.HIGHEST), X, y)
     assert (view.contracting, view.batch) == axes
     assert view.precision == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+def test_a_ragged_product_says_which_axes_have_groups():
+    x, w, sizes = np.ones((2, 5, 3)), np.ones((4, 3, 6)), np.ones((2, 4), np.int32)
+    numbers = lax.RaggedDotDimensionNumbers((([2], [1]), ([], [])), [1], [0])
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers, lax.Precision.HIGHEST), x, w, sizes)
+    assert (view.contracting, view.batch, view.ragged, view.group) == (((2,), (1,)), ((), ()), 1, 0)
+    assert (tuple(view.before), view.is_whole) == ((0,), True)
+    assert set(view.precision) == {lax.Precision.HIGHEST}
+    numbers = lax.RaggedDotDimensionNumbers((([1], [0]), ([], [])), [1], [])
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((5, 6)), sizes[0])
+    assert (view.ragged, view.group, tuple(view.before), view.is_whole) == (1, None, (), True)
+    numbers = lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [0], [])
+    assert not the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, x, sizes[0]).is_whole
 
 
 def test_a_convolution_says_how_its_window_moves():

@@ -32,6 +32,56 @@ class Dot(View):
         return self.eqn.params["precision"]
 
 
+class RaggedDot(View):
+    """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
+
+    The third operand holds how many entries each group has. Entries beyond all groups give zeros.
+    """
+
+    names = ("ragged_dot_general",)
+
+    @property
+    def contracting(self) -> Axes:
+        """The axes that are summed over; an axis of groups is none of them."""
+        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+
+    @property
+    def batch(self) -> Axes:
+        """The axes that stay, as the first of the output."""
+        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[1]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands, or an algorithm."""
+        return self.eqn.params["precision"]
+
+    @property
+    def ragged(self) -> int:
+        """The axis of the left operand whose entries form groups."""
+        (axis,) = self.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        return axis
+
+    @property
+    def group(self) -> int | None:
+        """The axis of the right operand that has an index for each group; None if the groups are summed each."""
+        return next(iter(self.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions), None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it computes all groups, and groups are not among the axes of a batch."""
+        return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
+
+    @property
+    def before(self) -> Sequence[int]:
+        """The axes of the left operand of which each index may have groups of its own."""
+        if self.operands[2].aval.ndim == 1:
+            return ()
+        contracting, batch = self.contracting[0], self.batch[0]
+        ndim = self.operands[0].aval.ndim
+        kind = contracting if self.group is None else [i for i in range(ndim) if i not in (*contracting, *batch)]
+        return *batch, *kind[: list(kind).index(self.ragged)]
+
+
 class Conv(View):
     """A ``jax.lax.conv_general_dilated``."""
 

@@ -1,0 +1,144 @@
+"""Products of factors along rows that are in groups: each row meets the part of its own group.
+
+Which row is in which group is a factor of zeros and ones (``segments``). It is never multiplied with another factor: an
+index of a group stands for the rows in it wherever rows and groups meet, in as many pairs of factors as there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from reparax._weights.pairs import How, Labels, alone, dot_numbers, paired, spread
+from reparax._weights.segments import Segments
+from reparax._weights.sums import Factor, Label
+
+
+@dataclass(frozen=True)
+class Link:
+    """A label of rows and one of their groups.
+
+    Attributes:
+      rows: The label of the rows.
+      group: The label of the groups.
+      is_kept: Whether the rows stay, so that each finds the part of its group; else each group sums its rows.
+    """
+
+    rows: Label
+    group: Label
+    is_kept: bool
+
+    @classmethod
+    def of(cls, which: Factor, kept: Labels) -> "Link":
+        """The link by a factor that says which row is in which group, in a product that keeps these labels."""
+        *_, rows, group = which.labels
+        return cls(rows, group, rows in kept)
+
+    def spans(self, made: Labels, wanted: Labels) -> tuple[Labels, Labels]:
+        """The labels over which a product of factors with the labels ``made`` runs, and those that stay."""
+        group = frozenset([self.group])
+        if not self.is_kept:
+            return made, (made | group if self.sums(made, wanted) else made) & (wanted | group)
+        if self.rows in made:
+            return made - group, (made - group) & wanted
+        return made, made & (wanted | group)
+
+    def sums(self, made: Labels, wanted: Labels) -> bool:
+        """Whether a product sums the rows of each group."""
+        return not self.is_kept and self.rows in made and self.rows not in wanted
+
+
+def parted(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Factor | None]:
+    """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
+    found = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not found:
+        return list(factors), None
+    (which,) = found
+    rest = [factor for factor in factors if factor is not which]
+    *before, rows, group = which.labels
+    held = frozenset(label for factor in rest for label in factor.labels)
+    if group not in kept | held:  # all groups have the same part
+        return [*rest, Factor(which.array.inside(), (*before, rows), still=True)], None
+    # Without a factor that has the rows no pair would bring rows and groups together.
+    return (rest, which) if rows in held and (rows in kept) != (group in kept) else (list(factors), None)
+
+
+def ragged(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, kept: Labels) -> Factor:
+    """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
+    link, made = Link.of(which, kept), frozenset(a.labels + b.labels)
+    _, left = link.spans(made, wanted)
+    if link.sums(made, wanted):
+        return _summed(a, b, left, how, which, link)
+    for x, y in ((a, b), (b, a)):
+        if link.is_kept and link.rows in x.labels and link.group in y.labels:
+            return _taken(x, y, left, how, which, link)
+    return paired(a, b, left, how)
+
+
+def _taken(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
+    """The product of rows with the parts of their groups."""
+    a, b = alone(a, left.union(b.labels)), alone(b, left.union(a.labels, [link.group]))
+    common = [label for label in a.labels if label in b.labels]
+    summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
+    before, groups = which.labels[:-2], which.array
+    if not summed or not set(before) <= set(a.labels):
+        return paired(a, _of_rows(b, which, how, link), left, how)
+    outer = [label for label in before if label not in shared]
+    inner = [label for label in a.labels if label not in (*common, *outer, link.rows)]
+    labels = (*shared, *outer, link.rows, *inner, *summed)
+    sizes = groups.sizes
+    if before:
+        own = (*shared, *outer, link.group)
+        sizes = jnp.broadcast_to(spread(sizes, (*before, link.group), own), [label.size for label in own])
+    made = _product(
+        spread(a.whole, a.labels, labels),
+        b.whole,
+        sizes,
+        how,
+        lax.RaggedDotDimensionNumbers(
+            dot_numbers(labels, b.labels, summed, shared), [labels.index(link.rows)], [b.labels.index(link.group)]
+        ),
+    )
+    others = (label for label in b.labels if label not in (*common, link.group))
+    return Factor(made, (*shared, *outer, link.rows, *inner, *others), a.still and b.still)
+
+
+def _of_rows(b: Factor, which: Factor, how: How, link: Link) -> Factor:
+    """For each row the part of its group."""
+    *before, rows, group = which.labels
+    if before:
+        return paired(replace(which, array=which.whole), b, frozenset([*which.labels, *b.labels]) - {group}, how)
+    axis = b.labels.index(group)
+    array = jnp.take(b.whole, which.array.numbers(), axis=axis, mode="fill", fill_value=0)
+    return replace(b, array=array, labels=(*b.labels[:axis], rows, *b.labels[axis + 1 :]))
+
+
+def _summed(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
+    """The product of two factors, summed over the rows of each group."""
+    if len(which.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
+        first, second = (a, b) if link.rows in a.labels else (b, a)
+        dense = replace(which, array=which.whole)
+        return paired(paired(first, dense, left.union(second.labels), how), second, left, how)
+    a, b = alone(a, left.union(b.labels)), alone(b, left.union(a.labels))
+    common = [label for label in a.labels if label in b.labels]
+    summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
+    summed = [link.rows, *(label for label in summed if label is not link.rows)]
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_numbers(a.labels, b.labels, summed, shared), [a.labels.index(link.rows)], []
+    )
+    made = _product(a.whole, b.whole, which.array.sizes, how, numbers)
+    own = [[label for label in each.labels if label not in common] for each in (a, b)]
+    return Factor(made, (link.group, *shared, *own[0], *own[1]), a.still and b.still)
+
+
+def _product(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+    return lax.ragged_dot_general(
+        x.astype(how.dtype),
+        y.astype(how.dtype),
+        sizes,
+        numbers,
+        precision=how.precision,
+        preferred_element_type=how.result,
+    )
