@@ -56,15 +56,13 @@ def haiku_pair(params: Any) -> Any:
     return hk.TransformedWithState(lambda rng: (params, {}), lambda params, state, rng: (params, state))
 
 
-def all_results(p: Any, params: Any, key: Any) -> Any:
-    """What the models of all libraries read, and the numbers of their values that train and that do not."""
-    streams, start = nnx.Rngs(params=key, noise=key), key if p.random_start else None
-    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=streams)
-    drawn = nnx.Rngs(params=key, noise=key)
-    start_nnx, key_nnx = drawn.params(), drawn.noise.fork()()
-    want_nnx = p.apply(p.init(params, start_nnx), key_nnx if p.stochastic else None)
+def all_results(p: Any, params: Any) -> Any:
+    """What the models of all libraries read, and the numbers of their values that train."""
+    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3, noise=4))
+    streams = nnx.Rngs(params=3, noise=4)
+    start, key = streams.params(), streams.noise.fork()()
     raw = p.init(params, start)
-    want = p.apply(raw, key if p.stochastic else None)
+    want = p.apply(raw, key)
 
     module = rpx.linen.parametrized(LinenModel(lambda: params), p)
     variables = module.start({"params": params}, start)
@@ -72,17 +70,18 @@ def all_results(p: Any, params: Any, key: Any) -> Any:
     network = rpx.haiku.parametrized(haiku_pair(params), p)
     state = network.start(params, {}, start)
     got = [
+        of_nnx(),
         module.apply(variables, rngs={"noise": key}),
         of_equinox(key=key),
         network.apply(*state, key)[0],
     ]
-    sizes = [
+    trained = [
         nnx.state(of_nnx, rpx.nnx.Free),
-        variables.get("params", {}),
+        variables["params"],
         eqx.filter(of_equinox, eqx.is_inexact_array),
         state[0],
     ]
-    return (of_nnx(), want_nnx), got, want, [len(jax.tree.leaves(x)) for x in sizes], rpx.partition(raw)[0]
+    return got, want, [len(jax.tree.leaves(x)) for x in trained], rpx.partition(raw)[0]
 
 
 QUICK = ("stored >> lora >> weight norm", "weight norm >> noise", "tie")
@@ -91,10 +90,9 @@ QUICK = ("stored >> lora >> weight norm", "weight norm >> noise", "tie")
 @pytest.mark.parametrize("name", mostly_thorough(cases.CASES, *QUICK))
 def test_a_model_of_each_library_reads_what_apply_gives(name: str) -> None:
     p, make = cases.CASES[name]
-    of_nnx, got, want, sizes, free = jax.jit(all_results, static_argnums=0)(p, make(), jax.random.key(3))
-    chex.assert_trees_all_close(*of_nnx, rtol=1e-5, atol=1e-6)
+    got, want, sizes, free = jax.jit(all_results, static_argnums=0)(p, make())
     for each in got:
-        chex.assert_trees_all_close(each, want, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(each, want, rtol=2e-5, atol=1e-6)
     assert [int(size) for size in sizes] == [len(jax.tree.leaves(free))] * 4
 
 
@@ -118,7 +116,7 @@ def loss(model: Any) -> jax.Array:
 
 @pytest.mark.parametrize("transform", [rpx.remat, rpx.factored])
 def test_transforms_read_losses_that_call_such_a_model(transform: Any) -> None:
-    p, params = rpx.LowRank(1), {"w": jnp.asarray(np.outer(np.arange(1, 5), np.arange(1, 4)), jnp.float32)}
+    p, params = rpx.LowRank(1), {"w": jnp.asarray(np.outer(np.arange(1, 5), np.arange(1, 4)) / 9, jnp.float32)}
     module = rpx.linen.parametrized(LinenModel(lambda: params), p)
     variables = module.start({"params": params})
 
