@@ -46,7 +46,7 @@ class Parametrized(eqx.Module):
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
       >>> p = rpx.Freeze(where="bias") >> rpx.WeightNorm(axis=0)
       >>> model = rpx.equinox.Parametrized(eqx.nn.Linear(3, 2, key=jax.random.key(0)), p)
-      >>> tx = optax.adamw(1e-3)
+      >>> tx = optax.sgd(0.1)
       >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
       >>> x = jnp.ones((4, 3))
       >>> grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)

@@ -60,10 +60,10 @@ class Parametrized(nnx.Module):
       >>> from flax import nnx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
       >>> model = rpx.nnx.Parametrized(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), p, rngs=nnx.Rngs(1))
-      >>> optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=rpx.nnx.Free)
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=rpx.nnx.Free)
       >>> x = jnp.ones((4, 3))
       >>> loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-      >>> optimizer.update(model, grads)
+      >>> _ = optimizer.update(model, grads)
       >>> model.eval()
       >>> bool(jnp.allclose(model(x), model.fold()(x)))
       True
@@ -83,7 +83,7 @@ class Parametrized(nnx.Module):
         self.p = checked("rpx.nnx.Parametrized", model, p)
         if p.random_start and rngs is None:
             raise needs_start(p, "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))")
-        key = None if not p.random_start else rngs.params() if isinstance(rngs, nnx.Rngs) else rngs()
+        key = None if not p.random_start else rngs["params"]() if isinstance(rngs, nnx.Rngs) else rngs()
         self.raw = nnx.data(_through(lambda tree: _named_by_role(p.init(tree, key, seen=seen), variable), model))
         stream: Any = rngs["noise"] if isinstance(rngs, nnx.Rngs) else rngs
         draws = rngs is not None and (p.stochastic or p.advances)
