@@ -44,8 +44,8 @@ class Parametrized(nnx.Module):
     ``nnx.Dropout``, ``model.deterministic`` switches it off; ``model.eval()`` and ``model.train()`` set it together
     with the flags of the model's own layers.
 
-    Attributes of the model are those of the effective one, made anew, so assigning to ``model.l1.kernel`` changes a
-    copy: assign to ``model.raw``.
+    Attributes of the model are those of the effective one, made anew, so what you change inside of ``model.l1`` is a
+    copy: change ``model.raw.l1``.
 
     Args:
       model: The model. Its other variables become those of the wrapped one.
@@ -98,6 +98,14 @@ class Parametrized(nnx.Module):
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held = vars(self).get("raw")
         return attribute(self, held, name, has_arrays=_has_variables, run=self._called, read=self.effective)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does."""
+        held = vars(self).get("raw")
+        if held is not None and name not in vars(self) and name in vars(held):
+            setattr(held, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def effective(self) -> Any:
         """The model of one draw, with the wrapped one's other variables: to call it several times with the same noise.

@@ -94,6 +94,33 @@ def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest(variable: Any, wr
     assert rpx.nnx.Fixed not in {type(x) for _, x in nnx.iter_graph(wrapped.effective())}
 
 
+def test_an_adapter_trains_as_the_one_of_flax_does() -> None:
+    """The step of flax's LoRA guide, on its own layer and on a chain from the same factors."""
+    base = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    by_hand = nnx.LoRA(3, 2, 2, base_module=nnx.clone(base), rngs=nnx.Rngs(1))
+    p = rpx.Freeze() >> rpx.LoRA(2, alpha=2.0, where="kernel")
+    wrapped = rpx.nnx.Parametrized(base, p, rngs=nnx.Rngs(2), variable=nnx.LoRAParam)
+    factors = wrapped.raw.kernel["@lora"]
+    for ours, theirs in ((factors["a"], by_hand.lora_a), (factors["b"], by_hand.lora_b)):
+        ours[...] = theirs[...] if ours.shape == theirs.shape else theirs[...].T
+    losses: dict[str, list[float]] = {}
+    for name, model in (("hand", by_hand), ("chain", wrapped)):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> Array:
+            def loss(model: Any) -> Array:
+                return mlp.mean_square(model(X), Y)
+
+            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+            optimizer.update(model, grads)
+            return value
+
+        losses[name] = [float(step(model, optimizer)) for _ in range(4)]
+    np.testing.assert_allclose(losses["chain"], losses["hand"], rtol=1e-5)
+    assert losses["hand"][3] < losses["hand"][0]
+
+
 def test_each_call_draws_once_from_a_stream_as_the_functional_road_does() -> None:
     class Twice(nnx.Module):
         def __init__(self) -> None:
@@ -162,6 +189,8 @@ def test_methods_and_attributes_are_those_of_the_model() -> None:
     assert wrapped.width == 4
     np.testing.assert_allclose(wrapped.first, w1[0], rtol=1e-6)
     np.testing.assert_allclose(wrapped.l1.kernel[...], w1, rtol=1e-6)
+    wrapped.sizes = (3, 4)
+    assert wrapped.raw.sizes == wrapped.sizes == (3, 4)
     with raises(AttributeError, "'Parametrized' object has no attribute 'depth'"):
         _ = wrapped.depth
 
