@@ -6,8 +6,6 @@ import functools
 import inspect
 from typing import Any, ClassVar
 
-import jax
-
 from reparax._core.algebra import Parametrization
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, needs_start, needs_stream
@@ -26,8 +24,8 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
 
     Of ``hk.transform_with_state``, values that do not train are in the state, under ``~fixed``, where no optimizer
     sees them. Of ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then values that do not train
-    have zero gradients, which an optimizer with weight decay still moves: use :func:`optimizer`, or
-    ``hk.transform_with_state``.
+    have zero gradients, which an optimizer with weight decay still moves, and integers have none, which ``jax.grad``
+    refuses: use ``hk.transform_with_state`` there, or :func:`partition` and :func:`optimizer`.
 
     These methods of the result are pure functions. ``state`` is there if ``transformed`` has one:
 
@@ -105,9 +103,7 @@ class _WithoutState(_Shared, hk.Transformed):
 
     def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         rng = _rng_of(self.network.apply, params, *args, **kwargs)
-        free, fixed = parted(params)
-        raw = joined(free, jax.lax.stop_gradient(fixed))
-        return self.network.apply(self.p.apply(raw, self._key(rng)), *args, **kwargs)
+        return self.network.apply(self.p.apply(params, self._key(rng)), *args, **kwargs)
 
     def start(self, params: PyTree, key: Any = None, *, seen: PyTree = None) -> PyTree:
         return self._start(params, key, seen)
