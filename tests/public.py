@@ -4,7 +4,9 @@ import inspect
 
 import reparax as rpx
 
-ALONE = ("testing", "demo")
+WRAPPED = ("nnx", "linen", "equinox", "haiku")
+"""Modules that are imported when they are named, each with its library."""
+ALONE = ("testing", "demo", *WRAPPED)
 """Modules that are imported by themselves."""
 FAMILIES = {name: x for name, x in vars(rpx).items() if inspect.ismodule(x) and name[0] != "_" and name not in ALONE}
 TOP = {name: x for name, x in vars(rpx).items() if name[0] != "_" and not inspect.ismodule(x)}

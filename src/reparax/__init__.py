@@ -18,10 +18,17 @@ Here is what most programs use. A family has these and the rest:
 ``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
+``rpx.nnx``        a flax nnx model that is its chain too, for trainers that own the loss: ``Parametrized``
+``rpx.linen``      the same for flax linen: ``parametrized``
+``rpx.equinox``    the same for equinox: ``Parametrized``
+``rpx.haiku``      the same for haiku: ``parametrized``
 ``rpx.stage``      for stages of your own: ``Reparametrization``, ``argument``, ``main``
 ``reparax.testing``  the laws, which your stages keep; imported by itself
+
+``nnx``, ``linen``, ``equinox`` and ``haiku`` are imported when you name them, as each needs its library.
 """
 
+import importlib as _importlib
 import typing as _typing
 
 from reparax import adapters as adapters
@@ -97,7 +104,14 @@ from reparax.training import transfer as transfer
 
 __version__ = "0.1.0"
 
-if not _typing.TYPE_CHECKING:  # else a type checker would believe that there is every name
+if _typing.TYPE_CHECKING:
+    from reparax import equinox as equinox
+    from reparax import haiku as haiku
+    from reparax import linen as linen
+    from reparax import nnx as nnx
+else:  # where a type checker would believe that there is every name
 
     def __getattr__(name: str) -> object:
+        if name in ("nnx", "linen", "equinox", "haiku"):  # only there import their library
+            return _importlib.import_module(f"reparax.{name}")
         raise _unknown_name(name, globals())

@@ -13,7 +13,7 @@ import pytest
 from grids import mostly_thorough
 from jax.sharding import PartitionSpec
 from one_array import normal
-from public import FAMILIES, PUBLIC, TOP, TYPES
+from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
 import reparax as rpx
 from benchmarks.evidence.record import found
@@ -238,7 +238,14 @@ def described(page: Path):
 def test_the_api_pages_have_every_public_name_once():
     documented = [name for page in API for name in described(page)]
     public = [f"reparax.{family}.{name}" for family, x in FAMILIES.items() for name in vars(x) if name[0] != "_"]
-    assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
+    wrapped = [
+        f"reparax.{name}.{x.__name__}"
+        for name in WRAPPED
+        for x in vars(getattr(rpx, name)).values()
+        if getattr(x, "__module__", None) == f"reparax.{name}" and x.__name__[0] != "_"
+    ]
+    assert len(wrapped) == 6
+    assert sorted(documented) == sorted([*public, *wrapped, "reparax.testing.check_laws"])
     index = re.findall(r"^   ~(\S+)$", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
     assert sorted(index) == sorted(documented)
 

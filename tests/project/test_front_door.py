@@ -2,10 +2,12 @@
 
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 from errors import raises
-from public import ALONE, FAMILIES, PUBLIC, TOP, TYPES
+from public import ALONE, FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
 import reparax as rpx
 
@@ -25,11 +27,32 @@ def test_each_name_has_one_family_and_the_top_has_the_same_objects():
 
 def test_help_is_a_map_of_all_families():
     shown = re.findall(r"^``rpx\.(\w+)``  +(.*)$", inspect.getdoc(rpx), flags=re.MULTILINE)
-    assert sorted(family for family, _ in shown) == sorted(FAMILIES)
+    assert sorted(family for family, _ in shown) == sorted([*FAMILIES, *WRAPPED])
     for family, text in shown:
         named = re.findall(r"``(\w+)``", text)
         assert named
-        assert [name for name in named if not hasattr(FAMILIES[family], name)] == []
+        assert [name for name in named if not hasattr(getattr(rpx, family), name)] == []
+
+
+def test_the_package_needs_no_library_until_its_module_is_named():
+    """In a process of its own, where these libraries cannot be imported."""
+    hidden = "import sys\nfor name in ('flax', 'equinox', 'haiku'): sys.modules[name] = None\nimport reparax as rpx\n"
+    ask = (
+        "assert not {'nnx', 'linen', 'equinox', 'haiku'} & set(dir(rpx))\n"
+        "for name in ('nnx', 'linen', 'equinox', 'haiku'):\n"
+        "    try: getattr(rpx, name)\n"
+        "    except ModuleNotFoundError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", hidden + ask], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        f"rpx.{name} needs {library}, which is not installed. Write `pip install {package}`."
+        for name, library, package in [
+            ("nnx", "flax", "flax"),
+            ("linen", "flax", "flax"),
+            ("equinox", "equinox", "equinox"),
+            ("haiku", "haiku", "dm-haiku"),
+        ]
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

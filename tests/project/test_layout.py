@@ -30,6 +30,7 @@ ALLOWED = {
     "geometry": {"_tree", "_numerics", "_axes", "_core", "_programs"},
     "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training", "geometry"},
+    "_wrapped": {"_tree", "_core", "training"},
     "_torch": {*FLOORS, *FAMILIES},
     "_peft": {*FLOORS, *FAMILIES, "_torch"},
 }
@@ -54,7 +55,21 @@ def files(wing: str) -> list[Path]:
 
 def test_every_folder_has_a_place_in_the_plan():
     assert {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))} == set(ALLOWED)
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "demo.py", "peft.py", "stage.py", "torch.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == {
+        *("__init__.py", "demo.py", "peft.py", "stage.py", "torch.py"),
+        *(f"{name}.py" for name in public.WRAPPED),
+    }
+
+
+@pytest.mark.parametrize("name", public.WRAPPED)
+def test_a_module_of_a_library_imports_the_core_and_what_wrapped_models_share(name):
+    found = {path[0] for path in imported(ROOT / f"{name}.py")}
+    assert found <= {"_tree", "_core", "training", "_wrapped"}
+
+
+def test_only_modules_of_libraries_import_what_wrapped_models_share():
+    others = [file for wing in ALLOWED if wing != "_wrapped" for file in files(wing)]
+    assert [file for file in others for path in imported(file) if path[0] == "_wrapped"] == []
 
 
 @pytest.mark.parametrize("wing", ALLOWED)

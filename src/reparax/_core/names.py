@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
-_MODULES = ("testing", "demo")
+_MODULES = ("testing", "demo", "nnx", "linen", "equinox", "haiku")
 OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",

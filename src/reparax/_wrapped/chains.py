@@ -1,0 +1,29 @@
+"""The chain of a wrapped model, and its key."""
+
+from typing import Any
+
+from reparax._core.algebra import Parametrization
+from reparax._core.calls import call
+from reparax._core.value import Static
+
+
+def checked(who: str, model: Any, p: Any) -> Parametrization:
+    """``p``, if it is a chain and ``model`` is none."""
+    if isinstance(p, Parametrization) and not isinstance(model, Static):
+        return p
+    swapped = isinstance(model, Static)
+    got = "a chain first" if swapped else f"{type(p).__name__} second"
+    raise TypeError(f"{who} takes a model and then a chain, but got {got}. Write `{who}(model, rpx.WeightNorm())`.")
+
+
+def needs_stream(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
+    """The error for a call of a chain that draws, without a stream to draw from."""
+    return ValueError(
+        f"{call(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got {what}. "
+        f"Give one, `{give}`, or evaluate with {mean}."
+    )
+
+
+def needs_start(p: Parametrization, give: str) -> ValueError:
+    """The error for a chain whose start is random, without a key."""
+    return ValueError(f"{call(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")

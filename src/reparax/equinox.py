@@ -1,0 +1,156 @@
+"""An equinox module that is a model and its chain: for loops that own the loss and call ``model(x)``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax._core.algebra import Parametrization
+from reparax._tree.paths import PyTree, is_array
+from reparax._wrapped.attributes import attribute
+from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.imports import imported
+from reparax.training import labels
+
+eqx: Any = imported("equinox", "rpx.equinox", "equinox")
+
+
+class Parametrized(eqx.Module):
+    """A model that reads the effective tree of a chain, while its arrays are raw values.
+
+    It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
+    once. ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, which ``p.check`` reads. Values that do not
+    train are stored as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: a bare
+    ``optax.adamw`` on ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``,
+    ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it as any module.
+
+    A chain with noise needs ``key``, with which the model draws too if it takes one. Under ``jax.vmap`` over examples,
+    one key outside is one draw for all of them: ``jax.vmap(functools.partial(model, key=key))(x)``. A key for each
+    example is a draw for each, and as many weights.
+
+    Attributes of the model are those of the effective one. Where a chain draws, read them from ``model.raw``,
+    ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
+    value))``.
+
+    Args:
+      model: The model.
+      p: The chain.
+      key: A key for starts that are random.
+      seen: What weights are multiplied with, as for ``p.init``.
+
+    Example:
+      >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> p = rpx.Freeze(where="bias") >> rpx.WeightNorm(axis=0)
+      >>> model = rpx.equinox.Parametrized(eqx.nn.Linear(3, 2, key=jax.random.key(0)), p)
+      >>> tx = optax.sgd(0.1)
+      >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+      >>> x = jnp.ones((4, 3))
+      >>> grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+      >>> updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+      >>> model = eqx.apply_updates(model, updates)
+      >>> bool(jnp.allclose(jax.vmap(model)(x), jax.vmap(model.fold())(x)))
+      True
+    """
+
+    values: Any
+    """The raw tree, with integers in the place of values that do not train."""
+    p: Any = eqx.field(static=True)
+
+    def __init__(self, model: Any, p: Parametrization, *, key: Array | None = None, seen: PyTree = None) -> None:
+        """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
+        self.p = checked("rpx.equinox.Parametrized", model, p)
+        if p.random_start and key is None:
+            raise needs_start(p, "rpx.equinox.Parametrized(model, p, key=key)")
+        self.values = _hidden(p.init(model, key, seen=seen))
+
+    @property
+    def raw(self) -> Any:
+        """The raw tree, as ``p.init(model)`` gives it."""
+        return jax.tree.map(lambda x: x.shown() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
+
+    def replace(self, raw: Any) -> Any:
+        """The same model with another raw tree, such as a restored one."""
+        return eqx.tree_at(lambda model: model.values, self, _hidden(raw))
+
+    def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self._called("__call__", *args, key=key, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, or a method that makes the effective tree when it is called."""
+        held = vars(self).get("values")
+        return attribute(self, held, name, has_arrays=_has_arrays, run=self._called, read=self.effective)
+
+    def effective(self, key: Array | None = None) -> Any:
+        """The model of one draw: to call it several times with the same noise.
+
+        Raises:
+          ValueError: If the chain draws random numbers, and there is no key.
+        """
+        if self.p.stochastic and key is None:
+            raise needs_stream(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
+        return self.p.apply(self.raw, key if self.p.stochastic else None)
+
+    def fold(self) -> Any:
+        """The plain model, without noise."""
+        return self.p.fold(self.raw)
+
+    def update(self, key: Array | None = None, grads: PyTree = None) -> Any:
+        """The same model with fixed values advanced by one training step; once per step, as ``p.update``."""
+        return self.replace(self.p.update(self.raw, key, grads))
+
+    @property
+    def deterministic(self) -> Any:
+        """The same model without noise."""
+        copy = object.__new__(type(self))
+        object.__setattr__(copy, "values", self.values)
+        object.__setattr__(copy, "p", self.p.deterministic)
+        return copy
+
+    def _called(self, name: str, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+        method = getattr(self.effective(key), name)
+        passed = {} if key is None or not _takes_key(method) else {"key": key}
+        return method(*args, **kwargs, **passed)
+
+
+class _Bits(eqx.Module):
+    """An array that does not train, as integers of the same bits."""
+
+    bits: Array
+    dtype: Any = eqx.field(static=True)
+
+    def shown(self) -> Array:
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            real = jnp.finfo(self.dtype).dtype
+            return jax.lax.complex(*jnp.unstack(jax.lax.bitcast_convert_type(self.bits, real), axis=-1))
+        return jax.lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+def _has_arrays(x: PyTree) -> bool:
+    return any(map(is_array, jax.tree.leaves(x)))
+
+
+def _is_bits(x: object) -> bool:
+    return isinstance(x, _Bits)
+
+
+def _hidden(raw: PyTree) -> PyTree:
+    """The raw tree with integers in the place of floating values that do not train."""
+
+    def hidden(x: Any, label: str) -> Any:
+        if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+        unsigned = jnp.dtype(f"uint{jnp.finfo(parts.dtype).bits}")
+        return _Bits(jax.lax.bitcast_convert_type(parts, unsigned), jnp.dtype(x.dtype))
+
+    return jax.tree.map(hidden, raw, labels(raw))
+
+
+def _takes_key(method: Any) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)

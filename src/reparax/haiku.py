@@ -1,0 +1,163 @@
+"""A pair of haiku functions that is a network and its chain: for loops that own the loss and call ``apply``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, ClassVar
+
+from reparax._core.algebra import Parametrization
+from reparax._tree.paths import PyTree
+from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.imports import imported
+
+hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
+
+
+def parametrized(transformed: Any, p: Parametrization) -> Any:
+    """A haiku pair whose parameters are raw, while ``transformed`` reads the effective tree.
+
+    ``init`` and ``apply`` have the arguments and results of those of ``transformed``. A chain with noise draws from
+    ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the two draw
+    independently. Drop the argument afterwards, ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
+
+    Of ``hk.transform_with_state``, values that do not train are in the state, under ``~fixed``, where no optimizer
+    sees them. Of ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then values that do not train
+    have zero gradients, which an optimizer with weight decay still moves, and integers have none, which ``jax.grad``
+    refuses: use ``hk.transform_with_state`` there, or :func:`partition` and :func:`optimizer`.
+
+    These methods of the result are pure functions. ``state`` is there if ``transformed`` has one:
+
+    * ``start(params, state, key=None, seen=None)``: raw ``params``, or both, from those of the plain network.
+    * ``raw(params, state)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
+    * ``effective(params, state, key=None)`` and ``fold(params, state)``: parameters of the plain network, of one draw
+      and without noise.
+    * ``update(params, state, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
+    * ``deterministic``: the same pair without noise.
+
+    Args:
+      transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
+      p: The chain.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+      >>> network = rpx.haiku.parametrized(hk.transform(lambda x: hk.Linear(2)(x)), p)
+      >>> params = network.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> jax.tree.map(jnp.shape, params)
+      {'linear': {'b': (2,), 'w': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}}
+      >>> network.apply(params, jax.random.key(1), jnp.ones((1, 3))).shape
+      (1, 2)
+    """
+    checked("rpx.haiku.parametrized", transformed, p)
+    if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
+        raise ValueError(
+            "rpx.haiku.parametrized takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
+            "`hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))`, or pass `p.deterministic`."
+        )
+    return (_WithState if isinstance(transformed, hk.TransformedWithState) else _WithoutState).of(transformed, p)
+
+
+class _Shared:
+    """What pairs with a state and without one have in common."""
+
+    network: Any
+    p: Parametrization
+    _write: ClassVar[str]
+    """How to start with a key."""
+
+    @classmethod
+    def of(cls, transformed: Any, p: Parametrization) -> Any:
+        """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
+        made: Any = cls
+        held = made(None, None)
+        init, apply = functools.partial(held._init), functools.partial(held._apply)
+        pair = made(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
+        for each in (held, pair):  # what the two functions read, and what the methods do
+            each.network, each.p = transformed, p
+        return pair
+
+    @property
+    def deterministic(self) -> Any:
+        return parametrized(self.network, self.p.deterministic)
+
+    def _key(self, rng: Any) -> Any:
+        if self.p.stochastic and rng is None:
+            raise needs_stream(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
+        return rng if self.p.stochastic else None
+
+    def _start(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+        if self.p.random_start and key is None:
+            raise needs_start(self.p, self._write)
+        return self.p.init(params, key, seen=seen)
+
+
+class _WithoutState(_Shared, hk.Transformed):
+    """A pair of which ``params`` is the whole raw tree."""
+
+    _write = "network.start(params, key)"
+
+    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> PyTree:
+        return self._start(self.network.init(rng, *args, **kwargs), rng)
+
+    def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        rng = _rng_of(self.network.apply, params, *args, **kwargs)
+        return self.network.apply(self.p.apply(params, self._key(rng)), *args, **kwargs)
+
+    def start(self, params: PyTree, key: Any = None, *, seen: PyTree = None) -> PyTree:
+        return self._start(params, key, seen)
+
+    def raw(self, params: PyTree) -> PyTree:
+        return params
+
+    def effective(self, params: PyTree, key: Any = None) -> PyTree:
+        return self.p.apply(params, key)
+
+    def fold(self, params: PyTree) -> PyTree:
+        return self.p.fold(params)
+
+    def update(self, params: PyTree, key: Any = None, grads: PyTree = None) -> PyTree:
+        return self.p.update(params, key, grads)
+
+
+class _WithState(_Shared, hk.TransformedWithState):
+    """A pair of which the state holds what does not train."""
+
+    _write = "network.start(params, state, key)"
+
+    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        params, state = self.network.init(rng, *args, **kwargs)
+        return self.start(params, state, rng)
+
+    def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        rng = _rng_of(self.network.apply, params, state, *args, **kwargs)
+        params, own = self.effective(params, state, self._key(rng))
+        out, own = self.network.apply(params, own, *args, **kwargs)
+        return out, {**own, _FIXED: state[_FIXED]}
+
+    def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
+        free, fixed = parted(self._start(params, key, seen))
+        return free, {**state, _FIXED: fixed}
+
+    def raw(self, params: PyTree, state: PyTree) -> PyTree:
+        return joined(params, state[_FIXED])
+
+    def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
+        own = {name: x for name, x in state.items() if name != _FIXED}
+        return self.p.apply(self.raw(params, state), key), own
+
+    def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        return self.deterministic.effective(params, state)
+
+    def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
+        free, fixed = parted(self.p.update(self.raw(params, state), key, grads))
+        return free, {**state, _FIXED: fixed}
+
+
+_FIXED = "~fixed"
+
+
+def _rng_of(apply: Any, *args: Any, **kwargs: Any) -> Any:
+    """The argument ``rng`` of a call; None if the network has none."""
+    return inspect.signature(apply).bind(*args, **kwargs).arguments.get("rng")

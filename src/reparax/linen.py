@@ -1,0 +1,140 @@
+"""A flax linen module that is a model and its chain: for trainers that own the loss and call ``apply``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from reparax._core.algebra import Parametrization
+from reparax._tree.paths import PyTree
+from reparax._wrapped.chains import checked, needs_stream
+from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.imports import imported
+
+nn: Any = imported("flax.linen", "rpx.linen", "flax")
+scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")
+
+
+def parametrized(module: Any, p: Parametrization, *, name: str | None = None) -> Any:
+    """A linen module whose variables are raw, while ``module`` reads the effective tree.
+
+    ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Values that train are in the
+    collection ``params``, where ``TrainState`` has them, and all others in the collection ``fixed``, which no optimizer
+    sees: pass it beside ``params``, as ``batch_stats``. Other collections stay as they were. ``nn.scan``, ``nn.vmap``,
+    ``nn.remat`` and boxes treat the result as any module, and it may be a part of another one.
+
+    A chain with noise draws from the stream ``noise``, once in each call. At the top,
+    ``apply(variables, x, rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside of
+    another module linen folds its path into the key.
+
+    These methods of the result take raw variables, and are pure functions:
+
+    * ``start(variables, key=None, seen=None)``: raw variables from those of the plain module, such as a checkpoint.
+    * ``raw(variables)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
+    * ``effective(variables, key=None)`` and ``fold(variables)``: variables of the plain module, of one draw and without
+      noise.
+    * ``update(variables, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
+    * ``deterministic``: the same module without noise.
+
+    Args:
+      module: The module. Inside of another one, make it with ``parent=None``.
+      p: The chain, for the collection ``params``.
+      name: The name of the result inside of another module, as for any module.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
+      >>> module = rpx.linen.parametrized(nn.Dense(2), rpx.WeightNorm() >> rpx.VarNoise(0.1))
+      >>> variables = module.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> jax.tree.map(jnp.shape, variables)
+      {'params': {'bias': (2,), 'kernel': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}}
+      >>> module.apply(variables, jnp.ones((1, 3)), rngs={"noise": jax.random.key(1)}).shape
+      (1, 2)
+    """
+    checked("rpx.linen.parametrized", module, p)
+    return _class_of(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
+
+
+class _Parametrized(nn.Module):
+    """What :func:`parametrized` returns, without the methods of the module."""
+
+    module: Any
+    p: Any
+
+    def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
+        free, fixed = parted(self.p.init(variables["params"], key, seen=seen))
+        return {**variables, "params": free} | ({"fixed": fixed} if fixed else {})
+
+    def raw(self, variables: PyTree) -> PyTree:
+        return joined(variables.get("params", {}), variables.get("fixed", {}))
+
+    def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
+        others = {name: tree for name, tree in variables.items() if name != "fixed"}
+        return {**others, "params": self.p.apply(self.raw(variables), key)}
+
+    def fold(self, variables: PyTree) -> dict[str, Any]:
+        return self.deterministic.effective(variables)
+
+    def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
+        free, fixed = parted(self.p.update(self.raw(variables), key, grads))
+        return {**variables, "params": free} | ({"fixed": fixed} if fixed else {})
+
+    @property
+    def deterministic(self) -> Any:
+        return self.clone(p=self.p.deterministic)
+
+    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        rngs, plain = self._rngs(), self.module.clone(parent=None)
+        if self.is_initializing():
+            result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=self.scope.mutable)
+            if not made.get("params", {}).keys() <= self.raw(self.variables).keys():  # else an earlier call made them
+                self._put(self.start(made, rngs["params"] if self.p.random_start else None))
+            return result
+        if self.p.stochastic and "noise" not in rngs:
+            give = 'module.apply(variables, x, rngs={"noise": key})'
+            raise needs_stream(self.p, "no stream 'noise'", give, "`module.deterministic`")
+        effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
+        mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
+        result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
+        self._put(changed)
+        return result
+
+    def _put(self, variables: PyTree) -> None:
+        for collection, tree in variables.items():
+            for name, x in tree.items():
+                self.put_variable(collection, name, x)
+
+    def _rngs(self) -> dict[str, Any]:
+        """A key for each stream: at the top the caller's own, so that the module draws as it does alone."""
+        if self.scope.parent is None:
+            return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}
+        return {name: self.make_rng(name) for name in self.scope.rngs}
+
+
+@functools.cache
+def _class_of(plain: type[Any]) -> type[Any]:
+    """The class of the result, with the methods and fields of the module's class."""
+    taken: set[str] = {*vars(_Parametrized), "parent", "name", "module", "p"}
+    found = inspect.getmembers(plain, inspect.isfunction)
+    taken |= {name for name in vars(nn.Module) if name != "__call__"}
+    methods = {
+        name: _passing(name, f) for name, f in found if name == "__call__" or (name[0] != "_" and name not in taken)
+    }
+    fields = {field.name for field in dataclasses.fields(plain)} - taken
+    return type(
+        f"Parametrized{plain.__name__}", (_Parametrized,), {**methods, **{name: _field(name) for name in fields}}
+    )
+
+
+def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(like)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._called(name, *args, **kwargs)
+
+    return method
+
+
+def _field(name: str) -> property:
+    return property(lambda self: getattr(self.module, name))

@@ -1,0 +1,231 @@
+"""A flax nnx module that is a model and its chain: for trainers that own the loss and call ``model(x)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from reparax._core.algebra import Parametrization
+from reparax._tree.paths import PyTree
+from reparax._tree.raw import holds_markers
+from reparax._wrapped.attributes import attribute
+from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.imports import imported
+from reparax.training import labels
+
+nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
+
+
+class Free(nnx.Param):
+    """A raw value that trains, in a :class:`Parametrized` model: ``nnx.Optimizer(model, tx, wrt=rpx.nnx.Free)``."""
+
+
+class Fixed(nnx.Variable):
+    """A raw value that does not train: it is no ``nnx.Param``, so optimizers leave it alone."""
+
+
+class Parametrized(nnx.Module):
+    """A model that reads the effective tree of a chain, while its variables hold the raw values.
+
+    It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
+    once, with one draw, also where the model reads a weight twice. ``model.raw`` is the raw tree, as ``p.init(model)``
+    gives it, a module of the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check`` compares it. All
+    else is the model's: its other variables, such as statistics and counters, change in the call as before, and
+    ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped model as
+    any module. It may also be a part of another module.
+
+    The types of variables tell an optimizer what trains. Values that train, arrays that no stage replaces included, are
+    ``variable``, which is a ``nnx.Param`` too, and all others are :class:`Fixed`. The model itself reads, and
+    :meth:`fold` gives back, variables of its own types.
+
+    A chain with noise draws from a stream, as ``nnx.Dropout`` does: ``noise`` of ``rngs``, or the default one. As for
+    ``nnx.Dropout``, ``model.deterministic`` switches it off; ``model.eval()`` and ``model.train()`` set it together
+    with the flags of the model's own layers.
+
+    Attributes of the model are those of the effective one, made anew, so what you change inside of ``model.l1`` is a
+    copy: change ``model.raw.l1``.
+
+    Args:
+      model: The model. Its other variables become those of the wrapped one.
+      p: The chain.
+      rngs: ``nnx.Rngs`` or one of its streams, for noise, and for starts that are random, which draw from ``params``.
+      variable: The type of variables that train, one that trainers choose by: ``nnx.LoRAParam`` for adapters.
+      deterministic: Whether to replace noise by its mean.
+      seen: What weights are multiplied with, as for ``p.init``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, reparax as rpx
+      >>> from flax import nnx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+      >>> model = rpx.nnx.Parametrized(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), p, rngs=nnx.Rngs(1))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=rpx.nnx.Free)
+      >>> x = jnp.ones((4, 3))
+      >>> loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+      >>> _ = optimizer.update(model, grads)
+      >>> model.eval()
+      >>> bool(jnp.allclose(model(x), model.fold()(x)))
+      True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        p: Parametrization,
+        *,
+        rngs: Any = None,
+        variable: type[Any] = Free,
+        deterministic: bool = False,
+        seen: PyTree = None,
+    ) -> None:
+        """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
+        self.p = checked("rpx.nnx.Parametrized", model, p)
+        if p.random_start and rngs is None:
+            raise needs_start(p, "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))")
+        key = None if not p.random_start else rngs["params"]() if isinstance(rngs, nnx.Rngs) else rngs()
+        self.raw = nnx.data(_through(lambda tree: _named_by_role(p.init(tree, key, seen=seen), variable), model))
+        stream: Any = rngs["noise"] if isinstance(rngs, nnx.Rngs) else rngs
+        draws = rngs is not None and (p.stochastic or p.advances)
+        self.rngs: Any = stream.fork() if draws else nnx.data(None)
+        self.deterministic = deterministic
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self._called("__call__", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, or a method that makes the effective tree when it is called."""
+        held = vars(self).get("raw")
+        return attribute(self, held, name, has_arrays=_has_variables, run=self._called, read=self.effective)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does."""
+        held = vars(self).get("raw")
+        if held is not None and name not in vars(self) and name in vars(held):
+            setattr(held, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def effective(self) -> Any:
+        """The model of one draw, with the wrapped one's other variables: to call it several times with the same noise.
+
+        Raises:
+          ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
+        """
+        p, key = self.p.deterministic if self.deterministic else self.p, None
+        if p.stochastic:
+            if self.rngs is None:
+                give = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"
+                raise needs_stream(p, "rngs=None", give, "`model.deterministic = True`")
+            key = self.rngs()
+        return _through(lambda tree: p.apply(_of_model(tree), key), self.raw)
+
+    def fold(self) -> Any:
+        """The plain model, without noise; it shares no variables with this one."""
+        return nnx.clone(_through(lambda tree: self.p.fold(_of_model(tree)), self.raw))
+
+    def update(self, grads: PyTree = None) -> None:
+        """Advances the fixed values by one training step; once per step, as :meth:`Parametrization.update`.
+
+        Args:
+          grads: The gradient with respect to the plain model, for stages that read it.
+        """
+        key = None if self.rngs is None else self.rngs()
+        new = _through(lambda tree: self.p.update(_of_model(tree), key, grads), self.raw)
+        for variable, value in zip(_variables(self.raw), _variables(new), strict=True):
+            if value is not variable and jax.tree.leaves(value):
+                variable[...] = value[...]
+
+    def set_view(self, *, deterministic: bool | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Sets what ``nnx.view`` asks for, and returns the rest."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        return kwargs
+
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        effective = self.effective()
+        result = getattr(effective, name)(*args, **kwargs)
+        nnx.update(self.raw, nnx.state(effective, nnx.Not(nnx.Param)))  # those that the call has made, as `sow` does
+        return result
+
+
+_PLAIN = "plain"
+"""The metadata that holds the type of a variable in the model."""
+
+
+class _Hidden:
+    """A leaf for a variable that is no parameter, or for one that stands at an earlier place too."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+def _is_variable(x: object) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _is_place(x: object) -> bool:
+    """Whether a node of a module is a parameter, raw or effective, or another variable."""
+    return _is_variable(x) or holds_markers(x) or isinstance(x, _Hidden)
+
+
+def _nodes(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_variable)
+
+
+def _has_variables(tree: PyTree) -> bool:
+    return any(map(_is_variable, _nodes(tree)))
+
+
+def _variables(tree: PyTree) -> list[Any]:
+    return [x for x in _nodes(tree) if _is_variable(x)]
+
+
+def _held(variable: Any) -> Any:
+    """What a variable holds: an array, or ``()`` at a place without one."""
+    (value,) = jax.tree.leaves(variable, is_leaf=lambda x: x is not variable)
+    return value
+
+
+def _through(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
+    """``fun`` of the parameters of a module; other variables come out as the same objects.
+
+    Where two modules share a parameter, they share the result.
+    """
+    nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
+    first: dict[Any, int] = {}
+    places = [first.setdefault(tuple(map(id, _variables(node))) or i, i) for i, node in enumerate(nodes)]
+
+    def is_state(node: Any) -> bool:
+        return _is_variable(node) and not isinstance(node, nnx.Param | Fixed)
+
+    kept = [place == i and not is_state(node) for i, (place, node) in enumerate(zip(places, nodes, strict=True))]
+    shown = [node if keep else _Hidden(at) for node, keep, at in zip(nodes, kept, places, strict=True)]
+    outs, outdef = jax.tree.flatten(fun(treedef.unflatten(shown)), is_leaf=_is_place)
+    outs = [nodes[x.at] if isinstance(x, _Hidden) and is_state(nodes[x.at]) else x for x in outs]
+    return outdef.unflatten([outs[x.at] if isinstance(x, _Hidden) else x for x in outs])
+
+
+def _named_by_role(raw: PyTree, variable: type[Any]) -> PyTree:
+    """A raw tree whose variables have types that say which of them train."""
+
+    def named(node: Any, label: Any) -> Any:
+        if not _is_variable(node):
+            return node
+        kind = variable if "free" in jax.tree.leaves(label) else Fixed
+        return kind.from_metadata(_held(node), {**node.get_metadata(), _PLAIN: type(node)})
+
+    return jax.tree.map(named, raw, labels(raw), is_leaf=_is_variable)
+
+
+def _of_model(raw: PyTree) -> PyTree:
+    """The raw tree with variables of the model's own types."""
+
+    def plain(node: Any) -> Any:
+        if not _is_variable(node) or _PLAIN not in node.get_metadata():
+            return node
+        metadata = dict(node.get_metadata())
+        return metadata.pop(_PLAIN).from_metadata(_held(node), metadata)
+
+    return jax.tree.map(plain, raw, is_leaf=_is_variable)

@@ -1,0 +1,121 @@
+"""rpx.haiku: a pair of functions that is its chain, in loops that own the loss."""
+
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+from errors import raises
+from jax import Array
+
+import reparax as rpx
+
+X, Y = mlp.data()
+NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+
+
+def forward(x: Array) -> Array:
+    return hk.Linear(2, name="l2")(jnp.tanh(hk.Linear(4, name="l1")(x)))
+
+
+def params() -> Any:
+    w1, b1, w2, b2 = mlp.arrays()
+    return {"l1": {"w": w1, "b": b1}, "l2": {"w": w2, "b": b2}}
+
+
+def values(tree: Any) -> list[Any]:
+    return [tree[layer][name] for layer in ("l1", "l2") for name in ("w", "b")]
+
+
+def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None:
+    traced = []
+
+    def trained(network: Any, params: Any, tx: Any) -> Any:
+        """The loop of haiku's MNIST example, which knows of no chain."""
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            traced.append(None)
+            value, grads = jax.value_and_grad(lambda params: mlp.mean_square(network.apply(params, X), Y))(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        state, losses = tx.init(params), []
+        for _ in range(mlp.STEPS):
+            params, state, loss = step(params, state)
+            losses.append(loss)
+        return params, losses
+
+    network = rpx.haiku.parametrized(hk.transform(forward), mlp.P)
+    raw, losses = trained(hk.without_apply_rng(network), network.start(params()), optax.sgd(mlp.RATE))
+    assert len(traced) == 1
+    mlp.assert_trained(losses, values(network.fold(raw)))
+    mlp.P.check(network.raw(raw), like=params())
+
+
+def with_state(x: Array) -> Array:
+    norm = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9, name="norm")
+    x = norm(hk.Linear(4, name="l1")(x), is_training=True)
+    return hk.Linear(2, name="l2")(x + jax.random.normal(hk.next_rng_key(), x.shape))
+
+
+def test_with_a_state_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest(key: Array) -> None:
+    p = rpx.Freeze(where="l1/.*") >> rpx.SpectralNorm(where="l2/w") >> rpx.VarNoise(0.1)
+    plain = hk.transform_with_state(with_state)
+    network = rpx.haiku.parametrized(plain, p)
+    before, inner = plain.init(key, X)
+    params, state = network.init(key, X)
+    jax.tree.map(np.testing.assert_array_equal, network.raw(params, state), p.init(before))
+    assert list(params) == ["l2", "norm"]
+    out, changed = network.apply(params, state, key, X)
+    want, stats = plain.apply(p.apply(p.init(before), key), inner, key, X)
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, {name: changed[name] for name in stats}, stats)
+    jax.tree.map(np.testing.assert_array_equal, changed["~fixed"], state["~fixed"])
+    node = network.raw(params, state)["l2"]["w"]["@spectral_norm"]
+    _, advanced = network.update(params, state)
+    u = np.asarray(node["w"]).T @ np.asarray(node["@fixed"]["v"])
+    got = advanced["~fixed"]["l2"]["w"]["@spectral_norm"]["@fixed"]["u"]
+    np.testing.assert_allclose(got, u / np.linalg.norm(u), rtol=1e-4)
+    folded, rest = network.fold(params, state)
+    np.testing.assert_array_equal(folded["l1"]["w"], before["l1"]["w"])
+    assert rest.keys() == inner.keys()
+
+
+def test_without_a_state_fixed_values_have_no_gradient() -> None:
+    p = rpx.Freeze(where=".*b") >> rpx.adapters.VeRA(2)
+    network = rpx.haiku.parametrized(hk.transform(forward), p)
+    raw = network.start(params(), jax.random.key(0))
+    nudged = jax.tree.map(lambda x: x + 0.1, raw)  # else the factors that start at zero hide the others
+    grads = jax.grad(lambda raw: jnp.sum(network.apply(raw, None, X)))(nudged)
+    sizes = jax.tree.map(lambda g: float(jnp.abs(g).max()), rpx.partition(grads))
+    assert set(jax.tree.leaves(sizes[1])) == {0.0}
+    assert min(jax.tree.leaves(sizes[0])) > 0
+
+
+def test_noise_comes_from_rng(key: Array) -> None:
+    network = rpx.haiku.parametrized(hk.transform(forward), NOISY)
+    raw = network.start(params())
+    want = hk.transform(forward).apply(NOISY.apply(raw, key), None, X)
+    np.testing.assert_allclose(network.apply(raw, key, X), want, rtol=1e-6)
+    with raises(
+        ValueError,
+        "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers in each call of the model, so it needs a stream, "
+        "but got rng=None. Give one, `network.apply(params, rng, x)`, or evaluate with `network.deterministic`.",
+    ):
+        network.apply(raw, None, X)
+    plain = hk.transform(forward).apply(params(), None, X)
+    np.testing.assert_allclose(network.deterministic.apply(raw, None, X), plain, rtol=1e-5, atol=1e-6)
+    with raises(
+        ValueError,
+        "rpx.haiku.parametrized takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
+        "`hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))`, or pass `p.deterministic`.",
+    ):
+        rpx.haiku.parametrized(hk.without_apply_rng(hk.transform(forward)), NOISY)
+    with raises(
+        ValueError, "LoRA(2).init draws random numbers, so it needs a key. Write `network.start(params, key)`."
+    ):
+        rpx.haiku.parametrized(hk.transform(forward), rpx.LoRA(2)).start(params())

@@ -1,0 +1,170 @@
+"""rpx.linen: a module that is its chain, in loops that own the loss."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+from errors import raises
+from flax import serialization
+from flax.training.train_state import TrainState
+from jax import Array
+from jax.sharding import PartitionSpec
+
+import reparax as rpx
+
+X, Y = mlp.data()
+NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+
+
+class MLP(nn.Module):
+    width: int = 4
+
+    def setup(self) -> None:
+        self.l1 = nn.Dense(self.width)
+        self.l2 = nn.Dense(2)
+
+    def hidden(self, x: Array) -> Array:
+        return nn.tanh(self.l1(x))
+
+    def __call__(self, x: Array) -> Array:
+        return self.l2(self.hidden(x))
+
+
+def params() -> Any:
+    w1, b1, w2, b2 = mlp.arrays()
+    return {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
+
+
+@jax.jit
+def train_step(state: TrainState, others: Any) -> Any:
+    """The step of flax's guides, which knows of no chain."""
+    TRACED.append(None)
+
+    def loss(params: Any) -> Array:
+        return mlp.mean_square(state.apply_fn({"params": params, **others}, X), Y)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+TRACED: list[None] = []
+
+
+def test_train_state_trains_raw_values_and_compiles_once() -> None:
+    module = rpx.linen.parametrized(MLP(), mlp.P)
+    variables = module.start({"params": params()})
+    assert list(variables) == ["params"]
+    state = TrainState.create(apply_fn=module.apply, params=variables["params"], tx=optax.sgd(mlp.RATE))
+    losses = []
+    for _ in range(mlp.STEPS):
+        state, loss = train_step(state, {})
+        losses.append(loss)
+    assert len(TRACED) == 1
+    trained = module.fold({"params": state.params})["params"]
+    mlp.assert_trained(losses, [trained[layer][name] for layer in ("l1", "l2") for name in ("kernel", "bias")])
+    stored = serialization.from_bytes(mlp.P.init(params()), serialization.to_bytes(state.params))
+    mlp.P.check(stored, like=params())
+
+
+def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest() -> None:
+    p = rpx.Freeze(where="l1/.*") >> rpx.SpectralNorm(where="l2/kernel")
+    module = rpx.linen.parametrized(MLP(), p)
+    variables = module.start({"params": params()})
+    assert list(variables["fixed"]) == ["l1", "l2"]
+    assert jax.tree.map(np.shape, variables["params"]) == {
+        "l2": {"bias": (2,), "kernel": {"@spectral_norm": {"w": (4, 2)}}}
+    }
+    state = TrainState.create(apply_fn=module.apply, params=variables["params"], tx=optax.adamw(0.1, weight_decay=0.5))
+    with jax.numpy_dtype_promotion("standard"):  # for Adam's counter
+        state, _ = train_step(state, {"fixed": variables["fixed"]})
+    trained = module.fold({**variables, "params": state.params})["params"]
+    np.testing.assert_array_equal(trained["l1"]["kernel"], np.float32(mlp.W1))
+    moved = {**variables, "params": state.params}
+    node = {**module.raw(moved)["l2"]["kernel"]["@spectral_norm"]}
+    p.check(module.raw(moved), like=params())
+    u = np.asarray(node["w"]).T @ np.asarray(node["@fixed"]["v"])
+    advanced = module.update(moved)["fixed"]["l2"]["kernel"]["@spectral_norm"]["@fixed"]["u"]
+    np.testing.assert_allclose(advanced, u / np.linalg.norm(u), rtol=1e-4)
+
+
+class WithState(nn.Module):
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        self.sow("intermediates", "x", x)
+        return nn.Dropout(0.5, deterministic=False)(x)
+
+
+def test_init_and_apply_are_those_of_the_module_with_the_effective_tree(key: Array) -> None:
+    module = rpx.linen.parametrized(WithState(), NOISY)
+    rngs = {"params": key, "dropout": jax.random.key(1), "noise": jax.random.key(2)}
+    plain = WithState().init(rngs, X)
+    variables = module.init(rngs, X)
+    jax.tree.map(np.testing.assert_array_equal, module.raw(variables), NOISY.init(plain["params"]))
+    got = module.apply(variables, X, rngs=rngs, mutable=["batch_stats", "intermediates"])
+    effective = {**plain, "params": NOISY.apply(NOISY.init(plain["params"]), rngs["noise"])}
+    want = WithState().apply(effective, X, rngs=rngs, mutable=["batch_stats", "intermediates"])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_methods_and_fields_are_those_of_the_module() -> None:
+    module = rpx.linen.parametrized(MLP(), mlp.P)
+    variables = module.start({"params": params()})
+    w1, b1 = np.float32(mlp.W1), np.float32(mlp.B1)
+    want = np.tanh(np.asarray(X) @ w1 + b1)
+    assert module.width == 4
+    np.testing.assert_allclose(module.apply(variables, X, method="hidden"), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module.bind(variables).hidden(X), want, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_without_a_stream_says_both_ways() -> None:
+    module = rpx.linen.parametrized(MLP(), NOISY)
+    variables = module.start({"params": params()})
+    with raises(
+        ValueError,
+        "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers in each call of the model, so it needs a stream, "
+        "but got no stream 'noise'. Give one, `module.apply(variables, x, rngs={\"noise\": key})`, or evaluate with "
+        "`module.deterministic`.",
+    ):
+        module.apply(variables, X)
+    plain: Any = MLP().apply({"params": params()}, X)
+    np.testing.assert_allclose(module.deterministic.apply(variables, X), plain, rtol=1e-5, atol=1e-6)
+
+
+class Scanned(nn.Module):
+    """Three wrapped layers by ``nn.scan``, recomputed in the backward pass, and a wrapped part that is called twice."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+        dense = nn.remat(nn.Dense)(3, kernel_init=init, parent=None)
+        layer = rpx.linen.parametrized(dense, rpx.Freeze(where="bias") >> NOISY, name="layer")
+        run = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": 0, "fixed": 0},
+            split_rngs={"params": True, "noise": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        head = rpx.linen.parametrized(MLP(parent=None), mlp.P, name="head")
+        x, _ = run(layer, x, None)
+        return head(x) + head.hidden(x)[:, :2]
+
+
+def test_wrapped_modules_are_parts_of_others_under_scan_and_remat_with_boxes(key: Array) -> None:
+    rngs = {"params": key, "noise": key}
+    variables = jax.jit(Scanned().init)(rngs, X)
+    specs = nn.get_partition_spec(variables)["params"]["layer"]["kernel"]["@weight_norm"]
+    assert specs == {"g": PartitionSpec("layers", None, "out"), "v": PartitionSpec("layers", "in", "out")}
+    assert variables["fixed"]["layer"]["bias"]["@freeze"]["@fixed"]["w"].shape == (3, 3)
+
+    def total(params: Any) -> Array:
+        y: Any = Scanned().apply({**variables, "params": params}, X, rngs=rngs)
+        return jnp.sum(y)
+
+    grads = jax.jit(jax.grad(total))(variables["params"])
+    assert all(bool(jnp.all(jnp.any(g != 0))) for g in jax.tree.leaves(grads))

@@ -1,0 +1,306 @@
+"""rpx.nnx: a model that is its chain, in loops that own the loss."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mlp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+from flax import nnx
+from jax import Array
+
+import reparax as rpx
+
+X, Y = mlp.data()
+NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+
+
+class MLP(nnx.Module):
+    width = 4
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.l1 = nnx.Linear(3, 4, rngs=rngs)
+        self.l2 = nnx.Linear(4, 2, rngs=rngs)
+        self.sizes = (3, 4, 2)
+
+    def hidden(self, x: Array) -> Array:
+        """The first layer."""
+        return nnx.tanh(self.l1(x))
+
+    def __call__(self, x: Array) -> Array:
+        return self.l2(self.hidden(x))
+
+    @property
+    def first(self) -> Array:
+        return self.l1.kernel[0]
+
+
+def model() -> MLP:
+    made = MLP(nnx.Rngs(0))
+    variables: Any = (made.l1.kernel, made.l1.bias, made.l2.kernel, made.l2.bias)
+    for variable, w in zip(variables, mlp.arrays(), strict=True):
+        variable[...] = w
+    return made
+
+
+def weights(plain: Any) -> list[Any]:
+    return [np.array(w[...]) for layer in (plain.l1, plain.l2) for w in (layer.kernel, layer.bias)]
+
+
+@nnx.jit(donate_argnames=("model", "optimizer"))
+def train_step(model: Any, optimizer: Any) -> Array:
+    """The step of flax's guides, which knows of no chain."""
+    TRACED.append(None)
+    loss, grads = nnx.value_and_grad(lambda model: mlp.mean_square(model(X), Y))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+TRACED: list[None] = []
+
+
+def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), mlp.P)
+    optimizer = nnx.Optimizer(wrapped, optax.sgd(mlp.RATE), wrt=rpx.nnx.Free)
+    before = len(TRACED)
+    losses = [train_step(wrapped, optimizer) for _ in range(mlp.STEPS)]
+    assert len(TRACED) == before + 1
+    folded = wrapped.fold()
+    assert type(folded) is MLP
+    assert type(folded.l1.kernel) is nnx.Param
+    mlp.assert_trained(losses, weights(folded))
+    mlp.P.check(nnx.state(wrapped.raw), like=model())
+    assert {type(x) for x in jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, nnx.Variable))} == {rpx.nnx.Free}
+
+
+@pytest.mark.parametrize(("variable", "wrt"), [(rpx.nnx.Free, nnx.Param), (nnx.LoRAParam, nnx.LoRAParam)])
+def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest(variable: Any, wrt: Any) -> None:
+    p = rpx.Freeze() >> rpx.LoRA(2, where="l1/kernel")
+    wrapped = rpx.nnx.Parametrized(model(), p, rngs=nnx.Rngs(0), variable=variable)
+    fixed = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(wrapped, rpx.nnx.Fixed)))
+    free = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(wrapped, variable)))
+    optimizer = nnx.Optimizer(wrapped, optax.adamw(0.1, weight_decay=0.5), wrt=wrt)
+    with jax.numpy_dtype_promotion("standard"):  # for Adam's counter
+        for _ in range(2):  # the first factor has a gradient once the second has moved
+            train_step(wrapped, optimizer)
+    assert len(jax.tree.leaves(fixed)) == 4
+    assert list(free["raw"]["l1"]["kernel"]["@lora"]) == ["a", "b"]
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(wrapped, rpx.nnx.Fixed)), fixed)
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), free, nnx.to_pure_dict(nnx.state(wrapped, variable)))
+    assert all(jax.tree.leaves(moved))
+    assert rpx.nnx.Fixed not in {type(x) for _, x in nnx.iter_graph(wrapped.effective())}
+
+
+def test_an_adapter_trains_as_the_one_of_flax_does() -> None:
+    """The step of flax's LoRA guide, on its own layer and on a chain from the same factors."""
+    base = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    by_hand = nnx.LoRA(3, 2, 2, base_module=nnx.clone(base), rngs=nnx.Rngs(1))
+    p = rpx.Freeze() >> rpx.LoRA(2, alpha=2.0, where="kernel")
+    wrapped = rpx.nnx.Parametrized(base, p, rngs=nnx.Rngs(2), variable=nnx.LoRAParam)
+    factors = wrapped.raw.kernel["@lora"]
+    for ours, theirs in ((factors["a"], by_hand.lora_a), (factors["b"], by_hand.lora_b)):
+        ours[...] = theirs[...] if ours.shape == theirs.shape else theirs[...].T
+    losses: dict[str, list[float]] = {}
+    for name, model in (("hand", by_hand), ("chain", wrapped)):
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> Array:
+            def loss(model: Any) -> Array:
+                return mlp.mean_square(model(X), Y)
+
+            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+            optimizer.update(model, grads)
+            return value
+
+        losses[name] = [float(step(model, optimizer)) for _ in range(4)]
+    np.testing.assert_allclose(losses["chain"], losses["hand"], rtol=1e-5)
+    assert losses["hand"][3] < losses["hand"][0]
+
+
+def test_each_call_draws_once_from_a_stream_as_the_functional_road_does() -> None:
+    class Twice(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones(3))
+
+        def __call__(self) -> tuple[Array, Array]:
+            return self.w[...], self.w[...]
+
+    p = rpx.VarNoise(0.1)
+    wrapped = rpx.nnx.Parametrized(Twice(), p, rngs=nnx.Rngs(params=0, noise=1))
+    first, again = wrapped()
+    second, _ = wrapped()
+    stream = nnx.Rngs(noise=1).noise.fork()
+    np.testing.assert_array_equal(first, again)
+    for drawn in (first, second):
+        np.testing.assert_array_equal(drawn, p.apply({"w": jnp.ones(3)}, stream())["w"])
+    kept = wrapped.effective()
+    np.testing.assert_array_equal(kept()[0], kept()[1])
+    assert np.abs(np.asarray(kept()[0]) - np.asarray(first)).max() > 1e-3
+
+
+def test_noise_has_the_switch_of_dropout() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), NOISY, rngs=nnx.Rngs(0))
+    plain = np.asarray(model()(X))
+    assert np.abs(np.asarray(wrapped(X)) - plain).max() > 1e-2
+    wrapped.eval()
+    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5)
+    wrapped.train()
+    assert np.abs(np.asarray(wrapped(X)) - plain).max() > 1e-2
+    wrapped.deterministic = True
+    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5)
+    assert wrapped.set_view(deterministic=False, rate=1) == {"rate": 1}
+    assert not wrapped.deterministic
+
+
+def test_noise_without_a_stream_says_both_ways() -> None:
+    with raises(
+        ValueError,
+        "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers in each call of the model, so it needs a stream, "
+        "but got rngs=None. Give one, `rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))`, or evaluate with "
+        "`model.deterministic = True`.",
+    ):
+        rpx.nnx.Parametrized(model(), NOISY)(X)
+    with raises(
+        ValueError,
+        "LoRA(2).init draws random numbers, so it needs a key. Write `rpx.nnx.Parametrized(model, p, "
+        "rngs=nnx.Rngs(0))`.",
+    ):
+        rpx.nnx.Parametrized(model(), rpx.LoRA(2))
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    second: Any = model()
+    write = "Write `rpx.nnx.Parametrized(model, rpx.WeightNorm())`."
+    with raises(TypeError, f"rpx.nnx.Parametrized takes a model and then a chain, but got MLP second. {write}"):
+        rpx.nnx.Parametrized(model(), second)
+    with raises(TypeError, f"rpx.nnx.Parametrized takes a model and then a chain, but got a chain first. {write}"):
+        rpx.nnx.Parametrized(mlp.P, second)
+
+
+def test_methods_and_attributes_are_those_of_the_model() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), mlp.P)
+    w1, b1, _, _ = mlp.arrays()
+    np.testing.assert_allclose(wrapped.hidden(X), np.tanh(np.asarray(X) @ np.asarray(w1) + np.asarray(b1)), rtol=1e-5)
+    assert wrapped.sizes == (3, 4, 2)
+    assert wrapped.width == 4
+    np.testing.assert_allclose(wrapped.first, w1[0], rtol=1e-6)
+    np.testing.assert_allclose(wrapped.l1.kernel[...], w1, rtol=1e-6)
+    wrapped.sizes = (3, 4)
+    assert wrapped.raw.sizes == wrapped.sizes == (3, 4)
+    with raises(AttributeError, "'Parametrized' object has no attribute 'depth'"):
+        _ = wrapped.depth
+
+
+class Around(nnx.Module):
+    """A plain model with a wrapped part, which it calls twice."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.encoder = rpx.nnx.Parametrized(nnx.Linear(3, 3, rngs=rngs), NOISY, rngs=rngs)
+        self.head = nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.head(self.encoder(self.encoder(x)))
+
+
+def test_a_wrapped_part_trains_in_a_plain_model_and_under_remat() -> None:
+    around = Around(nnx.Rngs(0))
+    around.eval()
+    plain = around.encoder.fold()
+    kernel, bias, head = (np.array(w[...]) for w in (plain.kernel, plain.bias, around.head.kernel))
+    want = ((np.asarray(X) @ kernel + bias) @ kernel + bias) @ head
+    np.testing.assert_allclose(around(X), want, rtol=1e-4, atol=1e-6)
+    around.train()
+    grads = nnx.grad(lambda around: jnp.sum(nnx.remat(lambda around: around(X))(around)))(around)
+    assert len(jax.tree.leaves(grads)) == 5
+    assert around.encoder.rngs.count[...] == 2
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rngs = rngs
+        self.encoder = nnx.Linear(3, 3, rngs=rngs)
+        self.decoder = self.encoder
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.output = nnx.Linear(3, 3, rngs=rngs)
+        self.output.bias = self.encoder.bias
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        y = self.output(self.norm(self.decoder(self.encoder(x))))
+        self.seen = nnx.Intermediate(y)
+        return self.dropout(y)
+
+
+def test_shared_parameters_stay_one_and_other_variables_change_in_the_call() -> None:
+    plain: Any = Shared(nnx.Rngs(0))
+    wrapped = rpx.nnx.Parametrized(plain, rpx.WeightNorm())
+    raw = nnx.to_pure_dict(nnx.state(wrapped, rpx.nnx.Free))["raw"]
+    assert set(raw) == {"decoder", "norm", "output"}
+    assert list(raw["output"]) == ["kernel"]
+    count = int(plain.dropout.rngs.count[...])
+    wrapped(X)
+    assert wrapped.raw.dropout.rngs.count[...] == count + 1
+    x, w = np.asarray(X), np.asarray(nnx.state(wrapped.fold())["decoder"]["kernel"][...])
+    np.testing.assert_allclose(wrapped.raw.norm.mean[...], 0.01 * (x @ w @ w).mean(axis=0), rtol=1e-3, atol=1e-6)
+    assert nnx.pop(wrapped, nnx.Intermediate)["raw"]["seen"][...].shape == X.shape
+    effective = wrapped.effective()
+    assert effective.encoder.kernel is effective.decoder.kernel
+
+
+def test_update_advances_fixed_values_once_per_step() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), rpx.SpectralNorm(where="l1/kernel"))
+    node = wrapped.raw.l1.kernel["@spectral_norm"]
+    w, v = np.array(node["w"][...]), np.array(node["@fixed"]["v"][...])
+    wrapped.update()
+    u = w.T @ v
+    np.testing.assert_allclose(node["@fixed"]["u"][...], u / np.linalg.norm(u), rtol=1e-4)
+    assert isinstance(node["@fixed"]["u"], rpx.nnx.Fixed)
+
+
+@nnx.vmap(in_axes=0)
+def stack(key: Array) -> Any:
+    streams = nnx.Rngs(params=key, noise=key)
+    return rpx.nnx.Parametrized(nnx.Linear(3, 3, rngs=streams), NOISY, rngs=streams)
+
+
+def test_wrapped_layers_are_made_by_vmap_and_run_by_scan() -> None:
+    layers = stack(jax.random.split(jax.random.key(0), 5))
+    layers.eval()
+
+    @nnx.jit
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer: Any, x: Array) -> Array:
+        return layer(x)
+
+    want = np.asarray(X)
+    for w in np.asarray(layers.raw.kernel["@weight_norm"]["v"][...]):
+        want = want @ w
+    np.testing.assert_allclose(run(layers, X), want, rtol=1e-3, atol=1e-5)
+    layers.train()
+    assert np.abs(np.asarray(run(layers, X)) - want).max() > 1e-3
+
+
+def test_named_axes_are_those_of_the_raw_values() -> None:
+    linear = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+    linear.kernel.set_metadata(out_sharding=("in", "out"))
+    wrapped = rpx.nnx.Parametrized(linear, rpx.WeightNorm(axis="out"))
+    specs = nnx.get_partition_spec(nnx.state(wrapped))["raw"]["kernel"]["@weight_norm"]
+    assert [tuple(jax.tree.leaves(specs[name], is_leaf=lambda x: isinstance(x, tuple))[0]) for name in "gv"] == [
+        (None, "out"),
+        ("in", "out"),
+    ]
+
+
+def test_checkpoints_are_raw_trees_and_go_both_ways() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), mlp.P)
+    stored = nnx.to_pure_dict(nnx.state(wrapped.raw))
+    functional = nnx.to_pure_dict(nnx.state(mlp.P.init(model())))
+    jax.tree.map(np.testing.assert_array_equal, stored, functional)
+    other = rpx.nnx.Parametrized(MLP(nnx.Rngs(1)), mlp.P)
+    nnx.update(other.raw, functional)
+    np.testing.assert_array_equal(other(X), wrapped(X))
+    assert isinstance(other.raw.l1.kernel["@weight_norm"]["g"], rpx.nnx.Free)
