@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,3 +267,18 @@ def test_what_cannot_start_step_by_step_is_refused():
         params = arrays({**PARAMS, "head": UP})
         tied = rpx.Chain((GPTQ, rpx.Tie({"head": "layers/gate"})))
         rpx.calibrate(tied, lambda w, x: loss({**w, "head": w["head"][0]}, x), params, BATCHES)
+
+
+@pytest.mark.thorough
+def test_boxes_of_linen_stay_around_each_value():
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), ("rows", "columns"))
+    net = nn.Sequential([nn.Dense(8, kernel_init=kernel), jnp.tanh, nn.Dense(4, kernel_init=kernel)])
+    params = net.init(jax.random.key(0), BATCHES[0])
+    p = rpx.Stored("int4", block=4, fit="gptq")
+
+    def boxed(params, x):
+        return jnp.mean(net.apply(params, x))
+
+    got = rpx.calibrate(p, boxed, params, BATCHES)
+    want = p.init(params, seen=rpx.inputs(boxed)(params, np.concatenate(BATCHES)))
+    assert jax.tree.structure(got) == jax.tree.structure(want)

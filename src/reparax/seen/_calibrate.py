@@ -29,7 +29,7 @@ from reparax._programs.alike import Alike
 from reparax._programs.call import Arguments, caller
 from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, flatten, nest
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text
 from reparax.seen._inputs import collected, first_look, rehearse
 from reparax.seen._kept import Folder, checksum, shown_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
@@ -113,8 +113,9 @@ class _Model:
         return cls(names, dict(zip(map(path_text, names), leaves, strict=True)), treedef)
 
     def tree(self, held: Mapping[str, Any]) -> PyTree:
-        """The parameters with these leaves and no others."""
-        return self.treedef.unflatten(map(held.get, self.arrays))
+        """The parameters with these leaves and no others; a box without an array is left out too."""
+        tree = self.treedef.unflatten(map(held.get, self.arrays))
+        return jax.tree.map(lambda x: x if jax.tree.leaves(x) else None, tree, is_leaf=is_box)
 
 
 class _Batches:
