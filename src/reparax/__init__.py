@@ -14,7 +14,7 @@ Here is what most programs use. A family has these and the rest:
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   products that never form the weight: ``factored``, ``explain``
 ``rpx.draws``      noise of each example's own: ``local``
-``rpx.seen``       the data that weights multiply: ``inputs``
+``rpx.seen``       the data that weights multiply: ``inputs``, ``calibrate``
 ``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
@@ -76,6 +76,7 @@ from reparax.quantized import Halved as Halved
 from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
+from reparax.seen import calibrate as calibrate
 from reparax.seen import inputs as inputs
 from reparax.shared import Tie as Tie
 from reparax.shared import convert as convert

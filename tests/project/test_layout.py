@@ -26,7 +26,7 @@ ALLOWED = {
     "memory": {"_tree", "_numerics", "_core", "_programs"},
     "_weights": {"_tree", "_numerics", "_programs"},
     "products": {"_tree", "_numerics", "_programs", "_weights"},
-    "seen": {"_tree", "_numerics", "_data", "_programs", "_weights"},
+    "seen": {"_tree", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
     "geometry": {"_tree", "_numerics", "_axes", "_core", "_programs"},
     "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training", "geometry"},

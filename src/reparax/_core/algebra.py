@@ -200,6 +200,15 @@ class Parametrization(Static, ABC):
         """Whether another key gives ``init`` another model to train, so that it needs one."""
         return False
 
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What :func:`calibrate` collects for the start of a stage that takes ``seen``.
+
+        ``"full"``, ``"diagonal"`` or ``"largest"`` moments, or ``"gradients"``, in a tuple; nothing, if it starts
+        without data.
+        """
+        return ("full",)
+
     _sees: ClassVar[bool] = False
     """Whether ``init`` of the stage takes what arrays are multiplied with."""
     _planner: ClassVar[type[Planner]]

@@ -9,6 +9,7 @@ import jax
 from jax.core import Tracer
 
 from reparax._core.value import exactly
+from reparax._data.seen import Seen
 from reparax._numerics.inlined import inlined
 from reparax._stage.arrangement import Arrangement
 from reparax._tree.markers import Types
@@ -18,8 +19,10 @@ def together(method: Callable[..., Any], at: Arrangement, *args: Any) -> Any:
     """``method(at, *args)``; under tracing, one jitted function for all arrays of the same type.
 
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    And so it is for starts from data, which hold loops.
     """
-    return _run_traced(_traced_once, method, at, at.stage, args, traces=at.stacked != ())
+    loops = at.stacked != () or any(isinstance(x, Seen) for x in args)
+    return _run_traced(_traced_once, method, at, at.stage, args, traces=loops)
 
 
 def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:

@@ -118,6 +118,11 @@ class LoRA(RowsAndColumns):
     def random_start(self) -> bool:
         return STARTS[self.start].random
 
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What its start needs of the data."""
+        return STARTS[self.start].collects
+
     def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         start, x = STARTS[self.start], widened(w)
         factors = start.factors(x, self.rank, self._factor(x), start.given(x, key, seen))

@@ -193,6 +193,13 @@ class Start:
         """Whether the formula takes a key."""
         return self.given is _key
 
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What of the data it needs."""
+        if self.given is _gradient:
+            return ("gradients",)
+        return ("full",) if self.given is _moments else ()
+
 
 STARTS = {
     "kaiming": Start(_uniform, _key),

@@ -69,6 +69,11 @@ class Smooth(Joint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True)}
 
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What the start needs of the data."""
+        return ("largest",)
+
     def init_leaves(self, arrays: dict[str, Array], *, seen: Mapping[str, Seen] | None = None) -> Leaves:
         norm = {name: w for name, w in arrays.items() if name in NORM}
         reads = {}

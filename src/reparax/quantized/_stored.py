@@ -144,6 +144,11 @@ class Stored(Scaled):
         return self._format.numbers.keeps_positive
 
     @property
+    def collects(self) -> tuple[str, ...]:
+        """What the start needs of the data; AWQ too is better with all moments."""
+        return ("full",) if self.fit in LEARNED else ()
+
+    @property
     def _draws(self) -> bool:
         return self.rounding == "stochastic"
 

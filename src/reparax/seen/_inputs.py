@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from reparax._data.seen import MOMENTS, Seen
+from reparax._data.seen import MOMENTS, Read, Seen
 from reparax._numerics.arguments import one_of
 from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs
@@ -40,41 +40,11 @@ class Inputs(Reports):
         rehearse()
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced = arguments.traced()
-        first = Seeing(self.moments, calls(traced.program))
-        jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
+        first = first_look(traced, self.moments)
         layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
         paths = layout.path_of
         roots = {root for root, like in first.types.items() if self._wants(paths.get(root), like)}
-        wanted = [slot for slot in first.slots if slot.root in roots]
-
-        def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
-            way = Seeing(self.moments, first.lines, wanted, taps)
-            outs = _evaluated(way, traced, traced.inputs)
-            return None if taps is None else _loss(self.who, traced, outs), way.state
-
-        slopes: Taps | None = None
-        if self.gradients:
-            own = {slot: slot.slopes(self.moments) for slot in wanted if slot not in first.cut}
-            arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items() if root in roots}
-            slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
-        else:
-            _, state = counted(None)
-        uncounted = _uncounted(first, traced)
-        found: dict[Any, list[Any]] = {}
-        for slot, held in zip(wanted, state, strict=True):
-            found.setdefault(slot.root, []).append(slot.read(self.moments, held, slopes and slopes.slopes.get(slot)))
-
-        def entry(path: str, root: Any) -> Seen:
-            if root not in first.types:
-                return Seen(why=("it is no floating array",))
-            if root not in roots:
-                return Seen(why=("`where` of `inputs` leaves it out",))
-            gradient = slopes and slopes.arrays.get(root)
-            mixed = uncounted.get(root, {})
-            why = [reason for reason in first.why.get(root, ()) if reason not in mixed]
-            return Seen(tuple(found.get(root, ())), gradient, tuple(why), tuple(mixed.values()))
-
-        return layout.tree(entry)
+        return layout.tree(collected(self.who, traced, first, roots, gradients=self.gradients).entry)
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
         given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
@@ -148,6 +118,63 @@ def inputs(
     return Inputs(fun, argnums, moments, where, gradients=gradients)
 
 
+def first_look(traced: Traced, moments: str, only: Mapping[Any, tuple[int, Any]] | None = None) -> Seeing:
+    """What a program does with the arrays that the user named, before anything is counted; ``only`` as of a way."""
+    first = Seeing(moments, calls(traced.program), only=only)
+    jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
+    return first
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was found in one run of a program.
+
+    Attributes:
+      first: What it does with arrays.
+      reads: For each array that was wanted the data.
+      gradients: For each of them the gradient of the loss, if wanted.
+      uncounted: For each array what else reads it with data.
+    """
+
+    first: Seeing
+    reads: Mapping[Any, Sequence[Read]]
+    gradients: Mapping[Any, Any]
+    uncounted: Mapping[Any, Mapping[str, str]]
+
+    def entry(self, root: Any) -> Seen:
+        """What is known of one array."""
+        if root not in self.first.types:
+            return Seen(why=("it is no floating array",))
+        if root not in self.reads:
+            return Seen(why=("`where` of `inputs` leaves it out",))
+        mixed = self.uncounted.get(root, {})
+        why = [reason for reason in self.first.why.get(root, ()) if reason not in mixed]
+        return Seen(tuple(self.reads[root]), self.gradients.get(root), tuple(why), tuple(mixed.values()))
+
+
+def collected(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *, gradients: bool) -> Collected:
+    """Runs a program and counts the data of some arrays."""
+    moments = first.moments
+    wanted = [slot for slot in first.slots if slot.root in roots]
+
+    def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
+        way = Seeing(moments, first.lines, wanted, taps, first.only)
+        outs = _evaluated(way, traced, traced.inputs)
+        return None if taps is None else _loss(who, traced, outs), way.state
+
+    slopes: Taps | None = None
+    if gradients:
+        own = {slot: slot.slopes(moments) for slot in wanted if slot not in first.cut}
+        arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items() if root in roots}
+        slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
+    else:
+        _, state = counted(None)
+    found: dict[Any, list[Read]] = {root: [] for root in roots}
+    for slot, held in zip(wanted, state, strict=True):
+        found[slot.root].append(slot.read(moments, held, slopes and slopes.slopes.get(slot)))
+    return Collected(first, found, {} if slopes is None else slopes.arrays, _uncounted(first, traced))
+
+
 @functools.cache
 def rehearse() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
@@ -192,7 +219,7 @@ def _is_random(v: Any) -> bool:
 
 def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     """For each array what reads it with data and is not counted: as what reads it, and with these words."""
-    mixing = Mixing(way.counted, leaves_of)
+    mixing = Mixing({path: each.operand for path, each in way.counted.items()}, leaves_of)
     inputs: list[Value] = [
         ({i: Dependence.ARRAY} if i in way.types else {}, flag and not _is_random(v))
         for i, (v, flag) in enumerate(zip(traced.program.invars, traced.given, strict=True))
@@ -246,6 +273,6 @@ class _Layout:
         """The path of what is followed, where it is a part of the result."""
         return dict(zip(reversed(self.roots), reversed(self.paths), strict=True))
 
-    def tree(self, entry: Callable[[str, Any], Seen]) -> PyTree:
+    def tree(self, entry: Callable[[Any], Seen]) -> PyTree:
         """The tree with an entry for each leaf."""
-        return self.treedef.unflatten(map(entry, self.paths, self.roots))
+        return self.treedef.unflatten(map(entry, self.roots))

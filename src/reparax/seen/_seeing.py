@@ -77,6 +77,8 @@ class Place:
       inputs: The numbers of their rows; None for all.
       outputs: The numbers of their columns; None for all.
       split: The mesh axes over which the rows are split.
+      steps: The axes of the array of which the product reads one index.
+      chosen: Whether it reads the chosen index; None if no index is chosen.
     """
 
     slot: CountedRead
@@ -84,6 +86,23 @@ class Place:
     inputs: Array | None
     outputs: Array | None
     split: tuple[str, ...]
+    steps: tuple[int, ...] = ()
+    chosen: Array | None = None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A product that is counted.
+
+    Attributes:
+      root: The array.
+      operand: Which operand of the equation is the array.
+      steps: The axes of the array of which it reads one index.
+    """
+
+    root: Any
+    operand: int
+    steps: tuple[int, ...]
 
 
 class Seeing:
@@ -99,8 +118,8 @@ class Seeing:
       types: The type of each array that is followed.
       cut: The slots whose outputs are split over shards, so that no shard has all products of their gradients.
       why: For each of them, what else reads it.
-      counted: The products that are counted, by the equations whose bodies hold them and their own; and which of their
-        operands is the array.
+      counted: The products that are counted, by the equations whose bodies hold them and their own, in their order.
+      only: For an array an axis and the index along it that alone is counted.
     """
 
     def __init__(
@@ -109,15 +128,17 @@ class Seeing:
         lines: Mapping[int, str],
         slots: Sequence[CountedRead] | None = None,
         taps: Taps | None = None,
+        only: Mapping[Any, tuple[int, Array]] | None = None,
     ) -> None:
         self.moments, self.lines, self.taps, self.counts = moments, lines, taps, slots is not None
+        self.only = only or {}
         self.slots = {slot: i for i, slot in enumerate(slots or ())}
         self.state = [slot.zeros(moments) for slot in self.slots]
         self.trees: list[Any] = []
         self.types: dict[Any, Any] = {}
         self.cut: set[CountedRead] = set()
         self.why: dict[Any, dict[str, None]] = {}
-        self.counted: dict[tuple[int, ...], int] = {}
+        self.counted: dict[tuple[int, ...], Counted] = {}
 
     def start(self, root: Any, x: Any) -> Sum:
         """An array, to be followed."""
@@ -167,7 +188,8 @@ class Seeing:
             return None
         if place is None:
             return None
-        self.counted[*reader.path, id(eqn)] = next(i for i, x in enumerate(args) if x is weight)
+        operand = next(i for i, x in enumerate(args) if x is weight)
+        self.counted[*reader.path, id(eqn)] = Counted(weight.root, operand, place.steps)
         with jaxprs.as_written_by(eqn):
             y = view_of(eqn).bind(*(_array(x) for x in args))
         groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
@@ -212,6 +234,7 @@ class Seeing:
             return None
         n = math.prod(label.size for label in rows)
         counts = jnp.zeros(n + 1, jnp.float32).at[found.rows].add(1.0)[None, :n]
+        counts = counts if place.chosen is None else jnp.where(place.chosen, counts, 0)
         data = [(counts > 0).astype(jnp.float32)] if self.moments == "largest" else [counts, counts]
         return self._add(place, differs, [jnp.sum(counts, axis=1), *data])
 
@@ -228,9 +251,12 @@ class Seeing:
         place = self._place(weight.root, product, shared, summed, is_table=False)
         if place is None:
             return None
+        if place.chosen is not None:
+            x = jnp.where(place.chosen, x, jnp.zeros_like(x))
         free = [label for i in found.free for label in product.axes[i]]
         copies = math.prod(label.size for label in free if label not in array.labels)
         count = jnp.full(math.prod(label.size for label in shared), copies * x.shape[0], jnp.float32)
+        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
         if self.moments == "diagonal" and found.total and not numbers:
             sums = [_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
             return self._add(place, differs, [count, *(copies * each for each in sums)])
@@ -244,8 +270,7 @@ class Seeing:
         whole, columns = x, place.inputs
         if place.split and columns is not None:
             whole, columns = (lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True) for y in (x, columns))
-        second = jnp.einsum("rbk,rbl->bkl", x, whole, precision="highest", preferred_element_type=jnp.float32)
-        return self._add(place, differs, [count, absolute, second], columns)
+        return self._add(place, differs, [count, absolute, _products(x, whole, place.chosen)], columns)
 
     def _place(
         self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
@@ -253,11 +278,18 @@ class Seeing:
         """Where the data of a product stand; None if slices mix axes of one kind with those of another."""
         sizes = self.types[root].shape
         shape, of, kinds, parts = list[int](), list[int](), list[str](), list[Array | None]()
+        steps, chosen = list[int](), None
+        at, wanted = self.only.get(root, (None, None))
         for axis, (size, index) in enumerate(zip(sizes, product.factors[1 : 1 + len(sizes)], strict=True)):
             own = index.labels[:-1]
+            if size > 1 and math.prod(label.size for label in own) == 1:
+                steps.append(axis)
+            if axis == at:
+                chosen = index.array.reshape(()) == wanted
+                size, own = 1, ()
             each = ["summed" if x in summed else "shared" if x in shared else "free" for x in own]
             is_whole = all(label.whole for label in own) and math.prod(label.size for label in own) == size
-            if is_whole and not is_table:
+            if is_whole and not is_table and axis != at:
                 shape += [label.size for label in own]
                 kinds += each
                 parts += [None for _ in own]
@@ -268,13 +300,13 @@ class Seeing:
                     return None
                 shape.append(size)
                 kinds.append(next(iter(known), "shared" if size > 1 else "free"))
-                parts.append(None if is_whole else index.array[..., 0])
+                parts.append(None if is_whole or axis == at else index.array[..., 0])
             of += [axis] * (len(shape) - len(of))
-        chosen = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
-        batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in chosen)
+        places = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
+        batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in places)
         split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
-        bare = Read(tuple(shape), tuple(of), batch=chosen[0], axes=chosen[1])
-        return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split)
+        bare = Read(tuple(shape), tuple(of), batch=places[0], axes=places[1])
+        return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split, tuple(steps), chosen)
 
     def _tapped(self, y: Array, place: Place, rows: Callable[[Array], Array], differs: frozenset[str]) -> Array:
         """The output of a product, where the gradient is collected."""
@@ -289,6 +321,8 @@ class Seeing:
         alike = types - ((differs | jaxprs.varying(numbers)) - frozenset(place.split))
         times = math.prod(lax.axis_size(name) for name in alike)
         zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
+        if place.chosen is not None:  # what is not chosen passes no gradient
+            zeros = jnp.where(place.chosen, zeros, jnp.zeros_like(zeros))
         return tapped(y, zeros, lambda slope: second(rows(slope), full=full) / times)
 
     def _add(
@@ -335,6 +369,19 @@ def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, 
     rows = [label for label in labels if label not in held]
     x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *own[0], *own[1])))
     return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
+
+
+def _products(x: Array, columns: Array, chosen: Array | None) -> Array:
+    """The products of the entries of each row; zeros where rows are not chosen, which are zeros themselves."""
+
+    def products(x: Array, columns: Array) -> Array:
+        return jnp.einsum("rbk,rbl->bkl", x, columns, precision="highest", preferred_element_type=jnp.float32)
+
+    def zeros(x: Array, columns: Array) -> Array:
+        zero = jnp.sum(x) * jnp.sum(columns)  # on each shard of its own, as the products are
+        return jnp.full((*x.shape[1:], columns.shape[2]), zero.astype(jnp.float32))
+
+    return products(x, columns) if chosen is None else lax.cond(chosen, products, zeros, x, columns)
 
 
 def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:

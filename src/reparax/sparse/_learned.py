@@ -30,6 +30,11 @@ def require_fit(stage: Any) -> None:
         )
 
 
+def collects(fit: str) -> tuple[str, ...]:
+    """What a way to find masks needs of the data."""
+    return (MOMENTS[fit],) if fit in MOMENTS else ()
+
+
 def each_column(scores: Array, count: Any) -> Array:
     """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
     chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")

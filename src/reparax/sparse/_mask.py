@@ -17,7 +17,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
-from reparax.sparse._learned import FITS, MOMENTS, each_column, require_fit, sparsegpt, wanda
+from reparax.sparse._learned import FITS, MOMENTS, collects, each_column, require_fit, sparsegpt, wanda
 
 
 def masking(w: Array, kept: Array) -> dict[str, Array]:
@@ -124,6 +124,11 @@ class NofM(Constraint):
                 f"Leave it out with `where`, or choose another axis."
             )
         return None
+
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What the start needs of the data."""
+        return collects(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":

@@ -21,7 +21,7 @@ from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._learned import FITS, INPUTS, MOMENTS, each_column, require_fit, sparsegpt, wanda
+from reparax.sparse._learned import FITS, INPUTS, MOMENTS, collects, each_column, require_fit, sparsegpt, wanda
 from reparax.sparse._mask import masked, masking
 
 
@@ -127,6 +127,11 @@ class MagnitudePrune(_Prune):
                 f"MagnitudePrune got {got} with fit={self.fit!r}, which prunes a share of single weights. Leave "
                 f"{got.split('=')[0]} out and write a share, such as sparsity=0.5; or leave fit out, for whole rows."
             )
+
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """What the start needs of the data."""
+        return collects(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":

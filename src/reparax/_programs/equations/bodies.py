@@ -49,6 +49,11 @@ class Scan(View):
         """The number of steps."""
         return self.eqn.params["length"]
 
+    @property
+    def reverse(self) -> bool:
+        """Whether the last slices are taken first."""
+        return self.eqn.params["reverse"]
+
 
 class While(View):
     """A ``jax.lax.while_loop``."""

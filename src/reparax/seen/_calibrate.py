@@ -1,0 +1,404 @@
+"""The start of a chain from data, group after group, in the order of the program."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reparax._axes.boxes import gather_boxes, spread_boxes
+from reparax._core.algebra import Parametrization, compose
+from reparax._core.calls import require_chains
+from reparax._core.keys import key_of_step
+from reparax._core.layers import Site
+from reparax._core.lineage import Lineage, lineage_of
+from reparax._core.verbs import followed
+from reparax._data.seen import ANY, Seen
+from reparax._data.sights import takes_data
+from reparax._numerics.usage import shows_usage
+from reparax._programs.alike import Alike
+from reparax._programs.call import Arguments, caller
+from reparax._tree.differences import abstract
+from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text
+from reparax.seen._inputs import collected, first_look, rehearse
+from reparax.seen._kept import Folder, checksum, shown_units
+from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+@shows_usage
+def calibrate(
+    p: Parametrization,
+    loss: Callable[..., Any],
+    params: PyTree,
+    batches: Batches,
+    key: jax.Array | None = None,
+    where: Chosen | Sequence[Chosen] | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+) -> PyTree:
+    """The raw tree of ``params``, as ``p.init`` makes it from data, one group of arrays after the other.
+
+    Each group starts from what :func:`inputs` counts in a network whose earlier groups are compressed already, so later
+    ones make up for what earlier ones lost. The program of the loss tells the order: arrays that multiply the same
+    value are a group, such as queries, keys and values, and groups come as the program reads them. Where a scan slices
+    an array, as that of stacked layers does, each step is a group of its own: only one layer is in memory, and the scan
+    is not unrolled. Arrays that one stage joins are one group. An array that is read several times belongs to its first
+    read. What no product reads comes last.
+
+    ``p.init(params, key, seen=rpx.inputs(loss)(params, batch))`` starts all arrays at once, from the network as it was.
+
+    It passes over the batches once for each group, and each layer of a scan, and holds the moments of one group at a
+    time. Batches whose arrays are split over devices stay so: the sums are over all devices. ``loss`` is compiled once
+    for each group. With rich, a terminal or a notebook shows a bar.
+
+    Args:
+      p: The chain. On arrays that a scan slices, stages that learn from data say so: ``stacked=0``.
+      loss: The loss of the effective tree, ``loss(params, *batch)``, or ``loss(params, batch)`` where a batch is no
+        tuple; or any function that reads it in the same way.
+      params: The model's parameters.
+      batches: What gives the same batches at each pass: a list, a data set, or a function that returns an iterator. One
+        batch is in memory at a time.
+      key: As for ``init``. Layers of a scan draw each from a key of its own, and not as ``init`` does.
+      where: Other groups, which come first: for each a regular expression for whole paths, or a predicate ``(path,
+        array) -> bool``, in a list. One alone is a list of one, so ``".*"`` makes all layers of a scan start one by
+        one, and all that no scan slices at once.
+      folder: Where to keep what is done. If the call is stopped, the same call goes on where it was.
+
+    Raises:
+      ValueError: If batches are used up, or a stage joins all layers of a scan.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> def loss(params, x):
+      ...     return jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"])
+      >>> params = {"up": jax.random.normal(jax.random.key(0), (8, 16)), "down": jnp.ones((16, 8))}
+      >>> batches = [jax.random.normal(jax.random.key(i), (32, 8)) for i in range(4)]
+      >>> p = rpx.Stored("int4", block=8, fit="gptq")
+      >>> raw = rpx.calibrate(p, loss, params, batches)
+      >>> p.apply(raw)["down"].shape
+      (16, 8)
+
+    References:
+      Frantar, Ashkboos, Hoefler and Alistarh, *GPTQ*, 2023, which starts each layer from the outputs of those before.
+    """
+    require_chains("calibrate(p, loss, params, batches)", p)
+    rehearse()
+    who = caller("calibrate", loss, 0)
+    return _Calibration(who, p, loss, _Model.of(params), _Batches(who, batches), key).run(where, folder)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model's parameters, by their paths."""
+
+    names: Sequence[Names]
+    arrays: Mapping[str, Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, params: PyTree) -> _Model:
+        names, leaves, treedef = named(params)
+        return cls(names, dict(zip(map(path_text, names), leaves, strict=True)), treedef)
+
+    def tree(self, held: Mapping[str, Any]) -> PyTree:
+        """The parameters with these leaves and no others; a box without an array is left out too."""
+        tree = self.treedef.unflatten(map(held.get, self.arrays))
+        return jax.tree.map(lambda x: x if jax.tree.leaves(x) else None, tree, is_leaf=is_box)
+
+
+class _Batches:
+    """Batches, passed over several times."""
+
+    def __init__(self, who: str, batches: Batches) -> None:
+        self._who, self._batches, self._count, self._iterator = who, batches, 0, None
+
+    @property
+    def first(self) -> Any:
+        """The first batch."""
+        return next(iter(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for batch in self._pass():
+            count += 1
+            yield batch
+        if count == 0:
+            raise ValueError(f"{self._who} got no batch in a pass over the batches. Pass those to learn from.")
+        if self._count and count != self._count:
+            raise ValueError(
+                f"{self._who} got {count} batches in a pass, and {self._count} before. Pass the same ones each time."
+            )
+        self._count = count
+
+    def _pass(self) -> Iterator[Any]:
+        """A new iterator."""
+        new = iter(self._batches() if callable(self._batches) else self._batches)
+        if new is self._iterator:
+            raise ValueError(
+                f"{self._who} passes over the batches several times, but got the same iterator for two passes, of type "
+                f"{type(new).__name__}. Pass a list, or a function that returns a new iterator: `lambda: ...`."
+            )
+        self._iterator = new
+        return new
+
+
+class _Calibration:
+    """One call."""
+
+    def __init__(
+        self, who: str, p: Parametrization, loss: Callable[..., Any], model: _Model, batches: _Batches, key: Any
+    ) -> None:
+        self.who, self.p, self.loss, self.model, self.batches, self.key = who, p, loss, model, batches, key
+        self._counting: dict[tuple[str, ...], Any] = {}
+
+    # ---- what acts where
+
+    @cached_property
+    def plan(self) -> Lineage:
+        """What the chain does, by types. All errors of structure come from here."""
+        init = functools.partial(self.p.init, key=self.key, seen=ANY)
+        return lineage_of(self.p, abstract(init, self.model.tree(self.model.arrays)))
+
+    def paths_of(self, site: Site) -> set[str]:
+        """The paths of the arrays of a site."""
+        roots = {path_text(self.plan.raw.root(spot.place)) for spot in site.spots.values()}
+        return {*roots, *site.copies, *site.copies.values()}
+
+    @cached_property
+    def acting(self) -> dict[str, list[tuple[int, Site]]]:
+        """For each array the sites on it, with the number of their stage in the chain."""
+        found: dict[str, list[tuple[int, Site]]] = {}
+        for number, layer in enumerate(self.plan.layers):
+            for site in layer.sites:
+                for path in self.paths_of(site):
+                    found.setdefault(path, []).append((number, site))
+        return found
+
+    def learns(self, path: str) -> bool:
+        """Whether an array starts from data."""
+        return any(_learns(self.p[number]) for number, _ in self.acting[path])
+
+    def stages(self, group: Turn) -> Parametrization:
+        """The part of the chain that acts on a group."""
+        numbers = {number for path in group.paths for number, _ in self.acting[path]}
+        return compose(tuple(self.p[number] for number in sorted(numbers)))
+
+    def turns(self, where: Any) -> list[Turn]:
+        """The groups, in the order of the program."""
+        reads: dict[str, First] = {}
+        if any(map(self.learns, self.acting)):
+            given = self._arguments(self.model.arrays, self.batches.first)
+            traced = given.traced()
+            first, offset = first_look(traced, "diagonal"), len(traced.inputs) - len(given.places)
+            if first.trees:
+                raise ValueError(
+                    f"{self.who} takes a loss of the effective tree, but this one calls `apply`. Pass a loss that "
+                    f"reads its weights as they are: `loss(p.apply(raw), batch)` is for training."
+                )
+            path_of = dict(enumerate(_paths(given), offset))
+            found = first_reads(first.counted, Alike(traced.program))
+            reads = {path_of[root]: read for root, read in found.items()}
+        joined = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
+        arrays = {path: x for path, x in self.model.arrays.items() if path in self.acting}
+        ordered = turns(self.who, reads, arrays, [paths for paths in joined if len(paths) > 1], where)
+        for group in ordered:
+            self._require_steps(group)
+        return ordered
+
+    def _require_steps(self, group: Turn) -> None:
+        """Requires of stages that learn that they take each step of a scan by itself."""
+        for path, axis in group.axes.items():
+            for number, site in self.acting[path] if axis is not None else ():
+                if _learns(self.p[number]) and axis not in getattr(site, "stacked", ()):
+                    raise ValueError(
+                        f"{self.who}: {self.p[number]!r} starts all indices of axis {axis} of {path!r} together, but a "
+                        f"scan reads one after the other, and each is to start from what those before lost. Write "
+                        f"`stacked={axis}` in that stage."
+                    )
+
+    # ---- the loop
+
+    def run(self, where: Any, folder: Any) -> PyTree:
+        """The raw tree."""
+        todo = list(units(self.turns(where)))
+        stepped = {path for group, index in todo if index is not None for path in group.paths}
+        # What is written to in place is a copy.
+        effective = {path: jnp.copy(x) if path in stepped else x for path, x in self.model.arrays.items()}
+        kept, found = Folder(self.who, folder, self._about(todo) if folder else {}), dict[Names, Any]()
+        with _bar(len(todo)) as advance:
+            for number, unit in enumerate(todo):
+                raw = kept.read(number)
+                if raw is None:
+                    raw = self._started(unit, effective)
+                    kept.write(number, raw)
+                self._put(unit, raw, found, effective)
+                advance()
+        return self._whole(found)
+
+    def _about(self, todo: Sequence[Unit]) -> dict[str, Any]:
+        """What must be the same where a calibration goes on."""
+        arrays = [x for x in self.model.arrays.values() if is_array(x)]
+        key = None if self.key is None else np.asarray(_numbers(self.key)).tolist()
+        return {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": shown_units(todo)}
+
+    def _started(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
+        """The raw values of a group."""
+        group, index = unit
+        seen = self._seen(unit, effective)
+        key = self.key if self.key is None or index is None else key_of_step(self.key, index)
+        raw = self.stages(group).init(self.model.tree(self._parts(unit)), key, seen=seen)
+        return dict(flatten(gather_boxes(raw)).arrays)
+
+    def _parts(self, unit: Unit) -> dict[str, Any]:
+        """The arrays of a group as they were."""
+        group, index = unit
+        return {path: _part(self.model.arrays[path], axis, index) for path, axis in group.axes.items()}
+
+    def _put(self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]) -> None:
+        """Puts the raw values of a group into what was found, and what the network reads of them into its weights."""
+        group, index = unit
+        frame = flatten(self.model.tree(self._parts(unit))).frame
+        types = self.plan.raw
+        empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
+        folded = _Model.of(self.stages(group).fold(nest(Flat(frame, {**raw, **empty})))).arrays
+        for path, axis in group.axes.items():
+            effective[path] = folded[path] if index is None else _written(effective[path], folded[path], axis, index)
+        for place, x in raw.items():
+            like = types.arrays[place]
+            if index is None or not is_array(x):
+                found[place] = x
+                continue
+            axes = [i for i, (own, whole) in enumerate(zip(x.shape, like.shape, strict=True)) if own != whole]
+            if len(axes) != 1:
+                raise ValueError(
+                    f"{self.who}: {path_text(place)!r} has shape {like.shape} for all steps of a scan and {x.shape} "
+                    f"for one, so steps cannot start one after the other. Write the axis that the scan slices as "
+                    f"`stacked` in the stage that makes it."
+                )
+            whole = found[place] if place in found else jnp.zeros(like.shape, like.dtype)
+            found[place] = _written(whole, x, axes[0], index)
+
+    def _whole(self, found: Mapping[Names, Any]) -> PyTree:
+        """The raw tree with the values that were found, and all other leaves as they are."""
+        params = self.model.tree(self.model.arrays)
+        flat, types, held = flatten(params), self.plan.raw, dict[Names, Any]()
+        inside: dict[Names, list[Names]] = {}
+        for place in types.arrays:
+            inside.setdefault(types.root(place), []).append(place)
+        for root, leaf in flat.arrays.items():
+            for place in inside.get(root, [root]):
+                held[place] = found.get(place, leaf if place == root else types.arrays.get(place))
+        return spread_boxes(functools.partial(followed, tuple(self.p)), params, nest(Flat(flat.frame, held)))
+
+    # ---- the data
+
+    def _arguments(self, arrays: Mapping[str, Any], batch: Any) -> Arguments:
+        args = batch if type(batch) is tuple else (batch,)
+        return Arguments.of(self.who, self.loss, 0, (self.model.tree(arrays), *args), {})
+
+    def _seen(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
+        """What the arrays of a group are multiplied with in the network as it is now; None if none starts from data."""
+        group, index = unit
+        wanted = [path for path in group.paths if self.learns(path)]
+        if not wanted:
+            return None
+        arrays = {path: x for path, x in effective.items() if is_array(x)}
+        rest = {path: x for path, x in effective.items() if path not in arrays}
+        if group.paths not in self._counting:
+            self._counting[group.paths] = self._counter(group, wanted, rest)
+        count, total = self._counting[group.paths], None
+        step = None if index is None else np.int32(index)
+        for batch in self.batches:
+            total = count(arrays, batch, step, total)
+        # Whether the numbers are finite is asked where they are known.
+        trees = [self.model.tree(each) for each in total or []]
+        return trees[0] if len(trees) == 1 else tuple(trees)
+
+    def _counter(self, group: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+        """A function that adds what a batch tells of a group."""
+        stages = [self.p[number] for path in wanted for number, _ in self.acting[path]]
+        kinds = {kind for stage in stages if _learns(stage) for kind in stage.collects}
+        ways = [("full" if "full" in kinds else "diagonal", "gradients" in kinds)] if kinds - {"largest"} else []
+        ways += [("largest", False)] if "largest" in kinds else []
+
+        def counted(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
+            given = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
+            traced = given.traced()
+            roots = {path: i for i, path in enumerate(_paths(given), len(traced.inputs) - len(given.places))}
+            axes = {path: axis for path, axis in group.axes.items() if index is not None and axis is not None}
+            first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
+            found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
+            entries = {path: found.entry(roots[path]) for path in wanted}
+            return {path: _of_step(entry, axes.get(path), index) for path, entry in entries.items()}
+
+        def one(arrays: Mapping[str, Any], batch: Any, index: Any) -> list[Any]:
+            return [counted(arrays, batch, index, moments, gradients=gradients) for moments, gradients in ways]
+
+        @functools.partial(jax.jit, donate_argnums=3)
+        def added(arrays: Mapping[str, Any], batch: Any, index: Any, total: list[Any]) -> list[Any]:
+            new = one(arrays, batch, index)
+            both = zip(ways, total, new, strict=True)
+            return [jax.tree.map(jnp.maximum if moments == "largest" else jnp.add, a, b) for (moments, _), a, b in both]
+
+        def start(arrays: Mapping[str, Any], batch: Any, index: Any, total: list[Any] | None) -> list[Any]:
+            if total is None:
+                like = jax.eval_shape(one, arrays, batch, index)
+                total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            return added(arrays, batch, index, total)
+
+        return start
+
+
+def _learns(stage: Parametrization) -> bool:
+    """Whether a stage starts from data."""
+    return takes_data(stage) and bool(stage.collects)
+
+
+def _paths(given: Arguments) -> list[str]:
+    """The path of each array of the arguments, without the name of its argument."""
+    flags = zip(given.paths, given.given, strict=True)
+    return [path.partition("/")[2] if own else f"{i}: {path}" for i, (path, own) in enumerate(flags)]
+
+
+def _part(x: Any, axis: int | None, index: int | None) -> Any:
+    return x if axis is None or index is None else jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
+
+
+def _of_step(seen: Seen, axis: int | None, index: Any) -> Seen:
+    """What is known of one step, whose gradient is a part of that of all."""
+    if axis is None or seen.gradient is None:
+        return seen
+    return replace(seen, gradient=jax.lax.dynamic_slice_in_dim(seen.gradient, index, 1, axis))
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _written(whole: Any, part: Any, axis: int, index: Any) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), index, axis)
+
+
+def _numbers(key: Any) -> Any:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+@contextmanager
+def _bar(total: int) -> Generator[Callable[[], None], None, None]:
+    """What tells a bar that one more is done."""
+    if importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    from reparax.seen._bar import bar
+
+    with bar(total) as progress:
+        yield lambda: progress.advance(progress.task_ids[0])

@@ -1,0 +1,87 @@
+"""A folder with what is done of a calibration, so that it goes on after it was stopped."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reparax._tree.paths import Names, is_array
+
+Values = Mapping[Names, Any]
+
+
+class Folder:
+    """Files with the raw values of each group that is done; without a path nothing is kept."""
+
+    def __init__(self, who: str, path: str | os.PathLike[str] | None, about: Mapping[str, Any]) -> None:
+        """Begins, or goes on.
+
+        Raises:
+          ValueError: If the folder is that of another calibration.
+        """
+        self._path = None if path is None else Path(path)
+        if self._path is None:
+            return
+        self._path.mkdir(parents=True, exist_ok=True)
+        file, wanted = self._path / "calibration.json", json.loads(json.dumps(about))
+        if not file.exists():
+            _written(file, json.dumps(wanted).encode())
+        held = json.loads(file.read_text())
+        if other := [name for name in wanted if held.get(name) != wanted[name]]:
+            raise ValueError(
+                f"{who} got folder={str(self._path)!r}, which holds a calibration with {' and '.join(other)} other "
+                f"than these. Give another folder, or the same arguments."
+            )
+
+    def read(self, number: int) -> dict[Names, Any] | None:
+        """The raw values of a group; None if it is not done."""
+        file = self._path and self._path / f"{number:05}.npz"
+        if file is None or not file.exists():
+            return None
+        with np.load(file) as held:
+            entries = json.loads(bytes(held["entries"]))
+            return {
+                tuple(place): jnp.asarray(np.frombuffer(held[f"{i}"].tobytes(), jnp.dtype(dtype)).reshape(shape))
+                for i, (place, dtype, shape) in enumerate(entries)
+            }
+
+    def write(self, number: int, values: Values) -> None:
+        """Keeps the raw values of a group. A file that is there is whole."""
+        if self._path is None:
+            return
+        arrays = {place: np.asarray(x) for place, x in values.items() if is_array(x)}
+        entries = json.dumps([(place, str(x.dtype), x.shape) for place, x in arrays.items()])
+        whole: dict[str, Any] = {f"{i}": _bytes(x) for i, x in enumerate(arrays.values())}
+        file = self._path / f"{number:05}.npz"
+        unfinished = file.with_suffix(".part")
+        with unfinished.open("wb") as out:
+            np.savez(out, entries=_bytes(np.frombuffer(entries.encode(), np.uint8)), **whole)
+        os.replace(unfinished, file)
+
+
+def checksum(arrays: Iterable[Any]) -> int:
+    """A number that tells arrays of other numbers apart."""
+    found = 0
+    for x in arrays:
+        found = zlib.crc32(_bytes(np.asarray(x)).data, found)
+    return found
+
+
+def _bytes(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _written(file: Path, text: bytes) -> None:
+    unfinished = file.with_suffix(".part")
+    unfinished.write_bytes(text)
+    os.replace(unfinished, file)
+
+
+def shown_units(units: Sequence[tuple[Any, int | None]]) -> list[Any]:
+    """The groups in words, to compare them."""
+    return [[*group.paths, index] for group, index in units]

@@ -1,0 +1,174 @@
+"""The order in which arrays are compressed: what a program multiplies first comes first."""
+
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reparax._programs.alike import Alike
+from reparax._tree.paths import is_array
+from reparax.seen._seeing import Counted
+
+Chosen = str | Callable[[str, Any], bool]
+"""Which arrays: a regular expression for whole paths, or a predicate of path and array."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that slices arrays.
+
+    Attributes:
+      scan: The identity of its equation.
+      reverse: Whether the last slices are taken first.
+    """
+
+    scan: int
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class First:
+    """How a program reads an array for the first time.
+
+    Attributes:
+      data: The names of what it multiplies the array with.
+      loop: The scan that slices the array, if one does, and wherever it is read.
+      axis: The axis of which each step of that scan reads one index.
+    """
+
+    data: tuple[Hashable, ...]
+    loop: Loop | None
+    axis: int | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Arrays that are compressed at once.
+
+    Attributes:
+      axes: For the path of each array, the axis that a scan slices; None if there is no scan.
+      loop: That scan.
+      steps: How many steps it has.
+    """
+
+    axes: Mapping[str, int | None]
+    loop: Loop | None
+    steps: int
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the arrays."""
+        return tuple(self.axes)
+
+
+Unit = tuple[Turn, int | None]
+"""A group, and the step of the scan that slices it."""
+
+
+def first_reads(counted: Mapping[tuple[int, ...], Counted], alike: Alike) -> dict[Any, First]:
+    """How each array is read first, in the order of the program."""
+    found: dict[Any, list[First]] = {}
+    for path, product in counted.items():
+        data = tuple(name for i, name in enumerate(alike.read[path]) if i != product.operand)
+        slicing = [(scan, *alike.sliced[scan]) for scan in path if scan in alike.sliced]
+        loops = [Loop(scan, reverse) for scan, names, reverse in slicing if product.root in names]
+        one = len(loops) == len(product.steps) == 1
+        read = First(data, loops[0], product.steps[0]) if one else First(data, None, None)
+        found.setdefault(product.root, []).append(read)
+    return {root: _of_all(reads) for root, reads in found.items()}
+
+
+def _of_all(reads: Sequence[First]) -> First:
+    ways = {(read.loop, read.axis) for read in reads}
+    return reads[0] if len(ways) == 1 else First(reads[0].data, None, None)
+
+
+def turns(
+    who: str,
+    reads: Mapping[str, First],
+    arrays: Mapping[str, Any],
+    together: Iterable[Collection[str]],
+    where: Chosen | Sequence[Chosen] | None,
+) -> list[Turn]:
+    """The groups, in their order.
+
+    Args:
+      who: The call that errors name.
+      reads: How arrays are read first, by their paths, in the order of the program.
+      arrays: The arrays that are compressed; what no product reads comes last.
+      together: Paths of arrays that one stage joins.
+      where: Which arrays come first, and at once.
+    """
+    patterns = _patterns(where)
+    found: dict[Hashable, list[str]] = {}
+    for path in [*reads, *(path for path in arrays if path not in reads)]:
+        if path in arrays:
+            found.setdefault(_key(path, arrays[path], reads.get(path), patterns), []).append(path)
+    for pattern in patterns:
+        if not any(_fits(pattern, path, x) for path, x in arrays.items()):
+            raise ValueError(
+                f"{who} got where with {pattern!r}, which fits no array that the parametrization acts on: these are "
+                f"{', '.join(map(repr, list(arrays)[:3]))}. Correct it, or leave it out."
+            )
+    ordered = [paths for _, paths in sorted(found.items(), key=lambda item: _place(item[0], len(patterns)))]
+    return [_group(who, paths, reads, arrays) for paths in _merged(ordered, together)]
+
+
+def units(found: Sequence[Turn]) -> Iterator[Unit]:
+    """Each group; those that a scan slices, a step at a time."""
+    done = set[Loop]()
+    for group in found:
+        if group.loop is None:
+            yield group, None
+        elif group.loop not in done:
+            done.add(group.loop)
+            steps = range(group.steps)
+            for i in reversed(steps) if group.loop.reverse else steps:
+                yield from ((each, i) for each in found if each.loop == group.loop)
+
+
+def _patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
+    if where is None:
+        return []
+    return [where] if isinstance(where, str) or callable(where) else list(where)
+
+
+def _key(path: str, x: Any, read: First | None, patterns: Sequence[Chosen]) -> tuple[Hashable, ...]:
+    """What is equal for arrays of one group."""
+    loop = read and read.loop
+    for number, pattern in enumerate(patterns):
+        if _fits(pattern, path, x):
+            return number, loop
+    return len(patterns), loop, read and read.data
+
+
+def _place(key: Any, others: int) -> tuple[bool, int]:
+    number, *_, last = key
+    return (number == others and last is None, number)
+
+
+def _fits(pattern: Chosen, path: str, x: Any) -> bool:
+    return bool(re.fullmatch(pattern, path) if isinstance(pattern, str) else pattern(path, x))
+
+
+def _merged(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -> list[list[str]]:
+    """The groups, where those with arrays that belong together are one, in the place of the first."""
+    merged = list(ordered)
+    for paths in together:
+        own = [group for group in merged if set(paths) & set(group)]
+        if len(own) > 1:
+            own[0].extend(path for group in own[1:] for path in group)
+            merged = [group for group in merged if all(group is not other for other in own[1:])]
+    return merged
+
+
+def _group(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
+    loops = {path: read.loop if (read := reads.get(path)) else None for path in paths}
+    if other := [path for path in paths if loops[path] != loops[paths[0]]]:
+        raise ValueError(
+            f"{who}: a stage joins {paths[0]!r} with {other[0]!r}, but no one scan slices both, so they cannot start "
+            f"at the same step of it. Leave one of them out with the `where` of that stage."
+        )
+    axes = {path: reads[path].axis if path in reads else None for path in paths}
+    sizes = [arrays[path].shape[axis] for path, axis in axes.items() if axis is not None and is_array(arrays[path])]
+    return Turn(axes, loops[paths[0]], sizes[0] if sizes else 1)
