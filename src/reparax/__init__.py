@@ -48,6 +48,7 @@ from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
+from reparax.geometry import shrink as shrink
 from reparax.matrices import LowRank as LowRank
 from reparax.matrices import Orthogonal as Orthogonal
 from reparax.memory import remat as remat

@@ -27,7 +27,7 @@ ALLOWED = {
     "_weights": {"_tree", "_numerics", "_programs"},
     "products": {"_tree", "_numerics", "_programs", "_weights"},
     "seen": {"_tree", "_numerics", "_data", "_programs", "_weights"},
-    "geometry": {"_tree", "_numerics", "_programs"},
+    "geometry": {*FLOORS, "training"},
     "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training", "geometry"},
     "_torch": {*FLOORS, *FAMILIES},
