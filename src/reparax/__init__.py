@@ -46,6 +46,7 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
+from reparax.geometry import align as align
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
 from reparax.geometry import shrink as shrink

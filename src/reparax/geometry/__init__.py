@@ -1,5 +1,6 @@
 """What a network's program says of the axes of its weights."""
 
+from reparax.geometry._align import align as align
 from reparax.geometry._groups import Group as Group
 from reparax.geometry._groups import Groups as Groups
 from reparax.geometry._groups import Member as Member

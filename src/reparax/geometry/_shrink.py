@@ -118,8 +118,8 @@ def _dead(group: Group, nonzero: Mapping[str, Values]) -> Values:
     """The indices at which each sum has a term of zero, ``(*steps, size)``."""
 
     def zero(member: Member) -> Values:
-        gone = ~entries(nonzero[member.path], member, group).any((-4, -2, -1))
-        return over_steps(group, gone, np.all)
+        left = np.any(entries(nonzero[member.path], member, group), axis=(-4, -2, -1))
+        return over_steps(group, np.logical_not(left), np.all)
 
     return np.all([np.any([np.all(list(map(zero, one)), 0) for one in each], 0) for each in group.sums], 0)
 

@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from reparax._programs.equations import elementwise, moves, reductions
 from reparax._programs.equations.contractions import Conv, Dot
 from reparax._programs.equations.view import View
+from reparax._programs.jaxprs import type_of
 from reparax.geometry._labels import Labels
 from reparax.geometry._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Source
 
@@ -149,5 +150,7 @@ class Zeros:
     def _is_zero_at_zero(self) -> bool:
         """Whether the equation is zero where all operands that are not written as numbers are."""
         with jax.ensure_compile_time_eval():
-            numbers = [jnp.full((), v.val if isinstance(v, Literal) else 0, v.aval.dtype) for v in self.view.operands]
+            numbers = [
+                jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands
+            ]
             return all(bool(x == 0) for x in jax.tree.leaves(self.view.bind(*numbers)))
