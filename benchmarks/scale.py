@@ -100,7 +100,7 @@ def compiled(p: rpx.Parametrization, mesh: Mesh, rows: str | None) -> Any:
     """The program of one step, for all devices of ``mesh``."""
     raw, raws = abstract(p, mesh, rows)
     state = jax.eval_shape(TX.init, raw)
-    states = rpx.state_shardings(state, raw, raws)
+    states = rpx.training.state_shardings(state, raw, raws)
 
     def step(raw: Any, state: Any, key: jax.Array, tokens: jax.Array) -> tuple[Any, Any]:
         gradients = jax.grad(lambda raw: loss(p, raw, key, tokens))(raw)

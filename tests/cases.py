@@ -244,7 +244,7 @@ CASES = {
         model,
     ),
     "moments in eight bits": (rpx.Moments8bit(min_size=8), positive),
-    "halved": (rpx.Halved(), flat),
+    "halved": (rpx.quantized.Halved(), flat),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.noise.VariationalDropout(0.1, where="out/kernel")

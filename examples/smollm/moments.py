@@ -22,8 +22,8 @@ STORED = rpx.Moments8bit()
 WAYS: dict[str, tuple[rpx.Parametrization, rpx.Parametrization | None]] = {
     "float32": (rpx.Chain(), None),
     "moments in 8 bits": (rpx.Chain(), STORED),
-    "moments in 8 bits, masters in two halves": (rpx.Halved(), STORED),
-    "moments in bfloat16, masters in two halves": (rpx.Halved(), None),
+    "moments in 8 bits, masters in two halves": (rpx.quantized.Halved(), STORED),
+    "moments in bfloat16, masters in two halves": (rpx.quantized.Halved(), None),
 }
 """How weights are held, and how moments are."""
 

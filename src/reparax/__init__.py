@@ -53,8 +53,10 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
+from reparax.geometry import align as align
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
+from reparax.geometry import shrink as shrink
 from reparax.matrices import LowRank as LowRank
 from reparax.matrices import Orthogonal as Orthogonal
 from reparax.memory import remat as remat
@@ -72,7 +74,6 @@ from reparax.peft import from_peft as from_peft
 from reparax.peft import to_peft as to_peft
 from reparax.products import explain as explain
 from reparax.products import factored as factored
-from reparax.quantized import Halved as Halved
 from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
@@ -99,7 +100,6 @@ from reparax.training import labels as labels
 from reparax.training import merge as merge
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
-from reparax.training import state_shardings as state_shardings
 from reparax.training import summary as summary
 from reparax.training import transfer as transfer
 

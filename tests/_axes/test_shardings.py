@@ -227,7 +227,7 @@ PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_z
 
 def state_specs(tx):
     state = jax.eval_shape(tx.init, RAW)
-    shardings = rpx.state_shardings(state, RAW, SHARDINGS)
+    shardings = rpx.training.state_shardings(state, RAW, SHARDINGS)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     return specs(shardings)
 
@@ -258,7 +258,7 @@ def test_a_state_of_another_shape_than_its_raw_array_lies_everywhere():
 
 def test_a_whole_training_state_is_one_of_these_trees():
     state = {"params": RAW, "opt": jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW), "step": jnp.zeros(())}
-    shardings = rpx.state_shardings(state, RAW, SHARDINGS)
+    shardings = rpx.training.state_shardings(state, RAW, SHARDINGS)
     assert (shardings["params"], shardings["opt"][0].trace, shardings["step"].spec) == (SHARDINGS, SHARDINGS, P())
 
 
@@ -269,7 +269,7 @@ def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_comput
     tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.labels)
     state = jax.jit(tx.init)(raw)
     raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
-    states = rpx.state_shardings(state, raw, raws)
+    states = rpx.training.state_shardings(state, raw, raws)
     x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
     def step(raw, state, x, key):
@@ -380,7 +380,7 @@ def test_the_state_needs_a_sharding_for_each_raw_array(raw, shardings, path):
         "`p.shardings` for it."
     )
     with raises(ValueError, message):
-        rpx.state_shardings(state, raw, shardings)
+        rpx.training.state_shardings(state, raw, shardings)
 
 
 def test_one_spec_for_all_a_raw_tree_and_specs_of_a_state_are_told():
@@ -400,7 +400,7 @@ def test_one_spec_for_all_a_raw_tree_and_specs_of_a_state_are_told():
     ):
         p.shardings(given, MESH, like=raw)
     with raises(ValueError, "state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec."):
-        rpx.state_shardings(raw, raw, jax.tree.map(lambda _: P(), raw))
+        rpx.training.state_shardings(raw, raw, jax.tree.map(lambda _: P(), raw))
 
 
 # What travels between devices, and between a host and its devices. -------------------------------------------------

@@ -73,7 +73,7 @@ STAGES = {
     "GlobalPrune": [rpx.sparse.GlobalPrune(0.5), rpx.sparse.GlobalPrune(count=3), rpx.sparse.GlobalPrune((0.5, 0.25))],
     "Grassmann": [rpx.matrices.Grassmann("householder")],
     "Hadamard": [rpx.adapters.Hadamard()],
-    "Halved": [rpx.Halved(), rpx.Halved(rest="int8", where="a|b")],
+    "Halved": [rpx.quantized.Halved(), rpx.quantized.Halved(rest="int8", where="a|b")],
     "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
     "Hurwitz": [rpx.matrices.Hurwitz(), rpx.matrices.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.matrices.Invertible(least=0.5)],

@@ -37,7 +37,7 @@ OF_ALL = [
     rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.numbers.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
-    rpx.Halved(),
+    rpx.quantized.Halved(),
 ]
 
 OF_KERNELS = [

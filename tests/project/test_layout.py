@@ -27,7 +27,7 @@ ALLOWED = {
     "_weights": {"_tree", "_numerics", "_programs"},
     "products": {"_tree", "_numerics", "_programs", "_weights"},
     "seen": {"_tree", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
-    "geometry": {"_tree", "_numerics", "_axes", "_core", "_programs"},
+    "geometry": set(FLOORS),
     "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
     "testing": {*FLOORS, "training", "geometry"},
     "_wrapped": {"_tree", "_core", "training"},

@@ -15,7 +15,7 @@ from one_array import normal
 
 import reparax as rpx
 
-P = rpx.Halved()
+P = rpx.quantized.Halved()
 RESTS = ("int16", "int8")
 LARGEST = np.finfo(np.float32).max
 
@@ -39,7 +39,7 @@ def test_all_numbers_are_held_but_those_that_bfloat16_has_no_number_near():
     low = np.array([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)  # NaN in the lower half alone
     assert np.all(np.isnan(whole(P, low)))
     assert not np.any(whole(P, np.array([2.0**-135, -(2.0**-140)], np.float32)))
-    near = whole(rpx.Halved(rest="int8"), w)
+    near = whole(rpx.quantized.Halved(rest="int8"), w)
     assert np.all(np.isfinite(near) == np.isfinite(w))
     held = np.isfinite(w) & (np.abs(w) >= 2.0**-126)
     assert np.max(np.abs(near[held] / w[held] - 1)) <= 2.0**-15
@@ -52,7 +52,7 @@ def test_each_top_with_each_rest_is_a_number_that_rounds_to_the_top(rest):
     least, most = (-32767, 32767) if rest == "int16" else (-127, 127)
     ends = rng.choice([least, -1, 0, 1, most], 2**16)
     rests = np.concatenate([ends, rng.integers(least, most + 1, 2**16)]).astype(rest)
-    got = np.asarray(effective(rpx.Halved(rest=rest), tree(top, rests))["w"])
+    got = np.asarray(effective(rpx.quantized.Halved(rest=rest), tree(top, rests))["w"])
     known = ~np.isnan((top.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
     assert np.all(np.isnan(got) == ~known)
     np.testing.assert_array_equal(got[known].astype(bfloat16).view(np.uint16), top[known].view(np.uint16))
@@ -96,7 +96,7 @@ BESIDE = [name for name in CASES if name not in ("halved", "joint norm", "moment
 )
 def test_each_stage_before_and_behind_two_halves(case):
     (p, params), rest = CASES[case[0]], case[1]
-    half = rpx.Halved(rest=rest)
+    half = rpx.quantized.Halved(rest=rest)
     want = leaves(p, params())
     for got, near in ((leaves(half >> p, params()), 2.0**-15), (leaves(p >> half, params()), 2.0**-4)):
         for x, y in zip(got, want, strict=True):

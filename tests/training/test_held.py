@@ -116,7 +116,7 @@ def trained(tx, seed, steps=1000, p=None):
 def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
     held = rpx.optimizer(optax.adam(1e-3), state=EIGHT)
     ways = {"float32": (optax.adam(1e-3), None), "held": (held, None)}
-    ways |= {rest: (held, rpx.Halved(rest=rest, where=".*/kernel")) for rest in ("int16", "int8")}
+    ways |= {rest: (held, rpx.quantized.Halved(rest=rest, where=".*/kernel")) for rest in ("int16", "int8")}
     runs = {name: [trained(tx, seed, p=p) for seed in range(5)] for name, (tx, p) in ways.items()}
     for name, losses in runs.items():
         error = np.sqrt(sum(np.var(each, ddof=1) / len(each) for each in (losses, runs["float32"])))
@@ -150,7 +150,7 @@ def test_states_in_few_bits_lie_as_their_weights_do():
     specs = p.shardings({"dense": {"kernel": P("x", "y")}}, mesh, like=params)
     raw = jax.tree.map(jax.device_put, p.init(params), specs)
     tx = rpx.optimizer(optax.adam(0.1), state=rpx.Moments8bit(min_size=1))
-    shardings = rpx.state_shardings(jax.eval_shape(tx.init, raw), raw, specs)
+    shardings = rpx.training.state_shardings(jax.eval_shape(tx.init, raw), raw, specs)
     held = shardings[0].mu["dense"]["kernel"]["@weight_norm"]["v"].raw["@moments8bit"]["@fixed"]
     want = {"q": P("x", "y"), "signed": P(), "scale_0": P("x", "y")}
     assert {name: x.spec for name, x in held.items()} == want
@@ -236,7 +236,7 @@ def test_other_updates_are_those_of_optax():
 def test_two_halves_are_the_whole(rest, error):
     sizes = np.float32(10) ** np.random.default_rng(1).integers(-20, 20, 1000).astype(np.float32)
     w = {"w": np.asarray(normal(1000)) * sizes}
-    p = rpx.Halved(rest=rest)
+    p = rpx.quantized.Halved(rest=rest)
     raw = init(p, w)
     held = raw["w"]["@halved"]
     assert (held["w"].dtype, held["@fixed"]["rest"].dtype) == (jnp.bfloat16, np.dtype(rest))
@@ -247,7 +247,7 @@ def test_two_halves_are_the_whole(rest, error):
 
 
 def test_updates_of_two_halves_are_those_of_float32():
-    p, w = rpx.Halved(), normal(512, 2)
+    p, w = rpx.quantized.Halved(), normal(512, 2)
     tx, plain = rpx.optimizer(optax.sgd(1e-5), state=DYNAMIC), optax.sgd(1e-5)
 
     @jax.jit
@@ -272,7 +272,7 @@ def test_errors():
         "`rpx.optimizer(tx, state=rpx.Moments8bit())`.",
     ):
         rpx.optimizer(optax.sgd(0.1), state="dynamic8")
-    free = rpx.partition(rpx.Halved().init({"w": normal(4)}))[0]
+    free = rpx.partition(rpx.quantized.Halved().init({"w": normal(4)}))[0]
     with raises(
         ValueError,
         "apply_updates found no correction beside 'w/@halved/w'. Pass the whole raw tree, with its fixed values.",

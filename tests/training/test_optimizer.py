@@ -304,7 +304,7 @@ def test_its_state_is_mapped_and_sharded_as_that_of_any_optimizer() -> None:
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     specs = jax.tree.map(lambda x: jax.sharding.PartitionSpec("data") if x.shape == (2, 1) else P_NONE, raw)
     shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
-    states = rpx.state_shardings(jax.eval_shape(tx.init, raw), raw, shardings)
+    states = rpx.training.state_shardings(jax.eval_shape(tx.init, raw), raw, shardings)
     assert states[0].mu["w"]["@weight_norm"]["v"].spec == jax.sharding.PartitionSpec("data")
     assert states[0].mu["b"] == {"@freeze": {"@fixed": {"w": None}}}
 

@@ -57,7 +57,7 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       >>> params, p = {"w": jnp.ones((8, 16))}, rpx.WeightNorm()
       >>> shardings = p.shardings({"w": PartitionSpec("data", "model")}, mesh, like=params)
       >>> raw = jax.eval_shape(p.init, params)
-      >>> state = rpx.state_shardings(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, raw), raw, shardings)
+      >>> state = rpx.training.state_shardings(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, raw), raw, shardings)
       >>> state[0].trace["w"]["@weight_norm"]["g"].spec
       P(None, 'model')
     """

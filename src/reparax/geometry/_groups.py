@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,16 @@ class Group:
       size: The number of indices.
       by_step: Whether each step of a scan may have a permutation of its own: the arrays of a step meet no others, in
         the scan or outside of it.
+      sums: For each product that sums along the axis, sets of members: its term at an index is zero if all members of
+        one of these sets are. Where that holds for each product, the index can be left out, as :func:`shrink` does.
+      whole: Why no index can be left out; empty if some can be.
     """
 
     members: tuple[Member, ...]
     size: int
     by_step: bool
+    sums: tuple[tuple[tuple[Member, ...], ...], ...] = ()
+    whole: str = "it was not read from a program"
 
 
 @dataclass(frozen=True)
@@ -129,4 +134,24 @@ def _groups(reading: Reading) -> Groups:
         one = found.pop()
         return not found and 0 < len(one) == len(set(one)) and not labels.is_shared(label)
 
-    return Groups(tuple(Group(tuple(each), sizes[i], by_step(i)) for i, each in members.items()), frozen)
+    sums, whole = _sums(reading, members)
+    found = (Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, "")) for i, m in members.items())
+    return Groups(tuple(found), frozen)
+
+
+def _sums(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
+    """For the label of each group the sums along it, and why no index can be left out of it."""
+    paths = {number: parameter.path for number, parameter in reading.parameters.items()}
+    sums, whole = dict[int, Any](), dict.fromkeys(members, "no product sums along it")
+    for each in reading.sums:
+        for label in (piece.label for piece in reading.labels.pieces(each.label, each.size)):
+            if label not in members:
+                continue
+            named = [{(paths[number], axis) for number, axis in origins} for origins in each.zero]
+            sets = [tuple(m for m in members[label] if tuple(m) in names) for names in named]
+            if not sets or not all(sets):
+                whole[label] = each.line
+            if whole[label] == "no product sums along it":
+                whole[label] = ""
+            sums.setdefault(label, {})[tuple(sets)] = None
+    return {label: tuple(found) for label, found in sums.items()}, whole

@@ -116,6 +116,10 @@ class Labels:
                     self.share(part)
         return parts
 
+    def atoms(self, label: int) -> frozenset[int]:
+        """The labels of which a label consists."""
+        return frozenset(piece.label for piece in self.pieces(label, 1))
+
     def pieces(self, label: int, size: int) -> Iterator[LabelPart]:
         """The labels of which an axis of this size consists."""
         parts, sizes = self._parts.get(self.root(label), ((), ()))

@@ -16,7 +16,8 @@ from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import Axis, Labelled, Origin, Source
+from reparax.geometry._values import NEVER, Axis, Labelled, Origin, Source
+from reparax.geometry._zeros import AxisSum, Zeros, all_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Reading:
     Attributes:
       labels: The labels of all axes.
       uses: How weights are used.
+      sums: Which equations sum along an axis.
       parameters: The arrays that the user named, by their number among all arrays.
       steps: Axes of parameters that a scan slices.
     """
@@ -52,7 +54,7 @@ class Reading:
     def __init__(self, arguments: Arguments) -> None:
         """Reads the program of a call."""
         traced = arguments.traced()
-        self.labels, self.uses = Labels(), Uses()
+        self.labels, self.uses, self.sums = Labels(), Uses(), list[AxisSum]()
         self.parameters: dict[int, Parameter] = {}
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
@@ -67,7 +69,8 @@ class Reading:
                 labels = tuple(self.labels.new() for _ in x.shape)
                 self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
-                values.append(Labelled(tuple(axes), Source.WEIGHT))
+                zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))
+                values.append(Labelled(tuple(axes), Source.WEIGHT, vanishing=tuple(zero)))
             else:
                 # Noise on weights is no data.
                 kind = Source.CONSTANT if given or is_keys(x) else Source.DATA
@@ -86,8 +89,10 @@ class Reading:
         env: dict[Any, Labelled] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Labelled:
-            literal = isinstance(v, Literal)
-            return self._fixed(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT) if literal else env[v]
+            if not isinstance(v, Literal):
+                return env[v]
+            fixed = self._fixed(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT)
+            return replace(fixed, is_zero=bool(v.val == 0))
 
         for eqn in program.eqns:
             env |= zip(eqn.outvars, self._outputs(eqn, list(map(value, eqn.invars))), strict=True)
@@ -108,7 +113,9 @@ class Reading:
             return self._body(jaxprs.body(eqn), operands)
         line = reader_of(eqn, "reads it", self._lines)
         axes = axes_of(view, Operands(self.labels, view, operands, line))
-        outs = self.uses.outputs(view, operands, axes, line)
+        zeros = Zeros(self.labels, view, operands)
+        outs = list(map(zeros.kept, self.uses.outputs(view, operands, axes, line)))
+        self.sums += zeros.sums(outs, line)
         kept = _in_place(outs)
         for value in operands:
             for origin in _in_place([value]) - kept:
@@ -151,8 +158,9 @@ class Reading:
             for axis in each[1:]:
                 self.labels.same(each[0].label, axis.label)
             axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
+        zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
         stacked = frozenset[Origin]().union(*(value.stacked for value in values))
-        return Labelled(tuple(axes), worst, stacked if worst is Source.WEIGHT else frozenset())
+        return Labelled(tuple(axes), worst, stacked if worst is Source.WEIGHT else frozenset(), zero)
 
     def _repeated(
         self,
@@ -162,7 +170,8 @@ class Reading:
         steps: Sequence[Labelled],
     ) -> tuple[list[Labelled], list[Labelled]]:
         """What is carried and what else comes out of a body, for the kind of values that it carries in the end."""
-        seen = len(self.uses)
+        seen, summed = len(self.uses), len(self.sums)
+        carry = [replace(value, vanishing=(), is_zero=False) for value in carry]
         while True:
             outs = self._body(body, [*consts, *carry, *steps])
             new = [self._joined(pair) for pair in zip(carry, outs, strict=False)]
@@ -170,6 +179,7 @@ class Reading:
                 return new, outs[len(carry) :]
             carry = new
             del self.uses[seen:]
+            del self.sums[summed:]
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         n_consts, n_carry = jaxprs.counts(eqn)
@@ -180,11 +190,17 @@ class Reading:
             self.labels.freeze(along.label, why)
             self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
-            steps.append(Labelled(tuple(axes), value.kind, value.stacked | along.of))
+            zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
+            steps.append(Labelled(tuple(axes), value.kind, value.stacked | along.of, zero))
         carry, stacks = self._repeated(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
             self._share(value)
-        return [*carry, *(replace(value, axes=(Axis(self.labels.new(why)), *value.axes)) for value in stacks)]
+
+        def stack(value: Labelled) -> Labelled:
+            zero = (NEVER, *(value.vanishes(i) for i in range(len(value.axes))))
+            return replace(value, axes=(Axis(self.labels.new(why)), *value.axes), vanishing=zero)
+
+        return [*carry, *map(stack, stacks)]
 
     def _while(self, view: While, operands: Sequence[Labelled]) -> list[Labelled]:
         of_condition, of_body = view.counts

@@ -8,6 +8,13 @@ Origin = tuple[int, int]
 """An axis of a parameter: the number of the parameter, and that of the axis."""
 
 
+Conditions = frozenset[frozenset[Origin]]
+"""Sets of axes of parameters: if the slices at an index of all of one set are zero, so is that of a value."""
+
+NEVER: Conditions = frozenset()
+ALWAYS: Conditions = frozenset([frozenset[Origin]()])
+
+
 class Source(enum.IntEnum):
     """What a value is computed from; of several operands, the largest counts."""
 
@@ -33,11 +40,20 @@ class Axis:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A value: its axes, what it is computed from, and axes of parameters of which it is one entry."""
+    """A value: its axes, what it is computed from, axes of parameters of which it is one entry, and where it is zero.
+
+    ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
+    """
 
     axes: tuple[Axis, ...]
     kind: Source
     stacked: frozenset[Origin] = field(default=frozenset())
+    vanishing: tuple[Conditions, ...] = ()
+    is_zero: bool = False
+
+    def vanishes(self, i: int) -> Conditions:
+        """When the slice at an index of an axis is zero."""
+        return ALWAYS if self.is_zero else self.vanishing[i] if i < len(self.vanishing) else NEVER
 
 
 def origins(axes: Iterable[Axis]) -> frozenset[Origin]:

@@ -40,7 +40,7 @@ class Halved(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Halved()
+      >>> p = rpx.quantized.Halved()
       >>> raw = p.init({"w": jnp.array([1.0, 3.14159274])})
       >>> raw["w"]["@halved"]["w"], raw["w"]["@halved"]["@fixed"]["rest"]
       (Array([1, 3.14062], dtype=bfloat16), Array([   0, 4059], dtype=int16))

@@ -1,0 +1,161 @@
+"""Networks whose units stand in the same order, so that their weights can be averaged."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reparax._data.seen import Read, Seen
+from reparax._numerics.usage import shows_usage
+from reparax._tree.paths import PyTree, describe, items, named, path_text
+from reparax.geometry._groups import Group, Member
+from reparax.geometry._units import Values, entries, is_plain, require_arrays
+
+SWEEPS = 100
+"""How often all groups are solved at most: with data, what is best for one may undo what was best for another."""
+
+
+@shows_usage
+def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: PyTree = None) -> PyTree:
+    r"""The second network with its units in the order of those of the first that they are most like.
+
+    Networks that were trained from different starts have their units in different orders, so that the mean of their
+    weights computes nothing. Units of a group can be permuted without any change of what a network computes. With the
+    permutations :math:`\pi` of all groups, this maximizes the sum of :math:`\langle W_a, \pi(W_b) \rangle` over all
+    arrays. With ``seen=rpx.inputs(loss)(params_a, batch)``, units are alike if what they compute of the same inputs is:
+    for the weights that make them it is :math:`\mathrm{tr}(W_a^\top M \pi(W_b))`, where M is the mean of :math:`x
+    x^\top` over the inputs of the first network, and the weights that read them do not count. Arrays without data, such
+    as biases, count as they are.
+
+    Group after group is solved exactly, as an assignment, while the others stay, until nothing gets better. This is the
+    best for one group, and for several a local optimum. Under a scan each step has a permutation of its own, where the
+    group allows it. Then merge: ``rpx.merge([params_a, rpx.align(params_a, params_b, groups)])``.
+
+    Args:
+      params_a: The effective tree of the network that gives the order.
+      params_b: That of the other network, of the same structure and shapes.
+      groups: What :func:`axis_groups` finds in the network.
+      seen: What the arrays of the first network are multiplied with, of full or diagonal moments. Default: none.
+
+    Returns:
+      A tree like ``params_b`` that computes the same.
+
+    Raises:
+      ModuleNotFoundError: If scipy is not installed: ``pip install reparax[align]``.
+      ValueError: If the two trees differ in structure or shapes, or the groups are those of another tree.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
+      >>> a = {"w": jnp.array([[1.0, 2.0, 3.0]]), "v": jnp.array([[4.0], [5.0], [6.0]])}
+      >>> b = {"w": jnp.array([[3.1, 1.1, 2.1]]), "v": jnp.array([[6.1], [4.1], [5.1]])}
+      >>> rpx.align(a, b, rpx.axis_groups(forward)(a, jnp.ones((1, 1))))["w"]
+      Array([[1.1, 2.1, 3.1]], dtype=float32)
+
+    References:
+      Ainsworth, Hayase and Srinivasa, *Git Re-Basin: Merging Models modulo Permutation Symmetries*, 2023; Li, Yosinski,
+      Clune, Lipson and Hopcroft, *Convergent Learning*, 2016, match units by what they compute.
+    """
+    assign, found = _assignment(), list(groups)
+    _require_alike(params_a, params_b)
+    first, second = _arrays(params_a), _arrays(params_b)
+    require_arrays("align", found, {path: x.shape for path, x in first.items()})
+    wanted, read = (first, set[tuple[str, int]]()) if seen is None else _seen_by(first, seen)
+    counted = [[m for m in group.members if tuple(m) not in read] or list(group.members) for group in found]
+    for _ in range(SWEEPS):
+        better = False
+        for group, members in zip(found, counted, strict=True):
+            order = _order(group, members, wanted, second, assign)
+            new = {path: _ordered(second[path], group, path, order) for path in {m.path for m in group.members}}
+            paths = {m.path for m in members}
+            gain = sum(float(np.vdot(wanted[path], new[path] - second[path]).real) for path in paths)
+            if gain > 1e-9 * sum(float(abs(np.vdot(wanted[path], second[path]))) for path in paths):
+                second, better = second | new, True
+        if not better:
+            break
+    paths, leaves, treedef = named(params_b)
+    texts = map(path_text, paths)
+    return treedef.unflatten(
+        [jnp.asarray(second[text], x.dtype) if text in second else x for text, x in zip(texts, leaves, strict=True)]
+    )
+
+
+def _assignment() -> Any:
+    """What finds, for each row of a matrix, the column of its own with the largest sum of entries."""
+    try:
+        optimize: Any = importlib.import_module("scipy.optimize")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "align solves assignments with scipy, which is not installed. Install it: `pip install reparax[align]`."
+        ) from error
+    return lambda matrix: optimize.linear_sum_assignment(matrix, maximize=True)[1]
+
+
+def _arrays(params: PyTree) -> dict[str, Values]:
+    """The arrays of floating numbers, in float64."""
+    found = {path_text(path): x for path, x in items(params) if is_plain(x) and jnp.issubdtype(x.dtype, jnp.inexact)}
+    return {path: np.asarray(x, np.result_type(np.asarray(x).dtype, np.float64)) for path, x in found.items()}
+
+
+def _require_alike(params_a: PyTree, params_b: PyTree) -> None:
+    first, second = ({path_text(path): x for path, x in items(params)} for params in (params_a, params_b))
+    for path in sorted(first.keys() | second.keys()):
+        a, b = (describe(tree[path]) if path in tree else "nothing" for tree in (first, second))
+        if a != b:
+            raise ValueError(
+                f"align takes two networks of one structure, but got {a} and {b} at {path!r}. Align effective trees, "
+                f"`p.fold(raw)`, of one model."
+            )
+
+
+def _seen_by(arrays: dict[str, Values], seen: PyTree) -> tuple[dict[str, Values], set[tuple[str, int]]]:
+    """Each array multiplied with the moments of its inputs, and the axes of these inputs."""
+    sights = {path_text(path): x for path, x in items(seen, lambda x: isinstance(x, Seen)) if isinstance(x, Seen)}
+    reads = {path: sight.reads for path, sight in sights.items() if path in arrays and sight.reads}
+    weighed = {path: np.sum([_weighed(arrays[path], read) for read in each], 0) for path, each in reads.items()}
+    return arrays | weighed, {(path, axis) for path, each in reads.items() for read in each for axis in read.contracted}
+
+
+def _weighed(w: Values, read: Read) -> Values:
+    matrices, moments = np.asarray(read.matrices(jnp.asarray(w))), np.asarray(read.moments)
+    product = moments[..., None] * matrices if moments.ndim == 2 else moments @ matrices
+    return np.asarray(read.array(jnp.asarray(product), w), w.dtype)
+
+
+def _order(
+    group: Group,
+    members: Iterable[Member],
+    wanted: Mapping[str, Values],
+    found: Mapping[str, Values],
+    assign: Any,
+) -> Values:
+    """The order of the indices, ``(size,)`` or one for each step, in which members are most like the wanted ones."""
+
+    def rows(x: Values, member: Member) -> Values:
+        each = np.moveaxis(entries(x, member, group), -3, -4)
+        return each.reshape(*each.shape[:-3], -1)
+
+    def likeness(member: Member) -> Values:
+        other = rows(found[member.path], member).swapaxes(-1, -2)
+        matrix = np.real(rows(wanted[member.path], member).conj() @ other)
+        return matrix if group.by_step else matrix.sum(tuple(range(matrix.ndim - 2)))
+
+    total = np.sum([likeness(member) for member in members], 0)
+    each = [assign(matrix) for matrix in total.reshape(-1, group.size, group.size)]
+    return np.reshape(each, total.shape[:-1])
+
+
+def _ordered(x: Values, group: Group, path: str, order: Values) -> Values:
+    """An array with all axes of a group in another order."""
+    for member in (member for member in group.members if member.path == path):
+        places = (*member.steps, member.axis)
+        front = np.moveaxis(x, places, range(len(places)))
+        whole = order.reshape(*order.shape[:-1] or (1,) * len(member.steps), 1, group.size, 1, 1)
+        each = np.take_along_axis(entries(x, member, group), whole, -3)
+        x = np.moveaxis(each.reshape(front.shape), range(len(places)), places)
+    return x

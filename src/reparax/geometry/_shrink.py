@@ -1,0 +1,186 @@
+"""Smaller networks that compute the same: units that count for nothing are cut out of all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax._core.algebra import Parametrization
+from reparax._core.verbs import followed
+from reparax._numerics.usage import shows_usage
+from reparax._tree.paths import Names, PyTree, describe, is_array, items, path_text
+from reparax.geometry._groups import Group, Member
+from reparax.geometry._units import (
+    Along,
+    Values,
+    along_axes,
+    entries,
+    is_plain,
+    mapped,
+    over_steps,
+    placed,
+    require_arrays,
+    taken,
+)
+
+Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
+"""Axes of an array, each with the axes of steps, and for each step and each index whether it stays."""
+
+INSTEAD = "Shrink the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`."
+ROUNDING = 1e-5
+"""The largest change of an effective array, as a share of its largest entry, that is rounding."""
+
+
+@shows_usage
+def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
+    """The raw tree of a smaller network that computes the same: what counts for nothing is cut out of all arrays.
+
+    An index of a group is cut if each product that sums along its axis has a term of zero there: all weights that read
+    the unit are zero, or all that make it and every function between, such as ``relu`` or ``gelu`` without a bias,
+    leaves zero at zero. ``group.sums`` lists which members that takes. Masks of whole slices make such zeros:
+    ``MagnitudePrune(axis=0)`` and ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, and :func:`prune_units` on all
+    members of a group. A unit whose bias is left stays, as it is a constant, and so does one of which only single
+    weights are zero. Cutting a unit may leave others that nothing reads: they are cut too. At least one index stays.
+
+    Some axes stay as they are, and ``group.whole`` says why: norms and means divide by their length, products of data
+    with data, as in attention, are scaled by it. Numbers that your model computes from a size otherwise, such as
+    ``1 / sqrt(width)`` at a layer, cannot be seen: keep them as they were. Under a scan each step has its own order of
+    units, but all have equally many, so as many are cut as the step with the fewest has.
+
+    Each raw value is cut along the axes that follow the axes of its array. That the effective tree is the old one
+    without these slices is checked. Build your model with the new sizes, and compare:
+    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would take that share of
+    what is left in its next ``update``.
+
+    Args:
+      p: The chain; ``rpx.Chain()`` for plain parameters.
+      raw: The raw tree, or with ``like`` a tree that contains such trees, as the state of an optimizer.
+      groups: What :func:`axis_groups` finds in the network, of effective trees.
+      like: The raw tree, if ``raw`` is a state: arrays under the path of a raw array, and of its shape, are cut as it
+        is.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      ValueError: If the groups are those of another tree; if a raw value cannot be cut, or its array would change: then
+        shrink the plain weights, ``rpx.shrink(rpx.Chain(), p.fold(raw), groups)``; or if a state has an array of
+        another shape for one that is cut.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
+      >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
+      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
+      >>> p = rpx.MagnitudePrune(0.5, axis=0, where="v")
+      >>> small = rpx.shrink(p, p.init(params), groups)
+      >>> jax.tree.map(jnp.shape, p.fold(small))
+      {'v': (2, 2), 'w': (3, 2)}
+    """
+    whole, found = raw if like is None else like, list(groups)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(whole)):
+        raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
+    effective, who = p.fold(whole), f"shrink of {p!r}"
+    arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_plain(x)}
+    require_arrays("shrink", found, {path: x.shape for path, x in arrays.items()})
+    along = along_axes((group, alive) for group, alive in _alive(found, arrays) if not alive.all())
+    origins = followed(tuple(p), effective)[1]
+    cuts = {path: _cuts(who, path, x, *origins[path], along) for path, x in items(whole) if is_plain(x)}
+    small = mapped(whole, lambda path, x: _cut(x, cuts.get(path, ())))
+    plain = {path: _cuts(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_plain(x)}
+    _require_same(who, p.fold(small), mapped(effective, lambda path, x: _cut(x, plain.get(path, ()))))
+    return small if like is None else _of_state(raw, whole, cuts)
+
+
+def _alive(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[Group, Values]]:
+    """For each group whose indices may go, those that stay, for each step where steps may differ.
+
+    What is dead in one group makes what only it reads dead in others.
+    """
+    nonzero, free = {path: x != 0 for path, x in arrays.items()}, [group for group in groups if not group.whole]
+    dead = [np.zeros((), bool)] * len(free)
+    while True:
+        before = dead
+        dead = [_dead(group, nonzero) for group in free]
+        for (path, axis), (steps, flags) in along_axes(zip(free, map(np.logical_not, dead), strict=True)).items():
+            nonzero[path] &= placed(flags, steps, axis, nonzero[path].ndim)
+        if all(map(np.array_equal, before, dead)):
+            return [(group, ~_as_many(each)) for group, each in zip(free, dead, strict=True)]
+
+
+def _dead(group: Group, nonzero: Mapping[str, Values]) -> Values:
+    """The indices at which each sum has a term of zero, ``(*steps, size)``."""
+
+    def zero(member: Member) -> Values:
+        left = np.any(entries(nonzero[member.path], member, group), axis=(-4, -2, -1))
+        return over_steps(group, np.logical_not(left), np.all)
+
+    return np.all([np.any([np.all(list(map(zero, one)), 0) for one in each], 0) for each in group.sums], 0)
+
+
+def _as_many(dead: Values) -> Values:
+    """As many dead indices of each step as that with the fewest has; one index is never among them."""
+    count = min(dead.sum(-1).min(), dead.shape[-1] - 1)
+    return dead & (np.cumsum(dead, -1) <= count)
+
+
+def _cuts(who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along) -> Cuts:
+    """Which indices of an array stay, whose axes follow those of its source."""
+    found = list[tuple[tuple[int, ...], int, Values]]()
+    for axis, place in enumerate(places):
+        steps, flags = along.get((path_text(source), -1 if place is None else place), ((), np.ones(0, bool)))
+        own = tuple(places.index(step) for step in steps if step in places)
+        sizes = tuple(x.shape[k] for k in own)
+        if not flags.size or x.shape[axis] == 1:
+            continue
+        if (*sizes, x.shape[axis]) != flags.shape:
+            raise ValueError(
+                f"{who} at {path_text(path)!r}: expected an axis of {flags.shape[-1]} indices, as axis {place} of "
+                f"{path_text(source)!r} has, got {describe(x)}. {INSTEAD}"
+            )
+        found.append((own, axis, flags))
+    return tuple(found)
+
+
+def _cut(x: Any, cuts: Cuts) -> Any:
+    for steps, axis, flags in cuts:
+        x = jnp.asarray(taken(np.asarray(x), flags, steps, axis), x.dtype)
+    return x
+
+
+def _require_same(who: str, got: PyTree, want: PyTree) -> None:
+    """Requires that small raw values make the arrays of which slices were cut out."""
+    for (path, x), (_, y) in zip(items(got), items(want), strict=True):
+        if not is_plain(y):
+            continue
+        a, b = np.asarray(x), np.asarray(y)
+        if a.shape != b.shape or np.max(np.abs(a - b), initial=0) > ROUNDING * np.max(np.abs(b), initial=0):
+            raise ValueError(
+                f"{who} at {path_text(path)!r}: expected the same weights without the slices that count for nothing, "
+                f"got others, as a stage computes with the whole array. {INSTEAD}"
+            )
+
+
+def _of_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree:
+    """A state whose arrays are cut as the raw arrays under whose paths they are."""
+    shapes = {path: x.shape for path, x in items(raw) if path in cuts}
+
+    def of(path: Names, x: Any) -> Any:
+        own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        if own is None or not cuts[own] or not is_array(x) or x.size == 1:
+            return x
+        if x.shape != shapes[own]:
+            raise ValueError(
+                f"shrink takes a state whose arrays have the shapes of the raw tree, but got {describe(x)} at "
+                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer anew with the "
+                f"small raw tree, `tx.init(small)`."
+            )
+        return _cut(x, cuts[own])
+
+    return mapped(state, of)

@@ -1,0 +1,156 @@
+"""Where values are zero because weights are, and which sums run over an axis: what can be left out of a network."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from reparax._programs.equations import elementwise, moves, reductions
+from reparax._programs.equations.contractions import Conv, Dot
+from reparax._programs.equations.view import View
+from reparax._programs.jaxprs import type_of
+from reparax.geometry._labels import Labels
+from reparax.geometry._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Source
+
+MOST = 8
+"""The most sets of one condition that are followed; those with the fewest axes stay."""
+
+MOVES = (
+    *(moves.Broadcast, moves.Transpose, moves.Squeeze, moves.Reshape, moves.Slice, moves.SplitAxis, moves.Unstack),
+    *(moves.DynamicSlice, moves.ReadInStep, moves.Vary, moves.Named, reductions.Reduce),
+)
+"""Equations whose output is zero where their operand is: moves, and reductions along other axes."""
+
+
+@dataclass(frozen=True)
+class AxisSum:
+    """A sum along an axis of this label and size: when the term of an index is zero, and the line that says why not."""
+
+    label: int
+    size: int
+    zero: Conditions
+    line: str
+
+
+def any_of(each: Iterable[Conditions]) -> Conditions:
+    """One of these conditions holds."""
+    return _fewest(frozenset[frozenset[Any]]().union(*each))
+
+
+def all_of(each: Iterable[Conditions]) -> Conditions:
+    """All of these conditions hold."""
+    return _fewest(frozenset(frozenset[Any]().union(*sets) for sets in product(*each)))
+
+
+def _fewest(sets: Conditions) -> Conditions:
+    smallest = sorted((a for a in sets if not any(b < a for b in sets)), key=lambda a: (len(a), sorted(a)))
+    return frozenset(smallest[:MOST])
+
+
+class Zeros:
+    """What one equation does to zeros."""
+
+    def __init__(self, labels: Labels, view: View, operands: Sequence[Labelled]) -> None:
+        """Takes an equation and the values that it reads."""
+        self.labels, self.view, self.operands = labels, view, operands
+
+    def kept(self, out: Labelled) -> Labelled:
+        """An output of the equation, with where it is zero."""
+        zero = tuple(self._vanishes(i, axis) for i, axis in enumerate(out.axes))
+        return replace(out, vanishing=zero, is_zero=self._is_zero())
+
+    def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
+        """The sums along axes of the operands."""
+        if isinstance(self.view, Dot):
+            return [self._term(i, j, line) for i, j in zip(*self.view.contracting, strict=True)]
+        if isinstance(self.view, Conv):
+            lhs, rhs = self.view.dimension_numbers.lhs_spec, self.view.dimension_numbers.rhs_spec
+            return [self._term(lhs[1], rhs[1], line)]
+        left = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
+        axes = [(axis, n) for value, v in self._arrays() for axis, n in zip(value.axes, v.aval.shape, strict=True)]
+        gone = self.view.axes if isinstance(self.view, reductions.Reduce) else ()
+        return [
+            AxisSum(axis.label, n, NEVER, line)
+            for k, (axis, n) in enumerate(axes)
+            if n > 1 and (k in gone or not self.labels.atoms(axis.label) & left)
+        ]
+
+    def _arrays(self) -> Iterable[tuple[Labelled, Any]]:
+        return zip(self.operands, self.view.operands, strict=True)
+
+    def _term(self, i: int, j: int, line: str) -> AxisSum:
+        """A sum of products. What products of data with data are divided by often follows their size."""
+        a, b = self.operands
+        axis, size = b.axes[j], self.view.operands[1].aval.shape[j]
+        if a.kind is Source.DATA and b.kind is Source.DATA:
+            return AxisSum(axis.label, size, NEVER, line)
+        return AxisSum(axis.label, size, any_of([a.vanishes(i), b.vanishes(j)]), line)
+
+    def _vanishes(self, i: int, axis: Axis) -> Conditions:
+        if isinstance(self.view, elementwise.Pointwise):
+            return self._pointwise(i)
+        if isinstance(self.view, Dot):
+            return self._product(self.view, i)
+        if isinstance(self.view, Conv):
+            _, kernel, out = self.view.dimension_numbers
+            return self.operands[1].vanishes(kernel[0]) if i == out[1] else NEVER
+        return self._follows(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
+
+    def _product(self, view: Dot, i: int) -> Conditions:
+        """When a product is zero at an index of the axes of both factors, of the left one or of the right one."""
+        a, b = self.operands
+        batch = list(zip(*view.batch, strict=True))
+        if i < len(batch):
+            return any_of([a.vanishes(batch[i][0]), b.vanishes(batch[i][1])])
+        kept = [
+            value.vanishes(k)
+            for n, value in enumerate(self.operands)
+            for k in range(len(value.axes))
+            if k not in (*view.contracting[n], *view.batch[n])
+        ]
+        return kept[i - len(batch)]
+
+    def _follows(self, value: Labelled, axis: Axis) -> Conditions:
+        """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""
+        wanted = self.labels.atoms(axis.label)
+        own = [(self.labels.atoms(each.label), value.vanishes(i)) for i, each in enumerate(value.axes)]
+        met = [(atoms, zero) for atoms, zero in own if atoms & wanted]
+        covered = frozenset[int]().union(*(atoms for atoms, _ in met))
+        if not met or not wanted <= covered:
+            return ALWAYS if value.is_zero else NEVER
+        return all_of(zero for _, zero in met)
+
+    def _pointwise(self, i: int) -> Conditions:
+        """When an entry is zero because those of operands are."""
+        each = [value.vanishes(i) for value in self.operands]
+        if isinstance(self.view, elementwise.Multiply):
+            return any_of(each)
+        if isinstance(self.view, elementwise.Divide):
+            return each[0]
+        if isinstance(self.view, elementwise.Select):
+            return all_of(each[1:])
+        zero = all_of(each[k] for k in self._unknown())
+        return zero if zero and self._is_zero_at_zero() else NEVER
+
+    def _unknown(self) -> list[int]:
+        """The operands that are not written as numbers."""
+        return [k for k, v in enumerate(self.view.operands) if not isinstance(v, Literal)]
+
+    def _is_zero(self) -> bool:
+        """Whether the output is zero everywhere, as constants are."""
+        if isinstance(self.view, MOVES):
+            return self.operands[0].is_zero
+        each = [self.operands[k].is_zero for k in self._unknown()]
+        return isinstance(self.view, elementwise.Pointwise) and all(each) and self._is_zero_at_zero()
+
+    def _is_zero_at_zero(self) -> bool:
+        """Whether the equation is zero where all operands that are not written as numbers are."""
+        with jax.ensure_compile_time_eval():
+            numbers = [
+                jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands
+            ]
+            return all(bool(x == 0) for x in jax.tree.leaves(self.view.bind(*numbers)))
