@@ -60,7 +60,7 @@ class Parametrized(eqx.Module):
     """The raw tree, with integers in the place of values that do not train."""
     p: Any = eqx.field(static=True)
 
-    def __init__(self, model: Any, p: Parametrization, *, key: Array | None = None, seen: PyTree = None) -> None:
+    def __init__(self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
         self.p = checked("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reparax._axes.misfit import Misfits
+from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.on_roles import placed
 from reparax._core.planner import planner
@@ -14,7 +15,7 @@ from reparax.geometry._roles import roles
 
 
 @shows_usage
-def check_axes(p: Any, fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Misfits]:
+def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Misfits]:
     """A function of the same arguments as ``fun`` that lists where axes of ``p`` do not fit how ``fun`` multiplies.
 
     Such a chain works all the same, but does not do what its stages are for: one norm for all heads of attention, a
