@@ -48,7 +48,7 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
     read = roles(fun, argnums)
 
     def checked(*args: Any, **kwargs: Any) -> Misfits:
-        found, _ = placed("check_axes", p, read(*args, **kwargs), resolve=False)
+        found, _ = placed("check_axes", tuple(p), read(*args, **kwargs), resolve=False)
         return Misfits(misfit for each in found for misfit in planner(each.stage).misfits(each.tree, each.roles))
 
     return checked
