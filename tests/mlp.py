@@ -70,6 +70,17 @@ def arrays() -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(w, jnp.float32) for w in (W1, B1, W2, B2))
 
 
+def tree(weight: str, bias: str) -> dict[str, dict[str, Any]]:
+    """The arrays as libraries that lay kernels out as ``(in, out)`` name them."""
+    w1, b1, w2, b2 = arrays()
+    return {"l1": {weight: w1, bias: b1}, "l2": {weight: w2, bias: b2}}
+
+
+def values(held: Any, weight: str, bias: str) -> list[Any]:
+    """What such a tree holds, in the order of the arrays."""
+    return [held[layer][name] for layer in ("l1", "l2") for name in (weight, bias)]
+
+
 def data() -> tuple[jax.Array, jax.Array]:
     """Inputs and targets."""
     return jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)

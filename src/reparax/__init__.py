@@ -48,6 +48,7 @@ from reparax import sparse as sparse
 from reparax import stage as stage
 from reparax import torch as torch
 from reparax import training as training
+from reparax._core.names import LIBRARIES as _LIBRARIES
 from reparax._core.names import unknown_name as _unknown_name
 from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
@@ -113,6 +114,6 @@ if _typing.TYPE_CHECKING:
 else:  # where a type checker would believe that there is every name
 
     def __getattr__(name: str) -> object:
-        if name in ("nnx", "linen", "equinox", "haiku"):  # only there import their library
+        if name in _LIBRARIES:
             return _importlib.import_module(f"reparax.{name}")
         raise _unknown_name(name, globals())

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.algebra import Parametrization
+from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, is_array
 from reparax._wrapped.attributes import attribute
 from reparax._wrapped.chains import checked, needs_start, needs_stream
-from reparax._wrapped.imports import imported
 from reparax.training import labels
 
 eqx: Any = imported("equinox", "rpx.equinox", "equinox")

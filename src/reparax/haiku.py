@@ -7,10 +7,10 @@ import inspect
 from typing import Any, ClassVar
 
 from reparax._core.algebra import Parametrization
+from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, needs_start, needs_stream
 from reparax._wrapped.collections import joined, parted
-from reparax._wrapped.imports import imported
 
 hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
 

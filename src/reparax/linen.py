@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from reparax._core.algebra import Parametrization
+from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, needs_stream
 from reparax._wrapped.collections import joined, parted
-from reparax._wrapped.imports import imported
 
 nn: Any = imported("flax.linen", "rpx.linen", "flax")
 scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")

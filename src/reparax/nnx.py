@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from reparax._core.algebra import Parametrization
+from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import holds_markers
 from reparax._wrapped.attributes import attribute
 from reparax._wrapped.chains import checked, needs_start, needs_stream
-from reparax._wrapped.imports import imported
 from reparax.training import labels
 
 nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")

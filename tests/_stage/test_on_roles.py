@@ -118,22 +118,34 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
     )
 
 
-def test_a_chain_without_roles_says_what_to_write():
-    ask = (
-        "only the program of the network says which axes are its {!r}. Write "
-        "`p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
-    )
-    text = "{}.init at 'w': " + ask
-    for p, word in [
+ASK = (
+    "only the program of the network says which axes are its {!r}. Write `p = p.on(rpx.roles(loss)(params, batch))` "
+    "first, or give the axis by number."
+)
+
+
+@pytest.mark.parametrize(
+    ("p", "word"),
+    [
         (rpx.WeightNorm(axis="outputs"), "outputs"),
         (rpx.SpectralNorm(columns="outputs"), "outputs"),
-        (rpx.WeightDropout(0.5, broadcast="inputs"), "inputs"),
         (rpx.WeightNorm(stacked="stacked"), "stacked"),
-    ]:
-        with raises(ValueError, text.format(p, word).replace(".init", ".apply" if "Dropout" in repr(p) else ".init")):
-            tree = {"w": jnp.ones((2, 2))}
-            p.apply(tree, jax.random.key(0)) if "Dropout" in repr(p) else p.init(tree)
-    with raises(ValueError, ask.format("outputs")):
+        (rpx.WeightNorm(axis={"w": "outputs"}), "outputs"),
+    ],
+    ids=repr,
+)
+def test_a_chain_without_roles_says_what_to_write(p, word):
+    params = {"w": jnp.ones((2, 2))}
+    with raises(ValueError, f"{p!r}.init at 'w': {ASK.format(word)}"):
+        p.init(params)
+    with raises(ValueError, f"{p!r}.on at 'w': {ASK.format(word)}"):
+        rpx.geometry.check_axes(p, lambda params, x: x @ params["w"])(params, X[:, :2])
+
+
+def test_noise_and_images_without_roles_say_what_to_write():
+    with raises(ValueError, f"WeightDropout(0.5, broadcast='inputs').apply at 'w': {ASK.format('inputs')}"):
+        rpx.WeightDropout(0.5, broadcast="inputs").apply({"w": jnp.ones((2, 2))}, jax.random.key(0))
+    with raises(ValueError, ASK.format("outputs")):
         rpx.norms.MaxNorm(1.0, axis="outputs").project(jnp.ones((2, 2)))
 
 

@@ -13,21 +13,13 @@ from jax import Array
 
 import reparax as rpx
 
+NAMES = "w", "b"
 X, Y = mlp.data()
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
 
 
 def forward(x: Array) -> Array:
     return hk.Linear(2, name="l2")(jnp.tanh(hk.Linear(4, name="l1")(x)))
-
-
-def params() -> Any:
-    w1, b1, w2, b2 = mlp.arrays()
-    return {"l1": {"w": w1, "b": b1}, "l2": {"w": w2, "b": b2}}
-
-
-def values(tree: Any) -> list[Any]:
-    return [tree[layer][name] for layer in ("l1", "l2") for name in ("w", "b")]
 
 
 def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None:
@@ -50,10 +42,10 @@ def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None
         return params, losses
 
     network = rpx.haiku.parametrized(hk.transform(forward), mlp.P)
-    raw, losses = trained(hk.without_apply_rng(network), network.start(params()), optax.sgd(mlp.RATE))
+    raw, losses = trained(hk.without_apply_rng(network), network.start(mlp.tree(*NAMES)), optax.sgd(mlp.RATE))
     assert len(traced) == 1
-    mlp.assert_trained(losses, values(network.fold(raw)))
-    mlp.P.check(network.raw(raw), like=params())
+    mlp.assert_trained(losses, mlp.values(network.fold(raw), *NAMES))
+    mlp.P.check(network.raw(raw), like=mlp.tree(*NAMES))
 
 
 def with_state(x: Array) -> Array:
@@ -88,7 +80,7 @@ def test_with_a_state_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest(key:
 def test_without_a_state_fixed_values_have_no_gradient() -> None:
     p = rpx.Freeze(where=".*b") >> rpx.adapters.VeRA(2)
     network = rpx.haiku.parametrized(hk.transform(forward), p)
-    raw = network.start(params(), jax.random.key(0))
+    raw = network.start(mlp.tree(*NAMES), jax.random.key(0))
     nudged = jax.tree.map(lambda x: x + 0.1, raw)  # else the factors that start at zero hide the others
     grads = jax.grad(lambda raw: jnp.sum(network.apply(raw, None, X)))(nudged)
     sizes = jax.tree.map(lambda g: float(jnp.abs(g).max()), rpx.partition(grads))
@@ -98,7 +90,7 @@ def test_without_a_state_fixed_values_have_no_gradient() -> None:
 
 def test_noise_comes_from_rng(key: Array) -> None:
     network = rpx.haiku.parametrized(hk.transform(forward), NOISY)
-    raw = network.start(params())
+    raw = network.start(mlp.tree(*NAMES))
     want = hk.transform(forward).apply(NOISY.apply(raw, key), None, X)
     np.testing.assert_allclose(network.apply(raw, key, X), want, rtol=1e-6)
     with raises(
@@ -107,7 +99,7 @@ def test_noise_comes_from_rng(key: Array) -> None:
         "but got rng=None. Give one, `network.apply(params, rng, x)`, or evaluate with `network.deterministic`.",
     ):
         network.apply(raw, None, X)
-    plain = hk.transform(forward).apply(params(), None, X)
+    plain = hk.transform(forward).apply(mlp.tree(*NAMES), None, X)
     np.testing.assert_allclose(network.deterministic.apply(raw, None, X), plain, rtol=1e-5, atol=1e-6)
     with raises(
         ValueError,
@@ -118,4 +110,4 @@ def test_noise_comes_from_rng(key: Array) -> None:
     with raises(
         ValueError, "LoRA(2).init draws random numbers, so it needs a key. Write `network.start(params, key)`."
     ):
-        rpx.haiku.parametrized(hk.transform(forward), rpx.LoRA(2)).start(params())
+        rpx.haiku.parametrized(hk.transform(forward), rpx.LoRA(2)).start(mlp.tree(*NAMES))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 import reparax as rpx
 
+NAMES = "kernel", "bias"
 X, Y = mlp.data()
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
 
@@ -32,11 +33,6 @@ class MLP(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         return self.l2(self.hidden(x))
-
-
-def params() -> Any:
-    w1, b1, w2, b2 = mlp.arrays()
-    return {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
 
 
 @jax.jit
@@ -56,7 +52,7 @@ TRACED: list[None] = []
 
 def test_train_state_trains_raw_values_and_compiles_once() -> None:
     module = rpx.linen.parametrized(MLP(), mlp.P)
-    variables = module.start({"params": params()})
+    variables = module.start({"params": mlp.tree(*NAMES)})
     assert list(variables) == ["params"]
     state = TrainState.create(apply_fn=module.apply, params=variables["params"], tx=optax.sgd(mlp.RATE))
     losses = []
@@ -65,15 +61,15 @@ def test_train_state_trains_raw_values_and_compiles_once() -> None:
         losses.append(loss)
     assert len(TRACED) == 1
     trained = module.fold({"params": state.params})["params"]
-    mlp.assert_trained(losses, [trained[layer][name] for layer in ("l1", "l2") for name in ("kernel", "bias")])
-    stored = serialization.from_bytes(mlp.P.init(params()), serialization.to_bytes(state.params))
-    mlp.P.check(stored, like=params())
+    mlp.assert_trained(losses, mlp.values(trained, *NAMES))
+    stored = serialization.from_bytes(mlp.P.init(mlp.tree(*NAMES)), serialization.to_bytes(state.params))
+    mlp.P.check(stored, like=mlp.tree(*NAMES))
 
 
 def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest() -> None:
     p = rpx.Freeze(where="l1/.*") >> rpx.SpectralNorm(where="l2/kernel")
     module = rpx.linen.parametrized(MLP(), p)
-    variables = module.start({"params": params()})
+    variables = module.start({"params": mlp.tree(*NAMES)})
     assert list(variables["fixed"]) == ["l1", "l2"]
     assert jax.tree.map(np.shape, variables["params"]) == {
         "l2": {"bias": (2,), "kernel": {"@spectral_norm": {"w": (4, 2)}}}
@@ -85,7 +81,7 @@ def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest() -> None:
     np.testing.assert_array_equal(trained["l1"]["kernel"], np.float32(mlp.W1))
     moved = {**variables, "params": state.params}
     node = {**module.raw(moved)["l2"]["kernel"]["@spectral_norm"]}
-    p.check(module.raw(moved), like=params())
+    p.check(module.raw(moved), like=mlp.tree(*NAMES))
     u = np.asarray(node["w"]).T @ np.asarray(node["@fixed"]["v"])
     advanced = module.update(moved)["fixed"]["l2"]["kernel"]["@spectral_norm"]["@fixed"]["u"]
     np.testing.assert_allclose(advanced, u / np.linalg.norm(u), rtol=1e-4)
@@ -113,7 +109,7 @@ def test_init_and_apply_are_those_of_the_module_with_the_effective_tree(key: Arr
 
 def test_methods_and_fields_are_those_of_the_module() -> None:
     module = rpx.linen.parametrized(MLP(), mlp.P)
-    variables = module.start({"params": params()})
+    variables = module.start({"params": mlp.tree(*NAMES)})
     w1, b1 = np.float32(mlp.W1), np.float32(mlp.B1)
     want = np.tanh(np.asarray(X) @ w1 + b1)
     assert module.width == 4
@@ -123,7 +119,7 @@ def test_methods_and_fields_are_those_of_the_module() -> None:
 
 def test_noise_without_a_stream_says_both_ways() -> None:
     module = rpx.linen.parametrized(MLP(), NOISY)
-    variables = module.start({"params": params()})
+    variables = module.start({"params": mlp.tree(*NAMES)})
     with raises(
         ValueError,
         "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers in each call of the model, so it needs a stream, "
@@ -131,7 +127,7 @@ def test_noise_without_a_stream_says_both_ways() -> None:
         "`module.deterministic`.",
     ):
         module.apply(variables, X)
-    plain: Any = MLP().apply({"params": params()}, X)
+    plain: Any = MLP().apply({"params": mlp.tree(*NAMES)}, X)
     np.testing.assert_allclose(module.deterministic.apply(variables, X), plain, rtol=1e-5, atol=1e-6)
 
 

@@ -97,6 +97,6 @@ def test_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with raises(
         ModuleNotFoundError,
-        "align solves assignments with scipy, which is not installed. Install it: `pip install reparax[align]`.",
+        "align needs scipy, which is not installed. Write `pip install reparax[align]`.",
     ):
         align(a, a, groups)

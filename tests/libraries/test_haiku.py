@@ -12,20 +12,12 @@ from jax import Array
 
 import reparax as rpx
 
+NAMES = "w", "b"
 X, Y = mlp.data()
 
 
 def forward(x: Array) -> Array:
     return hk.Linear(2, name="l2")(jnp.tanh(hk.Linear(4, name="l1")(x)))
-
-
-def params() -> Any:
-    w1, b1, w2, b2 = mlp.arrays()
-    return {"l1": {"w": w1, "b": b1}, "l2": {"w": w2, "b": b2}}
-
-
-def values(tree: Any) -> list[Any]:
-    return [tree[layer][name] for layer in ("l1", "l2") for name in ("w", "b")]
 
 
 def test_a_transformed_function_trains_raw_values() -> None:
@@ -40,14 +32,14 @@ def test_a_transformed_function_trains_raw_values() -> None:
         updates, state = tx.update(slope, state, raw)
         return optax.apply_updates(raw, updates), state, value, slope
 
-    raw, losses, slopes = jax.jit(mlp.P.init)(params()), [], []
+    raw, losses, slopes = jax.jit(mlp.P.init)(mlp.tree(*NAMES)), [], []
     state = tx.init(raw)
     for _ in range(mlp.STEPS):
         raw, state, loss, slope = step(raw, state)
         losses.append(loss)
         slopes.append(slope)
-    mlp.assert_gradients(*values(slopes[0]))
-    mlp.assert_trained(losses, values(jax.jit(mlp.P.fold)(raw)))
+    mlp.assert_gradients(*mlp.values(slopes[0], *NAMES))
+    mlp.assert_trained(losses, mlp.values(jax.jit(mlp.P.fold)(raw), *NAMES))
 
 
 def test_state_stands_in_a_tree_of_its_own() -> None:
@@ -66,7 +58,7 @@ def test_state_stands_in_a_tree_of_its_own() -> None:
 
 
 def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
-    raw = jax.jit((rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init)(params())
+    raw = jax.jit((rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init)(mlp.tree(*NAMES))
     first, second = hk.data_structures.partition(lambda module, *_: module == "l1", raw)
     assert (set(first), set(second)) == ({"l1"}, {"l2"})
     merged = hk.data_structures.merge(first, second)
@@ -75,7 +67,8 @@ def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
 
 
 def immutable() -> Any:
-    return hk.data_structures.to_immutable_dict({**params(), "deep": {"er": {"w": np.full((2, 2), 3, np.float32)}}})
+    deep = {"er": {"w": np.full((2, 2), 3, np.float32)}}
+    return hk.data_structures.to_immutable_dict({**mlp.tree(*NAMES), "deep": deep})
 
 
 def test_paths_in_immutable_dicts_are_those_of_plain_dicts() -> None:

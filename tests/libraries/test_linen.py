@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 import reparax as rpx
 
+NAMES = "kernel", "bias"
 X, Y = mlp.data()
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
 
@@ -28,17 +29,9 @@ class MLP(nn.Module):
         return nn.Dense(2, kernel_init=self.kernel_init, name="l2")(x)
 
 
-def params() -> Any:
-    w1, b1, w2, b2 = mlp.arrays()
-    return {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
-
-
-def values(tree: Any) -> list[Any]:
-    return [tree[layer][name] for layer in ("l1", "l2") for name in ("kernel", "bias")]
-
-
 def test_train_state_trains_raw_values() -> None:
-    state = TrainState.create(apply_fn=MLP().apply, params=jax.jit(mlp.P.init)(params()), tx=optax.sgd(mlp.RATE))
+    raw = jax.jit(mlp.P.init)(mlp.tree(*NAMES))
+    state = TrainState.create(apply_fn=MLP().apply, params=raw, tx=optax.sgd(mlp.RATE))
 
     @jax.jit
     def step(state: TrainState) -> Any:
@@ -53,8 +46,8 @@ def test_train_state_trains_raw_values() -> None:
         state, loss, slope = step(state)
         losses.append(loss)
         slopes.append(slope)
-    mlp.assert_gradients(*values(slopes[0]))
-    mlp.assert_trained(losses, values(jax.jit(mlp.P.fold)(state.params)))
+    mlp.assert_gradients(*mlp.values(slopes[0], *NAMES))
+    mlp.assert_trained(losses, mlp.values(jax.jit(mlp.P.fold)(state.params), *NAMES))
 
 
 def test_partitioned_boxes_come_back_with_their_names(key: Array) -> None:

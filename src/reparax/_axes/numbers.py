@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import Array
 
 from reparax._axes.names import AxisNames
-from reparax._axes.roles import ASK, WORDS
+from reparax._axes.roles import WORDS, Numbers
 from reparax._numerics.arguments import is_whole
 
 Axis = int | str
@@ -149,6 +149,24 @@ def has_names(axes: Axes | None) -> bool:
     return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _each(axes))
 
 
+def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
+    """Whether any of these axes is given by what the network does with it."""
+    return any(isinstance(axis, str) and axis in words for axis in _each(axes))
+
+
+def in_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
+    """``axes`` with numbers in place of words."""
+    return tuple(n for axis in _each(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,)))
+
+
+def _refuse_word(axis: str) -> None:
+    if axis in WORDS:
+        raise ValueError(
+            f"only the program of the network says which axes are its {axis!r}. Write "
+            f"`p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
+        )
+
+
 def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
     """``axes`` with names replaced by numbers, counted from the back, because a vmapped axis is usually the first.
 
@@ -159,8 +177,7 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
     def number(axis: Axis) -> int:
         if isinstance(axis, int):
             return axis
-        if axis in WORDS:
-            raise ValueError(f"only the program of the network says which axes are its {axis!r}. {ASK}")
+        _refuse_word(axis)
         if names is None or names.count(axis) != 1:
             got = "no axis names" if names is None else f"axes named {names}"
             raise ValueError(
@@ -177,9 +194,8 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
     """The axes as numbers, in their order; names are refused."""
     several = _each(axes)
     for axis in several:
-        if isinstance(axis, str) and axis in WORDS:
-            raise ValueError(f"only the program of the network says which axes are its {axis!r}. {ASK}")
         if isinstance(axis, str):
+            _refuse_word(axis)
             raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
     return tuple(int(axis) for axis in several)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,6 @@ WORDS = (INPUTS, OUTPUTS, STACKED)
 
 UNCUT = "uncut"
 """All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
-
-ASK = "Write `p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
 
 Numbers = tuple[int, ...]
 
@@ -90,11 +88,6 @@ class Role:
         return tuple(i for i, n in enumerate(self.shape) if i not in known and n != 1)
 
 
-def are_words(axes: Any) -> bool:
-    """Whether any of these axes is given by what the network does with it."""
-    return any(isinstance(axis, str) and axis in WORDS for axis in (axes if isinstance(axes, tuple) else (axes,)))
-
-
 def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
     own = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
@@ -103,9 +96,3 @@ def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
         for axes in (role.inputs, role.outputs, role.stacked)
     )
     return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: tuple(sorted((*outputs, *inputs[:-1])))}
-
-
-def in_numbers(axes: Any, numbers: Mapping[str, Numbers]) -> Any:
-    """``axes`` with numbers in place of words."""
-    each = axes if isinstance(axes, tuple) else (axes,)
-    return tuple(n for axis in each for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,)))

@@ -15,7 +15,7 @@ from reparax._core.calls import call, checked_key, needed_key, parts_of, require
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
-from reparax._core.on_roles import placed
+from reparax._core.on_roles import over_roles
 from reparax._core.operators import other_than_stages, refuse_others
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
@@ -268,8 +268,7 @@ class Parametrization(Static, ABC):
           >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
-        found, _ = placed(call(self, "on"), self._parts, roles)
-        return compose(tuple(each.stage for each in found))
+        return compose(tuple(over_roles(call(self, "on"), self._parts, roles, lambda own, *given: own.on(*given))))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
-_MODULES = ("testing", "demo", "nnx", "linen", "equinox", "haiku")
+LIBRARIES = ("nnx", "linen", "equinox", "haiku")
+"""The modules that are imported when they are named, as each needs its library."""
+
+_MODULES = ("testing", "demo", *LIBRARIES)
 OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",

@@ -1,47 +1,35 @@
 """Chains on the roles that a network gives its arrays."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.roles import Role
-from reparax._core.planner import planner
+from reparax._core.planner import Planner, planner
 from reparax._core.verbs import opened
 from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A stage on a network whose program says what the axes of its weights are.
+def over_roles(
+    who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Planner, Flat, Mapping[Names, Role]], Any]
+) -> list[Any]:
+    """The stages that ``visit`` returns for each, the last one first.
 
-    Attributes:
-      stage: The stage, with axes as numbers.
-      tree: The types of the arrays before ``init`` of the stage.
-      roles: Their roles.
+    It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-
-    stage: Any
-    tree: Flat
-    roles: Mapping[Names, Role]
-
-
-def placed(who: str, stages: Sequence[Any], roles: PyTree, *, resolve: bool = True) -> tuple[list[Placed], PyTree]:
-    """The stages on a network, and the roles of the arrays of their raw tree; ``resolve`` gives them axes by roles."""
     tree, first = _types(who, roles), {place: role for place, role in items(roles) if isinstance(role, Role)}
-    origins, known, found = keep_origins(tree), first, list[Placed]()
+    origins, known, found = keep_origins(tree), first, list[Any]()
     for stage in reversed(stages):
-        flat = flatten(tree)
-        own = planner(stage).on(flat, known) if resolve else stage
-        found.insert(0, Placed(own, flat, known))
-        tree, new = planner(own).follow(tree, functools.partial(opened, (own,)))
-        origins = compose_origins(new, origins)
-        known = _followed(tree, origins, first)
-    return found, jax.tree.unflatten(jax.tree.structure(tree), [known.get(place, Role()) for place, _ in items(tree)])
+        if found:
+            tree, new = planner(found[0]).follow(tree, functools.partial(opened, found[:1]))
+            origins = compose_origins(new, origins)
+            known = _followed(tree, origins, first)
+        found.insert(0, visit(planner(stage), flatten(tree), known))
+    return found
 
 
 def _types(who: str, roles: PyTree) -> PyTree:

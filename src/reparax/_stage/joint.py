@@ -13,8 +13,8 @@ import jax
 from jax import Array
 
 from reparax._axes.names import AxisNames, names_of_places
-from reparax._axes.numbers import Axes, check_front_axes, find_axes, has_names
-from reparax._axes.roles import Role, are_words
+from reparax._axes.numbers import Axes, are_words, check_front_axes, find_axes, has_names
+from reparax._axes.roles import Role
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Held, Layer, Site, opened_spot

@@ -17,7 +17,7 @@ def find_misfits(planner: Selection, tree: Flat, roles: Mapping[Names, Role]) ->
         role = roles.get(place)
         if role is None or role.why or role.ambiguous:
             continue
-        at = planner.arranged(slot.path, tree.arrays[place], names)
+        at = planner.taking(f"{planner.who('on')} at {slot.path!r}", slot.path, tree.arrays[place], names)
         if set(at.stacked) != set(role.stacked) and not stage.entrywise:
             yield Misfit(repr(stage), slot.path, "stacked", at.stacked, role.stacked, role)
             continue

@@ -6,8 +6,8 @@ from typing import Any
 
 from reparax._axes.misfit import Misfit
 from reparax._axes.names import AxisNames
-from reparax._axes.numbers import EACH, LAST, ONE_AXIS, find_axes
-from reparax._axes.roles import STACKED, Numbers, Role, are_words, in_numbers, numbered
+from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, in_numbers
+from reparax._axes.roles import STACKED, Role, numbered
 from reparax._stage.misfits import find_misfits
 from reparax._stage.selection import Selection
 from reparax._stage.varied import by_path_or_one
@@ -73,12 +73,9 @@ def _asks_stacked(stage: Any) -> bool:
     words = _words(stage)
     others = (getattr(stage, name) for name in stage._axis_fields if name not in words)
     # Axes by number count all axes of the array, as nobody set ``stacked``.
-    counted = any(axes not in (None, EACH, LAST, ()) for axes in others) or any(map(_counts_stacked, words.values()))
+    by_number = any(axes not in (None, EACH, LAST, ()) for axes in others)
+    counted = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
     return stage.stacked == () and not counted and (bool(words) or not stage.entrywise)
-
-
-def _counts_stacked(axes: Any) -> bool:
-    return STACKED in (axes if isinstance(axes, tuple) else (axes,))
 
 
 def _stacked(stage: Any, slot: Slot, role: Role | None) -> Any:
@@ -122,5 +119,5 @@ def _unusable(role: Role) -> str:
     return ""
 
 
-def _plain(axes: Numbers) -> Any:
-    return axes[0] if len(axes) == 1 else axes
+def _plain(axes: Sequence[Axis]) -> Any:
+    return axes[0] if len(axes) == 1 else tuple(axes)

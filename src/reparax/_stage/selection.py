@@ -10,7 +10,7 @@ from reparax._axes.numbers import find_axes, require_axes
 from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
 from reparax._core.planner import Planner
 from reparax._stage.arrangement import Arrangement, arranged
-from reparax._stage.varied import ByArray, without_unmatched
+from reparax._stage.varied import ByArray, ByPath, without_unmatched
 from reparax._stage.where import (
     AllBut,
     Candidate,
@@ -70,12 +70,12 @@ class Selection(Planner):
         chosen = choose(who, self.stage.where, candidates, [tree.root(at) in tree.frame.state for at in slots])
         if not any(chosen) and not self.may_choose_nothing(candidates):
             raise chose_nothing(who, self.stage.where, candidates, self.stage.stacked)
-        differ, paths = self.stage._varied | self.stage._by_path, [slot.path for slot in slots.values()]
+        differ, paths = self.stage._varied | self._by_path, [slot.path for slot in slots.values()]
         chosen = without_unmatched(who, differ, chosen, paths)
         flags = zip(slots, chosen, candidates, strict=True)
         found = [at for at, flag, each in flags if flag and not self.is_done(each)]
         # In the body of a scan over the layers, no array has their axis any more.
-        if method == "init" and "stacked" not in self.stage._by_path:
+        if method == "init" and "stacked" not in self._by_path:
             require_axes(who, "stacked", self.stage.stacked, [names[at] for at in found])
         return found
 
@@ -99,7 +99,7 @@ class Selection(Planner):
             return False
         if w is None:
             return True
-        if (stage := self.stage.at_path(slot.path)) is None:
+        if (stage := self.stage.at_path(slot.path) if self._by_path else self.stage) is None:
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
             stacked = find_axes(stage.stacked, names)
@@ -107,7 +107,7 @@ class Selection(Planner):
 
     def alike(self, path: str, names: AxisNames | None) -> object:
         """What arrays share whose axes have the same meaning for this stage."""
-        return (path, names) if self.stage._by_path else names
+        return (path, names) if self._by_path else names
 
     def typical(self, path: str, names: AxisNames | None) -> Arrangement:
         """The stage at an array with these axis names, if its own numbers do not count."""
@@ -124,10 +124,17 @@ class Selection(Planner):
 
     def _at_path(self, path: str) -> Any:
         """The stage with the axes for one array."""
+        if not self._by_path:
+            return self.stage
         if (stage := self.stage.at_path(path)) is None:
-            name, given = next((name, x) for name, x in self.stage._by_path.items() if not x.matching(path))
+            name, given = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
             raise ValueError(f"expected {name} for {path!r}, got {name}={given!r}. Add an expression that matches it.")
         return stage
+
+    @cached_property
+    def _by_path(self) -> dict[str, ByPath]:
+        """The fields of axes that differ from array to array."""
+        return self.stage._by_path
 
     @cached_property
     def _typical(self) -> dict[object, Arrangement]:

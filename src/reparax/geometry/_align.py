@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._data.seen import Read, Seen
+from reparax._numerics.imported import imported
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, items, named, path_text
 from reparax.geometry._groups import Group, Member
@@ -87,12 +87,7 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
 
 def _assignment() -> Any:
     """What finds, for each row of a matrix, the column of its own with the largest sum of entries."""
-    try:
-        optimize: Any = importlib.import_module("scipy.optimize")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "align solves assignments with scipy, which is not installed. Install it: `pip install reparax[align]`."
-        ) from error
+    optimize = imported("scipy.optimize", "align", "reparax[align]")
     return lambda matrix: optimize.linear_sum_assignment(matrix, maximize=True)[1]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from reparax._axes.misfit import Misfits
+from reparax._axes.misfit import Misfit, Misfits
+from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
-from reparax._core.on_roles import placed
-from reparax._core.planner import planner
+from reparax._core.on_roles import over_roles
+from reparax._core.planner import Planner
 from reparax._numerics.usage import shows_usage
+from reparax._tree.flat import Flat
+from reparax._tree.paths import Names
 from reparax.geometry._roles import roles
 
 
@@ -48,7 +51,13 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
     read = roles(fun, argnums)
 
     def checked(*args: Any, **kwargs: Any) -> Misfits:
-        found, _ = placed("check_axes", tuple(p), read(*args, **kwargs), resolve=False)
-        return Misfits(misfit for each in found for misfit in planner(each.stage).misfits(each.tree, each.roles))
+        found = list[Misfit]()
+
+        def visit(planner: Planner, tree: Flat, known: Mapping[Names, Role]) -> Any:
+            found[:0] = planner.misfits(tree, known)
+            return planner.stage
+
+        over_roles("check_axes", tuple(p), read(*args, **kwargs), visit)
+        return Misfits(found)
 
     return checked

@@ -57,9 +57,9 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
         products += _between(products, [use for use in reading.uses if isinstance(use, Between)])
         products = _apart(products, reading)
         reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-        each = list[Role]()
+        of, each = _by_owner(products), list[Role]()
         for i, x in enumerate(arguments.arrays):
-            role = _role(i, products, reads) if i in reading.parameters else NO_WEIGHT
+            role = _role(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
             each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
         return arguments.call(each, lambda *args, **_: args[position])
 
@@ -101,6 +101,15 @@ def _add(uses: list[Use], new: Use) -> None:
 
 def _sorted(axes: Iterable[int]) -> Numbers:
     return tuple(sorted(set(axes)))
+
+
+def _by_owner(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
+    """The products of each parameter."""
+    found: dict[int, list[DataProduct]] = {}
+    for product in products:
+        for owner in {owner for owner, _ in product.inputs | product.outputs | product.stacked}:
+            found.setdefault(owner, []).append(product)
+    return found
 
 
 def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -134,7 +135,7 @@ class Zeros:
         if isinstance(self.view, elementwise.Select):
             return all_of(each[1:])
         zero = all_of(each[k] for k in self._unknown())
-        return zero if zero and self._is_zero_at_zero() else NEVER
+        return zero if zero and self._is_zero_at_zero else NEVER
 
     def _unknown(self) -> list[int]:
         """The operands that are not written as numbers."""
@@ -145,8 +146,9 @@ class Zeros:
         if isinstance(self.view, MOVES):
             return self.operands[0].is_zero
         each = [self.operands[k].is_zero for k in self._unknown()]
-        return isinstance(self.view, elementwise.Pointwise) and all(each) and self._is_zero_at_zero()
+        return isinstance(self.view, elementwise.Pointwise) and all(each) and self._is_zero_at_zero
 
+    @cached_property
     def _is_zero_at_zero(self) -> bool:
         """Whether the equation is zero where all operands that are not written as numbers are."""
         with jax.ensure_compile_time_eval():
