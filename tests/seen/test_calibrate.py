@@ -192,8 +192,28 @@ def test_starts_that_draw_draw_for_each_layer():
     np.testing.assert_array_equal(p.fold(raw)["layers"]["up"], UP)
 
 
+def test_starts_of_steps_draw_each_from_a_key_of_its_own():
+    lora = rpx.LoRA(2, where="layers/up", stacked=0)
+    p = lora >> rpx.MagnitudePrune(0.5, axis="each", fit="wanda", where="layers/up", stacked=0)
+    raw = rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1], jax.random.key(0))
+    a = raw["layers"]["up"]["@magnitude_prune"]["w"]["@lora"]["a"]
+    assert len({float(x) for x in a[:, 0, 0]}) == L
+
+
+def test_largest_magnitudes_are_collected_where_a_stage_needs_them():
+    def scaled(params, x):
+        return jnp.sum((x * params["scale"][None]) @ params["head"])
+
+    params = {"scale": jnp.ones(D), "head": jnp.asarray(PARAMS["head"])}
+    p = rpx.quantized.Smooth({"scale": "scale", "w": "head"})
+    sizes, weights = np.max(np.abs(np.concatenate(BATCHES)), axis=0), np.max(np.abs(PARAMS["head"]), axis=1)
+    np.testing.assert_allclose(
+        p.fold(rpx.calibrate(p, scaled, params, BATCHES))["scale"], np.sqrt(weights / sizes), rtol=1e-5
+    )
+
+
 @pytest.mark.thorough
-def test_gradients_and_largest_magnitudes_are_collected_where_a_stage_needs_them():
+def test_gradients_are_collected_where_a_stage_needs_them():
     p = rpx.LoRA(2, start="lora_ga", where="layers/up", stacked=0)
     got = rpx.calibrate(p, loss, arrays(PARAMS), [np.concatenate(BATCHES)], jax.random.key(0))["layers"]["up"]["@lora"]
     want = p.init(
