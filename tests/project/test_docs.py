@@ -74,14 +74,14 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     runs = [run_example(first, line) for line in (re.search(r"^p = .*", first, flags=re.MULTILINE)[0], second)]
     for names, before in runs:
         assert before > 2
-        assert names["value"] < 0.01
-        assert type(names["tuned"]) is type(names["model"])
-    lora, before = runs[0]
+        assert names["value"] < 0.05
+        assert type(names["plain"]) is type(names["model"])
+    (noisy, before), (lora, _) = runs
     free, fixed = (
         sum(x.size for x in jax.tree.leaves(part)) for part in rpx.partition(lora["p"].init(lora["model"], lora["key"]))
     )
-    assert f"# {free:,} new parameters train, the model's {fixed:,} stay" in first
-    assert f"# from {before:.1f} to {float(lora['value']):.3f}" in first
+    assert f"# {free:,} new parameters train, the model's {fixed:,} do not" in second
+    assert f"# from {before:.1f} to {float(noisy['value']):.2f}" in first
 
 
 def test_the_readme_is_short_and_names_both_commands():
@@ -95,10 +95,10 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     text = " ".join(README.read_text().split())
     told = found("weight_noise")
     noise, plain = (reported(told[chosen(told, "text")[way]])["with 3 bits"].mean() for way in (NOISE, PLAIN))
-    assert f"has {noise:.2f} bits per character; plain, {plain:.2f}." in text
+    assert f"scores {noise:.2f} bits per character, against {plain:.2f} without noise" in text
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
     under, without = (results.median("batches", title, way) for way in ("remat", "apply"))
-    assert f"`rpx.remat(loss)` the weights too: 16 layers take {under:.0f} MiB, not {without:.0f}." in text
+    assert f"the weights too: at batch 32, 16 layers take {under:.0f} MiB instead of {without:.0f}." in text
     (factored,) = re.findall(r"never forms `W \+ A B`: ([\d.]+) of the time", text)
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert float(factored) == pytest.approx(results.ratio("factored", lora, "factored", "apply"), abs=0.01)
