@@ -44,6 +44,7 @@ napoleon_attr_annotations = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # pages show what `benchmarks` and `examples` have on file
 nb_execution_mode = "force"
 nb_execution_timeout = 3600  # seconds for a cell, of which none needs more than one minute: this ends what hangs
 nb_execution_raise_on_error = False

@@ -1,6 +1,7 @@
-"""Writes each notebook of the documentation as its build has run it, for Jupyter, Colab and GitHub.
+"""Writes each notebook of the documentation as its build has run it, for Jupyter, Colab and GitHub, and their index.
 
-Run: make notebooks, which runs them first, as the documentation does. Two runs give the same bytes.
+Run: make notebooks, which runs them first, as the documentation does. Two runs give the same bytes. They have the order
+of the home page, by numbers in their names.
 """
 
 import os
@@ -13,16 +14,55 @@ from nbformat import NotebookNode
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "docs" / "notebooks"
 EXECUTED = FOLDER.parent / "docs" / "_build" / "jupyter_execute" / "notebooks"
-INSTALL = '%pip install -q "reparax[notebooks]"'
+INSTALL = """\
+# Installs reparax: from the clone that holds this notebook, or from the package index.
+import sys
+from pathlib import Path
+
+source = ".." if Path("../pyproject.toml").exists() else "reparax"
+%pip install -q "{source}[notebooks]"
+sys.path.append("..")  # `benchmarks` and `examples` of the clone"""
+HOME = SOURCES.parent / "index.md"
 # The file that a kernel makes of a cell, and the folders in which packages stand.
 CELL = re.compile(r"[^\s\"']*/ipykernel_\d+/\d+\.py")
 PACKAGES = re.compile(r"[^\s\"']*/(?:site-packages|src)/")
+INDEX = """\
+# Notebooks
+
+Each runs alone in Jupyter, from this folder or on Colab, and its outputs are stored with it. They are the pages of the
+documentation, in its order. `make notebooks` writes them, and this list.
+"""
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 
 
+def order() -> dict[str, str]:
+    """For the name of each page its notebook, numbered as the home page lists them."""
+    names = re.findall(r"notebooks/(\w+)>?$", HOME.read_text(), flags=re.MULTILINE)
+    return {name: f"{number:02}_{name}.ipynb" for number, name in enumerate(names, 1)}
+
+
+def index() -> str:
+    """The README of the folder: each notebook with the first sentence of its page."""
+    rows = [f"| [{title(name)}]({file}) | {opening(name)} |" for name, file in order().items()]
+    return "\n".join([INDEX, "| notebook | |", "|---|---|", *rows, ""])
+
+
+def title(name: str) -> str:
+    """The heading of a page."""
+    return re.findall(r"^# (.*)", (SOURCES / f"{name}.md").read_text(), flags=re.MULTILINE)[0]
+
+
+def opening(name: str) -> str:
+    """The first sentence of a page, without its links."""
+    text = (SOURCES / f"{name}.md").read_text().partition("\n# ")[2].split("\n\n")[1]
+    sentence = re.split(r"(?<=[.:?]) (?=[A-Z])", " ".join(text.split()))[0]
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", sentence)
+
+
 def portable(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with an install cell in front, and without what only the machine that ran it knows."""
-    cells = [nbformat.v4.new_code_cell(INSTALL), *map(plain, notebook.cells)]
+    """The notebook with a cell that installs after its title, and without what only the machine that ran it knows."""
+    first, *others = map(plain, notebook.cells)
+    cells = [first, nbformat.v4.new_code_cell(INSTALL), *others]
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -52,7 +92,7 @@ def merged(outputs: list[NotebookNode]) -> list[NotebookNode]:
 def moved(link: re.Match[str]) -> str:
     """A link from a notebook to its neighbour, or to another page of the documentation, from where it is now."""
     page = (SOURCES / link[1]).resolve()
-    target = FOLDER / page.with_suffix(".ipynb").name if page.parent == SOURCES else page
+    target = FOLDER / order()[page.stem] if page.parent == SOURCES else page
     return f"]({os.path.relpath(target, FOLDER)}"
 
 
@@ -68,6 +108,6 @@ def without_paths(output: NotebookNode) -> NotebookNode:
 if __name__ == "__main__":
     for old in FOLDER.glob("*.ipynb"):
         old.unlink()
-    for source in SOURCES.glob("*.md"):
-        name = f"{source.stem}.ipynb"
-        nbformat.write(portable(nbformat.read(EXECUTED / name, as_version=4)), FOLDER / name)
+    for name, file in order().items():
+        nbformat.write(portable(nbformat.read(EXECUTED / f"{name}.ipynb", as_version=4)), FOLDER / file)
+    (FOLDER / "README.md").write_text(index())

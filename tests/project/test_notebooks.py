@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import jupytext
@@ -19,7 +20,8 @@ of_each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
 
 def written(source):
-    return nbformat.read(ROOT / "notebooks" / f"{source.stem}.ipynb", as_version=4)
+    (file,) = (ROOT / "notebooks").glob(f"[0-9][0-9]_{source.stem}.ipynb")
+    return nbformat.read(file, as_version=4)
 
 
 def cells(notebook):
@@ -27,15 +29,39 @@ def cells(notebook):
     return [(cell.cell_type, LINK.sub("](", cell.source).strip()) for cell in notebook.cells]
 
 
-def test_there_is_one_for_each_in_the_documentation():
-    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == [path.stem for path in SOURCES]
+def test_there_is_one_for_each_in_the_documentation_in_the_order_of_the_home_page():
+    files = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert sorted(file[3:].removesuffix(".ipynb") for file in files) == [path.stem for path in SOURCES]
+    home = re.findall(r"notebooks/(\w+)>?$", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)
+    assert files == [f"{number:02}_{name}.ipynb" for number, name in enumerate(home, 1)]
+
+
+def test_the_index_lists_all_by_the_titles_of_their_pages():
+    rows = re.findall(r"^\| \[(.+)\]\((.+)\) \| \S.* \|$", (ROOT / "notebooks" / "README.md").read_text(), re.MULTILINE)
+    assert [file for _, file in rows] == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    for title, file in rows:
+        assert nbformat.read(ROOT / "notebooks" / file, as_version=4).cells[0].source.startswith(f"# {title}\n")
 
 
 @of_each
-def test_cells_are_those_of_the_source_after_one_that_installs(source):
-    first, *others = cells(written(source))
-    assert first == ("code", '%pip install -q "reparax[notebooks]"')
-    assert others == cells(jupytext.read(source)), "run: make notebooks"
+def test_cells_are_those_of_the_source_and_after_the_title_one_that_installs(source):
+    title, install, *others = cells(written(source))
+    assert title[1].startswith("# ")
+    assert "%pip install" in install[1]
+    assert [title, *others] == cells(jupytext.read(source)), "run: make notebooks"
+
+
+def test_the_first_cell_of_code_installs_from_a_clone_and_elsewhere_from_the_package_index(monkeypatch, tmp_path):
+    cell = written(SOURCES[0]).cells[1].source
+    (magic,) = re.findall(r"^%pip install -q (.*)$", cell, flags=re.MULTILINE)
+    code = cell.replace(f"%pip install -q {magic}", f"installed.append(f'{magic}')")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder, source in ((ROOT / "notebooks", ".."), (tmp_path, "reparax")):
+        monkeypatch.chdir(folder)
+        names = {"installed": []}
+        exec(code, names)
+        assert names["installed"] == [f'"{source}[notebooks]"']
+    assert ".." in sys.path
 
 
 @of_each

@@ -34,7 +34,8 @@ def page(name: str) -> str:
 
 def printed(name: str) -> str:
     """What the cells of a notebook have printed."""
-    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    (file,) = (ROOT / "notebooks").glob(f"*_{name}.ipynb")
+    cells = json.loads(file.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", []) if output["output_type"] == "stream"]
     return "\n".join("".join(output["text"]) for output in outputs)
 
