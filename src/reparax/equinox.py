@@ -28,9 +28,12 @@ class Parametrized(eqx.Module):
     ``optax.adamw`` on ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``,
     ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it as any module.
 
-    A chain with noise needs ``key``, with which the model draws too if it takes one. Under ``jax.vmap`` over examples,
-    one key outside is one draw for all of them: ``jax.vmap(functools.partial(model, key=key))(x)``. A key for each
-    example is a draw for each, and as many weights.
+    ``eqx.is_array`` finds these integers, and optax refuses them, as those of any module: where values do not train,
+    filter by ``eqx.is_inexact_array``.
+
+    A chain with noise needs ``key``, with which the model draws too if it takes one, by name or by position. Under
+    ``jax.vmap`` over examples, one key outside is one draw for all of them:
+    ``jax.vmap(functools.partial(model, key=key))(x)``. A key for each example is a draw for each, and as many weights.
 
     Attributes of the model are those of the effective one. Where a chain draws, read them from ``model.raw``,
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
@@ -76,9 +79,9 @@ class Parametrized(eqx.Module):
         """The same model with another raw tree, such as a restored one."""
         return eqx.tree_at(lambda model: model.values, self, _hidden(raw))
 
-    def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._called("__call__", *args, key=key, **kwargs)
+        return self._called("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
@@ -111,10 +114,9 @@ class Parametrized(eqx.Module):
         object.__setattr__(copy, "p", self.p.deterministic)
         return copy
 
-    def _called(self, name: str, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
-        method = getattr(self.effective(key), name)
-        passed = {} if key is None or not _takes_key(method) else {"key": key}
-        return method(*args, **kwargs, **passed)
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
+        return getattr(self.effective(key), name)(*args, **passed)
 
 
 class _Bits(eqx.Module):
@@ -151,6 +153,9 @@ def _hidden(raw: PyTree) -> PyTree:
     return jax.tree.map(hidden, raw, labels(raw))
 
 
-def _takes_key(method: Any) -> bool:
-    parameters = inspect.signature(method).parameters.values()
-    return any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
+def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The key of a call, by name or by position, and the named arguments that the model takes."""
+    parameters = like.parameters.values()
+    takes = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
+    passed = kwargs if takes else {name: x for name, x in kwargs.items() if name != "key"}
+    return {**like.bind_partial(*args, **passed).arguments, **kwargs}.get("key"), passed

@@ -51,6 +51,11 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       (1, 2)
     """
     checked("rpx.haiku.parametrized", transformed, p)
+    if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
+        raise TypeError(
+            "rpx.haiku.parametrized takes what `hk.transform` or `hk.transform_with_state` returns, but got "
+            f"{type(transformed).__name__}. Write `rpx.haiku.parametrized(hk.transform(f), p)`."
+        )
     if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
         raise ValueError(
             "rpx.haiku.parametrized takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
@@ -90,7 +95,10 @@ class _Shared:
     def _start(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
         if self.p.random_start and key is None:
             raise needs_start(self.p, self._write)
-        return self.p.init(params, key, seen=seen)
+        return self.p.init(params, key if self.p.random_start else None, seen=seen)
+
+    def __repr__(self) -> str:
+        return f"rpx.haiku.parametrized({self.network}, {self.p})"
 
 
 class _WithoutState(_Shared, hk.Transformed):
@@ -131,17 +139,17 @@ class _WithState(_Shared, hk.TransformedWithState):
         return self.start(params, state, rng)
 
     def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        rng = _rng_of(self.network.apply, params, state, *args, **kwargs)
+        rng, state = _rng_of(self.network.apply, params, state, *args, **kwargs), state or {}  # haiku's own gives None
         params, own = self.effective(params, state, self._key(rng))
         out, own = self.network.apply(params, own, *args, **kwargs)
-        return out, {**own, _FIXED: state[_FIXED]}
+        return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
         free, fixed = parted(self._start(params, key, seen))
-        return free, {**state, _FIXED: fixed}
+        return free, state | ({_FIXED: fixed} if fixed else {})
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
-        return joined(params, state[_FIXED])
+        return joined(params, state.get(_FIXED, {}))
 
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
         own = {name: x for name, x in state.items() if name != _FIXED}
@@ -152,7 +160,7 @@ class _WithState(_Shared, hk.TransformedWithState):
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
         free, fixed = parted(self.p.update(self.raw(params, state), key, grads))
-        return free, {**state, _FIXED: fixed}
+        return free, state | ({_FIXED: fixed} if fixed else {})
 
 
 _FIXED = "~fixed"

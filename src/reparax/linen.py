@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reparax._core.algebra import Parametrization
+from reparax._core.calls import call
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, needs_stream
@@ -24,7 +25,8 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
     ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Values that train are in the
     collection ``params``, where ``TrainState`` has them, and all others in the collection ``fixed``, which no optimizer
     sees: pass it beside ``params``, as ``batch_stats``. Other collections stay as they were. ``nn.scan``, ``nn.vmap``,
-    ``nn.remat`` and boxes treat the result as any module, and it may be a part of another one.
+    ``nn.remat`` and boxes treat the result as any module, and it may be a part of another one. To linen the module is
+    one call, so ``capture_intermediates`` records its result; inside, ``sow`` records what you name.
 
     A chain with noise draws from the stream ``noise``, once in each call. At the top,
     ``apply(variables, x, rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside of
@@ -72,7 +74,16 @@ class _Parametrized(nn.Module):
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         others = {name: tree for name, tree in variables.items() if name != "fixed"}
-        return {**others, "params": self.p.apply(self.raw(variables), key)}
+        try:
+            return {**others, "params": self.p.apply(self.raw(variables), key)}
+        except ValueError as error:
+            if "fixed" in variables:
+                raise
+            raise ValueError(
+                f"{call(self.p, 'apply')} cannot read the collection 'params' alone: there is no collection 'fixed', "
+                'where values that do not train are. Pass both, `module.apply({**variables, "params": params}, x)`; '
+                "variables of the plain module begin by `module.start(variables)`."
+            ) from error
 
     def fold(self, variables: PyTree) -> dict[str, Any]:
         return self.deterministic.effective(variables)
@@ -85,6 +96,24 @@ class _Parametrized(nn.Module):
     def deterministic(self) -> Any:
         return self.clone(p=self.p.deterministic)
 
+    @nn.nowrap
+    def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().apply(*args, method=self._by_name(method), **kwargs)
+
+    @nn.nowrap
+    def init_with_output(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().init_with_output(*args, method=self._by_name(method), **kwargs)
+
+    @nn.nowrap
+    def _by_name(self, method: Any) -> Any:
+        """The name of a method of the module's class, which its users may pass as a function."""
+        name = getattr(method, "__name__", None)
+        return name if name is not None and getattr(type(self.module), name, None) is method else method
+
+    def __reduce__(self) -> Any:
+        return _made, (self.module, self.p, self.name)
+
+    @nn.nowrap
     def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
         rngs, plain = self._rngs(), self.module.clone(parent=None)
         if self.is_initializing():
@@ -115,21 +144,22 @@ class _Parametrized(nn.Module):
 
 @functools.cache
 def _class_of(plain: type[Any]) -> type[Any]:
-    """The class of the result, with the methods and fields of the module's class."""
-    taken: set[str] = {*vars(_Parametrized), "parent", "name", "module", "p"}
-    found = inspect.getmembers(plain, inspect.isfunction)
-    taken |= {name for name in vars(nn.Module) if name != "__call__"}
-    methods = {
-        name: _passing(name, f) for name, f in found if name == "__call__" or (name[0] != "_" and name not in taken)
-    }
-    fields = {field.name for field in dataclasses.fields(plain)} - taken
-    return type(
-        f"Parametrized{plain.__name__}", (_Parametrized,), {**methods, **{name: _field(name) for name in fields}}
-    )
+    """The class of the result, with the methods and attributes of the module's class."""
+    fields = {field.name for field in dataclasses.fields(plain)}
+    public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
+    names = public - ({*dir(_Parametrized), "module", "p"} - {"__call__"})
+    members = {name: _field(name) if name in fields else _member(plain, name) for name in names}
+    return type(f"Parametrized{plain.__name__}", (_Parametrized,), members)
+
+
+def _member(plain: type[Any], name: str) -> Any:
+    """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
+    found = inspect.getattr_static(plain, name)
+    return _passing(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _field(name)
 
 
 def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(like)
+    @functools.wraps(like, updated=())  # linen's own marks of the method are not those of this one
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._called(name, *args, **kwargs)
 
@@ -138,3 +168,8 @@ def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
 
 def _field(name: str) -> property:
     return property(lambda self: getattr(self.module, name))
+
+
+def _made(module: Any, p: Parametrization, name: str | None) -> Any:
+    """What is stored in the place of a class that is made here."""
+    return parametrized(module, p, name=name)

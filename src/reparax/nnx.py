@@ -9,7 +9,7 @@ import jax
 
 from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, items, path_text
 from reparax._tree.raw import holds_markers
 from reparax._wrapped.attributes import attribute
 from reparax._wrapped.chains import checked, needs_start, needs_stream
@@ -32,9 +32,9 @@ class Parametrized(nnx.Module):
     It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
     once, with one draw, also where the model reads a weight twice. ``model.raw`` is the raw tree, as ``p.init(model)``
     gives it, a module of the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check`` compares it. All
-    else is the model's: its other variables, such as statistics and counters, change in the call as before, and
-    ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped model as
-    any module. It may also be a part of another module.
+    else is the model's: its other variables and attributes, such as statistics and caches, change in the call as
+    before, and ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped
+    model as any module. It may also be a part of another module.
 
     The types of variables tell an optimizer what trains. Values that train, arrays that no stage replaces included, are
     ``variable``, which is a ``nnx.Param`` too, and all others are :class:`Fixed`. The model itself reads, and
@@ -81,14 +81,15 @@ class Parametrized(nnx.Module):
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
         self.p = checked("rpx.nnx.Parametrized", model, p)
-        if p.random_start and rngs is None:
+        _expect_pytree(model)
+        start, noise = _stream(rngs, "params"), _stream(rngs, "noise")
+        if p.random_start and start is None:
             raise needs_start(p, "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))")
-        key = None if not p.random_start else rngs["params"]() if isinstance(rngs, nnx.Rngs) else rngs()
-        self.raw = nnx.data(_through(lambda tree: _named_by_role(p.init(tree, key, seen=seen), variable), model))
-        stream: Any = rngs["noise"] if isinstance(rngs, nnx.Rngs) else rngs
-        draws = rngs is not None and (p.stochastic or p.advances)
-        self.rngs: Any = stream.fork() if draws else nnx.data(None)
+        key = start() if p.random_start else None
+        self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
+        raw = _through(lambda tree: _named_by_role(p.init(tree, key, seen=seen), variable), model)
+        self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -117,7 +118,7 @@ class Parametrized(nnx.Module):
         if p.stochastic:
             if self.rngs is None:
                 give = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"
-                raise needs_stream(p, "rngs=None", give, "`model.deterministic = True`")
+                raise needs_stream(p, "none", give, "`model.deterministic = True`")
             key = self.rngs()
         return _through(lambda tree: p.apply(_of_model(tree), key), self.raw)
 
@@ -146,8 +147,44 @@ class Parametrized(nnx.Module):
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         effective = self.effective()
         result = getattr(effective, name)(*args, **kwargs)
-        nnx.update(self.raw, nnx.state(effective, nnx.Not(nnx.Param)))  # those that the call has made, as `sow` does
+        _keep(effective, self.raw)
         return result
+
+
+def _stream(rngs: Any, name: str) -> Any:
+    """The stream of a name, or the default one; None without either."""
+    if not isinstance(rngs, nnx.Rngs):
+        return rngs
+    return rngs[name] if name in rngs or "default" in rngs else None
+
+
+def _expect_pytree(model: Any) -> None:
+    """Refuses modules in which JAX sees no parameters."""
+    for names, leaf in items(model, is_leaf=_is_variable):
+        if isinstance(leaf, nnx.Module):
+            name, where = type(leaf).__name__, f" at {path_text(names)!r}" if names else ""
+            raise TypeError(
+                f"rpx.nnx.Parametrized takes modules that are pytrees, but got {name}{where}, whose class has "
+                f"`pytree=False`. Write `class {name}(nnx.Module)`."
+            )
+
+
+def _keep(effective: Any, raw: Any) -> None:
+    """Gives the raw model what a call has set in the effective one: a cache, what `sow` records, a flag."""
+    made = dict(nnx.iter_modules(effective))
+    for path, module in list(nnx.iter_modules(raw)):
+        for name, value in vars(made.get(path, module)).items():
+            own = vars(module)
+            if not name.startswith("_pytree__") and (name not in own or _is_set(value, own[name])):
+                setattr(module, name, value)
+
+
+def _is_set(value: Any, before: Any) -> bool:
+    """Whether an attribute is another one than before. Modules are compared by their own attributes."""
+    if isinstance(value, nnx.Module) or any(isinstance(x, nnx.Param) for x in _variables(value)):
+        return False
+    (nodes, treedef), (old, olddef) = (jax.tree.flatten(x, is_leaf=_is_variable) for x in (value, before))
+    return treedef != olddef or any(x is not y for x, y in zip(nodes, old, strict=True))
 
 
 _PLAIN = "plain"

@@ -1,7 +1,9 @@
 """rpx.equinox: a model that is its chain, in loops that own the loss."""
 
+import copy
 import functools
 import io
+import pickle
 from typing import Any
 
 import equinox as eqx
@@ -125,6 +127,28 @@ def test_noise_comes_from_the_key_and_one_key_is_one_draw_for_all_examples(key: 
         "LoRA(2).init draws random numbers, so it needs a key. Write `rpx.equinox.Parametrized(model, p, key=key)`.",
     ):
         rpx.equinox.Parametrized(model(), rpx.LoRA(2))
+
+
+class Keyed(eqx.Module):
+    """The signature of equinox's BERT, which takes its key by position."""
+
+    l1: eqx.nn.Linear
+
+    def __call__(self, x: Array, rate: float = 0.0, key: Array | None = None) -> Array:
+        return self.l1(x) + (0.0 if key is None else jax.random.normal(key, (4,)))
+
+
+def test_a_key_by_position_is_the_key_of_the_noise(key: Array) -> None:
+    plain, keys = Keyed(model().l1), jax.random.split(key, len(X))
+    got = jax.vmap(rpx.equinox.Parametrized(plain, NOISY), in_axes=(0, None, 0))(X, 0.5, keys)
+    want = [NOISY.apply(NOISY.init(plain), k)(x, 0.5, k) for x, k in zip(X, keys, strict=True)]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_and_pickles_hold_the_same_values() -> None:
+    wrapped = rpx.equinox.Parametrized(model(), rpx.Freeze(where="l1/.*") >> P)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert bool(eqx.tree_equal(other, wrapped))
 
 
 def test_attributes_are_those_of_the_model() -> None:

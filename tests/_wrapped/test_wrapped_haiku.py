@@ -88,6 +88,29 @@ def test_without_a_state_fixed_values_have_no_gradient() -> None:
     assert min(jax.tree.leaves(sizes[0])) > 0
 
 
+def test_without_fixed_values_the_state_is_that_of_the_network(key: Array) -> None:
+    network = rpx.haiku.parametrized(hk.transform_with_state(forward), mlp.P)
+    params, state = network.start(mlp.tree(*NAMES), {})
+    assert state == {}
+    plain = hk.without_state(network)
+    np.testing.assert_array_equal(plain.apply(params, None, X), network.apply(params, state, None, X)[0])
+    assert network.update(params, state)[1] == {}
+    np.testing.assert_allclose(network.fold(params, state)[0]["l1"]["w"], mlp.W1, rtol=1e-6)
+
+
+def test_the_key_is_read_where_something_is_drawn_and_other_pairs_are_refused() -> None:
+    network = rpx.haiku.parametrized(hk.transform(forward), mlp.P)
+    assert network.init(42, X).keys() == {"l1", "l2"}  # as `hk.transform` takes it
+    assert repr(network).startswith("rpx.haiku.parametrized(Transformed(init=")
+    assert repr(network).endswith(", WeightNorm())")
+    with raises(
+        TypeError,
+        "rpx.haiku.parametrized takes what `hk.transform` or `hk.transform_with_state` returns, but got "
+        "MultiTransformed. Write `rpx.haiku.parametrized(hk.transform(f), p)`.",
+    ):
+        rpx.haiku.parametrized(hk.multi_transform(lambda: (forward, forward)), mlp.P)
+
+
 def test_noise_comes_from_rng(key: Array) -> None:
     network = rpx.haiku.parametrized(hk.transform(forward), NOISY)
     raw = network.start(mlp.tree(*NAMES))

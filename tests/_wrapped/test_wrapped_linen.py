@@ -1,5 +1,7 @@
 """rpx.linen: a module that is its chain, in loops that own the loss."""
 
+import copy
+import pickle
 from typing import Any
 
 import flax.linen as nn
@@ -115,6 +117,65 @@ def test_methods_and_fields_are_those_of_the_module() -> None:
     assert module.width == 4
     np.testing.assert_allclose(module.apply(variables, X, method="hidden"), want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(module.bind(variables).hidden(X), want, rtol=1e-5, atol=1e-6)
+
+
+class Members(nn.Module):
+    """What classes of modules have beside fields and methods."""
+
+    width = 4
+
+    @property
+    def double(self) -> int:
+        return 2 * self.width
+
+    @staticmethod
+    def constant() -> int:
+        return 1
+
+    @classmethod
+    def named(cls) -> str:
+        return cls.__name__
+
+    @nn.nowrap
+    def helper(self) -> int:
+        return self.width + 1
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return nn.Dense(2)(x)
+
+
+def test_members_that_read_no_parameters_are_those_of_the_module(key: Array) -> None:
+    module = rpx.linen.parametrized(Members(), mlp.P)
+    assert (module.width, module.double, module.constant(), module.named(), module.helper()) == (4, 8, 1, "Members", 5)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other == module
+    variables = module.init(key, X)
+    out, made = module.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+    np.testing.assert_array_equal(made["intermediates"]["__call__"][0], out)
+
+
+def test_a_method_may_be_given_as_a_function_of_the_class() -> None:
+    module = rpx.linen.parametrized(MLP(), mlp.P)
+    variables = module.start({"params": mlp.tree(*NAMES)})
+    want = module.apply(variables, X, method="hidden")
+    for method in (MLP.hidden, lambda module, x: module.hidden(x)):
+        np.testing.assert_array_equal(module.apply(variables, X, method=method), want)
+    made = module.init(jax.random.key(0), X, method=MLP.hidden)
+    assert list(made["params"]) == ["l1"]
+
+
+def test_params_without_their_fixed_values_are_refused() -> None:
+    module = rpx.linen.parametrized(MLP(), rpx.Freeze(where="l1/.*") >> mlp.P)
+    variables = module.start({"params": mlp.tree(*NAMES)})
+    for params in (variables["params"], mlp.tree(*NAMES)):
+        with raises(
+            ValueError,
+            "(Freeze(where='l1/.*') >> WeightNorm()).apply cannot read the collection 'params' alone: there is no "
+            "collection 'fixed', where values that do not train are. Pass both, `module.apply({**variables, "
+            '"params": params}, x)`; variables of the plain module begin by `module.start(variables)`.',
+        ):
+            module.apply({"params": params}, X)
 
 
 def test_noise_without_a_stream_says_both_ways() -> None:

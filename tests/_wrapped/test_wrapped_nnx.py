@@ -1,5 +1,7 @@
 """rpx.nnx: a model that is its chain, in loops that own the loss."""
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -160,7 +162,7 @@ def test_noise_without_a_stream_says_both_ways() -> None:
     with raises(
         ValueError,
         "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers in each call of the model, so it needs a stream, "
-        "but got rngs=None. Give one, `rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))`, or evaluate with "
+        "but got none. Give one, `rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))`, or evaluate with "
         "`model.deterministic = True`.",
     ):
         rpx.nnx.Parametrized(model(), NOISY)(X)
@@ -170,6 +172,12 @@ def test_noise_without_a_stream_says_both_ways() -> None:
         "rngs=nnx.Rngs(0))`.",
     ):
         rpx.nnx.Parametrized(model(), rpx.LoRA(2))
+    other = nnx.Rngs(dropout=0)  # has neither `params`, nor `noise`, nor a default
+    with pytest.raises(ValueError, match=r"LoRA\(2\).init draws random numbers, so it needs a key."):
+        rpx.nnx.Parametrized(model(), rpx.LoRA(2), rngs=other)
+    with pytest.raises(ValueError, match=r"it needs a stream, but got none\. Give one"):
+        rpx.nnx.Parametrized(model(), NOISY, rngs=other)(X)
+    np.testing.assert_allclose(rpx.nnx.Parametrized(model(), mlp.P, rngs=other)(X), model()(X), rtol=1e-5)
 
 
 def test_what_is_no_chain_is_refused() -> None:
@@ -193,6 +201,78 @@ def test_methods_and_attributes_are_those_of_the_model() -> None:
     assert wrapped.raw.sizes == wrapped.sizes == (3, 4)
     with raises(AttributeError, "'Parametrized' object has no attribute 'depth'"):
         _ = wrapped.depth
+
+
+class WithNames(nnx.Module):
+    """A model with attributes of the names of ours, and with what a call makes: a cache, a flag, a list."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(3))
+        self.rngs = nnx.Rngs(dropout=0)
+        self.deterministic = False
+        self.cache = nnx.data(None)
+        self.calls = 0
+        self.held = nnx.data({"count": nnx.Variable(jnp.zeros(()))})
+
+    def __call__(self) -> Array:
+        self.calls += 1
+        self.cache = nnx.Cache(self.w[...] * self.calls)
+        self.held["count"][...] += 1
+        return self.rngs.dropout() if not self.deterministic else self.w[...]
+
+
+def test_what_a_call_sets_stays_and_names_of_ours_are_not_those_of_the_model() -> None:
+    wrapped = rpx.nnx.Parametrized(WithNames(), rpx.Freeze())
+    kept = wrapped.raw.held["count"]
+    wrapped()
+    wrapped()
+    assert wrapped.raw.rngs.dropout.count[...] == 2
+    assert wrapped.rngs is None
+    assert (wrapped.raw.calls, wrapped.calls) == (2, 2)
+    assert type(wrapped.raw.cache) is nnx.Cache
+    np.testing.assert_array_equal(wrapped.raw.cache[...], 2 * np.ones(3))
+    assert wrapped.raw.held["count"] is kept
+    assert float(kept[...]) == 2
+    assert list(nnx.state(wrapped.raw, rpx.nnx.Fixed)) == ["w"]
+    wrapped.eval()
+    np.testing.assert_array_equal(wrapped(), np.ones(3))
+
+
+def test_a_cache_of_attention_is_that_of_the_model() -> None:
+    plain = nnx.MultiHeadAttention(num_heads=1, in_features=3, qkv_features=4, decode=True, rngs=nnx.Rngs(0))
+    wrapped = rpx.nnx.Parametrized(nnx.clone(plain), rpx.WeightNorm(where=".*kernel"))
+    for each in (plain, wrapped):
+        each.init_cache((2, 5, 3))
+    for x in np.linspace(-1, 1, 18, dtype=np.float32).reshape(3, 2, 1, 3):
+        np.testing.assert_allclose(wrapped(x), plain(x), rtol=1e-4, atol=1e-6)
+    assert wrapped.raw.cache_index[...] == 3
+
+
+def test_modules_that_are_no_pytrees_are_refused_by_name() -> None:
+    class Graph(nnx.Module, pytree=False):
+        def __init__(self) -> None:
+            self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    class Whole(nnx.Module):
+        def __init__(self) -> None:
+            self.encoder = Graph()
+            self.head = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    for given, where in ((Graph(), ""), (Whole(), " at 'encoder'")):
+        with raises(
+            TypeError,
+            f"rpx.nnx.Parametrized takes modules that are pytrees, but got Graph{where}, whose class has "
+            "`pytree=False`. Write `class Graph(nnx.Module)`.",
+        ):
+            rpx.nnx.Parametrized(given, mlp.P)
+
+
+def test_copies_and_pickles_are_models_of_their_own() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), mlp.P)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped)), nnx.clone(wrapped)):
+        np.testing.assert_array_equal(other(X), wrapped(X))
+        other.raw.l1.bias[...] += 1
+        np.testing.assert_allclose(wrapped.raw.l1.bias[...], mlp.B1, rtol=1e-6)
 
 
 class Around(nnx.Module):

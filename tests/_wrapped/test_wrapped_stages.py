@@ -99,7 +99,7 @@ def test_a_model_of_each_library_reads_what_apply_gives(name: str) -> None:
 def test_noise_of_each_library_without_a_stream_is_refused_by_name() -> None:
     p, params = rpx.VarNoise(0.1), {"w": jnp.ones(2)}
     calls = [
-        (lambda: rpx.nnx.Parametrized(NnxModel(params), p)(), "rngs=None"),
+        (lambda: rpx.nnx.Parametrized(NnxModel(params), p)(), "none"),
         (lambda: rpx.linen.parametrized(LinenModel(lambda: params), p).apply({"params": params}), "no stream 'noise'"),
         (lambda: rpx.equinox.Parametrized(EquinoxModel(params), p)(), "key=None"),
         (lambda: rpx.haiku.parametrized(haiku_pair(params), p).apply(params, {"~fixed": {}}, None), "rng=None"),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from reparax._axes.names import keyword, stated
+from reparax._axes.names import keywords, stated
 from reparax._axes.origin import Follow, inherit
 from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, items, named, path_text
 
@@ -129,5 +129,5 @@ def _padded(box: Any) -> tuple[Any, ...]:
 def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
     """The same box with a new value and new names."""
     if has_ancestor(box, "Variable"):
-        return box.replace(value, **{keyword(box): names})
+        return box.replace(value, **dict.fromkeys(keywords(box), names))
     return box.replace(value=value, names=names)

@@ -15,12 +15,13 @@ def stated(box: Any) -> Any:
     """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
     if not has_ancestor(box, "Variable"):
         return getattr(box, "names", None)
-    return box.get_metadata().get(keyword(box))
+    return box.get_metadata().get(keywords(box)[0])
 
 
-def keyword(variable: Any) -> str:
-    """The metadata key of the axis names of an nnx variable, which differs between flax versions."""
-    return "sharding_names" if "sharding_names" in variable.get_metadata() else "out_sharding"
+def keywords(variable: Any) -> list[str]:
+    """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
+    found = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
+    return found or ["out_sharding"]
 
 
 def axis_names(box: Any) -> AxisNames | None:
