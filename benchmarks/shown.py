@@ -128,8 +128,12 @@ def number(value: float) -> str:
 
 
 def cell(row: Row) -> str:
-    """A number, and in brackets its ratio to the first way."""
-    return number(row["median"]) + (f" ({row['ratio']:.2f})" if "ratio" in row else "")
+    """A number, and in brackets its ratio to the first way, with the quartiles where these are on file and differ."""
+    if "ratio" not in row:
+        return number(row["median"])
+    ratio, *quartiles = (f"{row.get(name, row['ratio']):.2f}" for name in ("ratio", "ratio_q1", "ratio_q3"))
+    apart = f", {' to '.join(quartiles)}" if {*quartiles} != {ratio} else ""
+    return f"{number(row['median'])} ({ratio}{apart})"
 
 
 def markdown(grid: Iterable[Iterable[str]]) -> str:

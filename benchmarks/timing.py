@@ -5,7 +5,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ PAUSE = 0.005
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Rows = dict[str, dict[str, float]]
-"""For each name the ``median`` and quartiles ``q1`` and ``q3``, and the ``ratio`` to another name."""
+"""For each name ``median``, ``q1`` and ``q3``, which are quartiles; and ``ratio``, ``ratio_q1`` and ``ratio_q3``."""
 
 
 def shuffled(calls: Calls, repeats: int) -> Times:
@@ -41,10 +41,31 @@ def rows(times: Mapping[str, list[float]], against: str | None = None) -> Rows:
     found: Rows = {}
     others = times.get(next(iter(times)) if against is None else against, [])
     for name, ms in times.items():
-        q1, median, q3 = statistics.quantiles(ms, n=4) if len(ms) > 1 else ms * 3
-        found[name] = {"median": median, "q1": q1, "q3": q3}
+        found[name] = spread(ms)
         if others and all(others):
-            found[name]["ratio"] = statistics.median(one / other for one, other in zip(ms, others, strict=True))
+            found[name] |= spread([one / other for one, other in zip(ms, others, strict=True)], of="ratio")
+    return found
+
+
+def spread(numbers: Sequence[float], of: str = "median") -> dict[str, float]:
+    """The median under the name ``of``, and the quartiles."""
+    q1, median, q3 = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else [*numbers] * 3
+    before = "" if of == "median" else f"{of}_"
+    return {of: median, f"{before}q1": q1, f"{before}q3": q3}
+
+
+def of_runs(runs: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
+    """The tables of several runs as one: of the medians of the runs, and of their ratios, the median and quartiles."""
+    if len(runs) == 1:
+        return dict(runs[0])
+    found: dict[str, Rows] = {}
+    for title in runs[0]:
+        tables = [run[title] for run in runs]
+        found[title] = {
+            name: spread([table[name]["median"] for table in tables])
+            | (spread([table[name]["ratio"] for table in tables], of="ratio") if "ratio" in row else {})
+            for name, row in tables[0].items()
+        }
     return found
 
 
@@ -76,5 +97,5 @@ def show(results: Mapping[str, Rows]) -> None:
     for title, found in results.items():
         print(f"\n{title}")
         for name, row in found.items():
-            ratio = f"  x {row['ratio']:.2f}" if "ratio" in row else ""
+            ratio = f"  x {row['ratio']:.2f} ({row['ratio_q1']:.2f} to {row['ratio_q3']:.2f})" if "ratio" in row else ""
             print(f"  {name:40} {row['median']:10.2f} ({row['q1']:.2f} to {row['q3']:.2f}){ratio}")

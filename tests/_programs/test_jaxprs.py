@@ -174,6 +174,21 @@ def test_a_linearized_function_is_a_tree_of_what_it_keeps():
     same([jax.tree.unflatten(tree, kept)(jnp.ones_like(W))], [2 * jnp.cos(W)])
 
 
+def test_a_linearized_function_holds_its_program(monkeypatch):
+    linear = jax.linearize(lambda w: jnp.sum(jnp.sin(X @ w)), W)[1]
+    want = np.cos(X @ W) * (X @ np.ones((2, 3)))
+    with monkeypatch.context() as patch:
+        patch.delattr(jax, "make_jaxpr")
+        found, stored = jaxprs.pushing(linear, [W], 1)
+    np.testing.assert_allclose(jaxprs.evaluate(found, [*stored, jnp.ones((2, 3))])[0], want.sum(), rtol=1e-6)
+
+
+def test_a_linearized_function_with_zeros_among_its_outputs_is_traced():
+    linear = jax.linearize(lambda w: (jax.lax.stop_gradient(w), 2 * w), W)[1]
+    found, stored = jaxprs.pushing(linear, [W], 2)
+    same(jaxprs.evaluate(found, [*stored, W]), [np.zeros((2, 3)), 2 * W])
+
+
 # ---- equations
 
 

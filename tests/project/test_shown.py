@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shown import Results
+from benchmarks.shown import Results, cell
+from benchmarks.timing import of_runs, rows
 
 FACTS = {"device": "cpu", "cores": 2, "machine": "x86_64", "python": "3.11.7", "jax": "0.10.2"}
 NOISE = {
@@ -36,6 +37,36 @@ def test_a_table_is_the_newest_with_its_ratios(results):
         "| flax linen | 4.0 (0.40) |",
     ]
     assert results.measured().startswith("Measured on 2026-01-02 (peers): 2 cores (x86_64), device cpu, jax 0.10.2")
+
+
+def test_ratios_are_of_one_round_with_their_quartiles():
+    assert rows({"a": [2.0, 4.0, 8.0], "b": [1.0, 4.0, 16.0]})["b"] == {
+        "median": 4.0,
+        "q1": 1.0,
+        "q3": 16.0,
+        "ratio": 1.0,
+        "ratio_q1": 0.5,
+        "ratio_q3": 2.0,
+    }
+
+
+def test_several_runs_are_their_medians_with_the_quartiles_of_these():
+    runs = [{"ms": rows({"a": [2.0], "b": [x]})} for x in (1.0, 8.0, 4.0)]
+    assert of_runs(runs)["ms"]["b"] == {
+        "median": 4.0,
+        "q1": 1.0,
+        "q3": 8.0,
+        "ratio": 2.0,
+        "ratio_q1": 0.5,
+        "ratio_q3": 4.0,
+    }
+    assert of_runs(runs[:1]) == runs[0]
+
+
+def test_a_ratio_has_its_quartiles_where_they_are_on_file():
+    row = {"median": 6.0, "ratio": 0.5, "ratio_q1": 0.48, "ratio_q3": 0.55}
+    assert cell(row) == "6.0 (0.50, 0.48 to 0.55)"
+    assert cell(row | {"ratio_q1": 0.5, "ratio_q3": 0.5}) == "6.0 (0.50)"
 
 
 def test_a_ratio_is_that_of_paired_calls_and_not_of_medians(results):

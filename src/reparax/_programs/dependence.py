@@ -71,15 +71,15 @@ def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 
 def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
-    # Even if no input is known, a body may compute known values from its own literals.
-    programs, n, once = jaxprs.inner(eqn), len(eqn.outvars), jaxprs.has_effects(eqn)
-    if once or all(given):
+    n, once = len(eqn.outvars), jaxprs.has_effects(eqn)
+    if once or False not in given:
         return [not once] * n
+    # Even if no input is known, a body may compute known values from its own literals.
     if jaxprs.is_scan(eqn):
-        return _outs(programs[0], steady(eqn, given))
+        return _outs(jaxprs.inner(eqn)[0], steady(eqn, given))
     if jaxprs.is_cond(eqn):
-        return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in programs], strict=True)]
-    return _outs(programs[0], given) if jaxprs.is_call(eqn) else [False] * n
+        return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in jaxprs.inner(eqn)], strict=True)]
+    return _outs(jaxprs.inner(eqn)[0], given) if jaxprs.is_call(eqn) else [False] * n
 
 
 def steady(scan: JaxprEqn, given: Flags) -> Flags:

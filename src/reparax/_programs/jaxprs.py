@@ -8,6 +8,7 @@ error for anything unknown.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,9 @@ Threaded = Callable[..., tuple[Sequence[Any], State]]
 
 # Since jax 0.11.0 this is the same class as Jaxpr, and JAX may remove the name.
 _Closed: Any = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr)
+
+# Types of programs. Every equation is asked for those that it holds, so types are compared, which is quick.
+_PROGRAMS = {Jaxpr, _Closed}
 
 # Equations that hold one program and run it once, on their own operands.
 _CALLS = {"jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map", "reparax_split", "reparax_linear"}
@@ -101,6 +105,16 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
 
 
+def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read, each once."""
+    return variables([v for eqn in eqns for v in eqn.invars])
+
+
+def reads(jaxpr: Jaxpr) -> Counter[Var]:
+    """How many equations of a program read each variable; the outputs count as one more."""
+    return Counter(v for atoms in [jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)] for v in variables(atoms))
+
+
 def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
     """The value of each atom, as an array, because literals may have a private type of JAX."""
     return [jnp.asarray(v.val) if isinstance(v, Literal) else env[v] for v in atoms]
@@ -121,15 +135,20 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
 
 def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
     """The program with other atoms instead of some inputs, which are removed from its inputs."""
-
-    def atoms(old: Iterable[Any]) -> list[Any]:
-        return [v if isinstance(v, Literal) else names.get(v, v) for v in old]
-
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in names],
-        outvars=atoms(jaxpr.outvars),
-        eqns=[eqn.replace(invars=atoms(eqn.invars)) for eqn in jaxpr.eqns],
+        outvars=_renamed(jaxpr.outvars, names),
+        eqns=[_reading(eqn, _renamed(eqn.invars, names)) for eqn in jaxpr.eqns],
     )
+
+
+def _renamed(atoms: Iterable[Any], names: Env) -> list[Any]:
+    return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
+
+
+def _reading(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
+    """The equation with other operands; itself if they are the same."""
+    return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
 def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
@@ -141,9 +160,9 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
-            read = [v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars]
+            read = _renamed(eqn.invars, names)
             if not opens(eqn):
-                eqns.append(eqn.replace(invars=read))
+                eqns.append(_reading(eqn, read))
                 continue
             inside, consts = body(eqn)
             if id(_held(eqn)[0]) in visited:
@@ -154,15 +173,13 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
             own: Env = dict(zip(inside.invars[len(consts) :], read, strict=True))
             if not opened_in(inside, own):
                 return False
-            outs = [v if isinstance(v, Literal) else own.get(v, v) for v in inside.outvars]
-            names.update(zip(eqn.outvars, outs, strict=True))
+            names.update(zip(eqn.outvars, _renamed(inside.outvars, own), strict=True))
         return True
 
     names: Env = {}
     if not opened_in(jaxpr, names):
         return None
-    outvars = [v if isinstance(v, Literal) else names.get(v, v) for v in jaxpr.outvars]
-    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), held
+    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=_renamed(jaxpr.outvars, names), eqns=eqns), held
 
 
 def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
@@ -205,7 +222,7 @@ def batched(
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
-    if not any(map(_is_linearized, args)) and not any(kind_of(eqn) is CustomJvp for eqn in jaxpr.eqns):
+    if not any(map(_is_linearized, args)) and CustomJvp not in map(kind_of, jaxpr.eqns):
         return _function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     last = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
@@ -308,6 +325,22 @@ def residuals(linear: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(linear)
 
 
+def pushing(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
+    """The program of a function from ``jax.linearize``, with what it stores as first inputs, and this.
+
+    The function holds its program. If some of its ``n_outs`` outputs are zeros that the program leaves out, or if JAX
+    keeps the program elsewhere, it is traced.
+    """
+    stored = jax.tree.leaves(linear)
+    held = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
+    found = [_open(x) for x in held if not getattr(x, "consts", ())]
+    # Until jax 0.11.0 what is stored are constants of the program, since then its first inputs.
+    sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in found]
+    if sizes != [(len(stored) + len(points), n_outs)]:
+        return opened(jax.make_jaxpr(linear)(*points))
+    return opened(found[0])[0], stored
+
+
 def type_of(v: Any) -> Any:
     """The type of a value, with its shape, dtype and size."""
     return v.aval
@@ -329,18 +362,21 @@ def tells_shards(type_: Any) -> bool:
 
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
-    return any(map(_is_ref, (*jaxpr.constvars, *jaxpr.invars))) or _makes_refs(jaxpr)
-
-
-def _makes_refs(jaxpr: Jaxpr) -> bool:
-    if any(_is_ref(v) for eqn in jaxpr.eqns for v in eqn.outvars):
+    stack, seen = [jaxpr], {id(jaxpr)}
+    if _are_refs([*jaxpr.constvars, *jaxpr.invars]):
         return True
-    inside = [program for eqn in jaxpr.eqns for program in inner(eqn)]
-    return any(_makes_refs(program) for program in inside if not any(map(_is_ref, program.invars)))
+    while stack:
+        for eqn in stack.pop().eqns:
+            if _are_refs(eqn.outvars):
+                return True
+            inside = [program for program in inner(eqn) if id(program) not in seen and not _are_refs(program.invars)]
+            seen.update(map(id, inside))
+            stack += inside
+    return False
 
 
-def _is_ref(v: Var) -> bool:
-    return type(v.aval).__name__ == "AbstractRef"
+def _are_refs(variables: Iterable[Var]) -> bool:
+    return "AbstractRef" in [type(v.aval).__name__ for v in variables]
 
 
 # ---- equations
@@ -364,8 +400,13 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def _held(eqn: JaxprEqn) -> list[Any]:
-    held = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
-    return [x for x in held if isinstance(x, (Jaxpr, _Closed))]
+    held: list[Any] = []
+    for value in eqn.params.values():
+        if type(value) in _PROGRAMS:
+            held.append(value)
+        elif type(value) in (tuple, list):
+            held += [x for x in value if type(x) in _PROGRAMS]
+    return held
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
@@ -386,12 +427,13 @@ def is_placed(eqn: JaxprEqn) -> bool:
 
 def has_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation must run exactly once. The use of a mesh axis is not such an effect."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
     """The policy of this kind with which an equation is ``jax.checkpoint``; None for other equations."""
-    return next((value for value in eqn.params.values() if isinstance(value, kind)), None)
+    policy = Checkpoint(eqn).policy if kind_of(eqn) is Checkpoint else None
+    return policy if isinstance(policy, kind) else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:

@@ -55,4 +55,9 @@ def _is_key_or_number(v: Any) -> bool:
 
 def holds_apply(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation contains the ``apply`` of a parametrization."""
-    return any(is_apply(e) or holds_apply(e) for jaxpr in jaxprs.inner(eqn) for e in jaxpr.eqns)
+    return any(map(contains_apply, jaxprs.inner(eqn)))
+
+
+def contains_apply(jaxpr: Jaxpr) -> bool:
+    """Whether a program contains the ``apply`` of a parametrization, also in a body."""
+    return any(is_apply(eqn) or holds_apply(eqn) for eqn in jaxpr.eqns)

@@ -47,14 +47,14 @@ def together(facts: Sequence[Facts]) -> Facts:
 def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = together(facts)
-    still = kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
+    still = found.still or kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
     differs = found.differs
     if differs or not eqn.invars:
         types = jaxprs.varying([v.aval for v in eqn.outvars])
         differs = differs & types if eqn.invars else types
     known = found.known and not jaxprs.has_effects(eqn)
-    return replace(found, known=known, still=found.still or still, differs=differs)
+    return replace(found, known=known, still=still, differs=differs)
 
 
 def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:

@@ -1,6 +1,5 @@
 """Evaluates a program; weights stay sums of products wherever the equations that read them are linear."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,6 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
+from reparax._programs.equations.bodies import Checkpoint, Jit
+from reparax._programs.equations.elementwise import StopGradient
+from reparax._programs.equations.kinds import kind_of
 from reparax._programs.roots import is_apply
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, moves
@@ -16,6 +18,9 @@ from reparax._weights.facts import NUMBER, Facts, of_equation, of_outputs
 from reparax._weights.sums import Sum
 
 Outs = tuple[list[Any], list[Facts]]
+
+# Equations of other kinds pass nothing on unchanged, and what is known of one output holds for all.
+_ASKED = {Jit, Checkpoint, StopGradient}
 
 AS_IS: Outs = ([], [])
 """Instead of outputs: the equation is evaluated unchanged."""
@@ -114,9 +119,7 @@ class _Run:
         self._reader, self._jaxpr = reader, jaxpr
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._facts: dict[Any, Facts] = dict(zip(jaxpr.invars, facts, strict=True))
-        self._reads = Counter(
-            v for atoms in [jaxpr.outvars, *(e.invars for e in jaxpr.eqns)] for v in jaxprs.variables(atoms)
-        )
+        self._reads = jaxprs.reads(jaxpr)
         self._next: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
@@ -139,8 +142,7 @@ class _Run:
     def _step(self, eqn: JaxprEqn) -> None:
         facts = [self._known(v) for v in eqn.invars]
         own = of_equation(eqn, facts)
-        holds = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
-        if holds or self._reader.way.may_start(eqn, facts, own):
+        if self._holds(eqn) or self._reader.way.may_start(eqn, facts, own):
             self._flush()
             found = self._special(eqn, [self._value(v) for v in eqn.invars], facts, own)
             if found is not None:
@@ -148,6 +150,10 @@ class _Run:
                 self._env.update(zip(eqn.outvars, found[0], strict=True))
                 self._facts.update(zip(eqn.outvars, found[1], strict=True))
                 return
+        if kind_of(eqn) not in _ASKED:
+            self._facts.update(dict.fromkeys(eqn.outvars, own))
+            self._next.append(eqn)
+            return
         self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts, own), strict=True))
         passed = bodies.passed(eqn, facts)
         if passed is None:
@@ -156,6 +162,10 @@ class _Run:
         self._flush()
         self._env |= {v: self._value(passed[v]) for v in eqn.outvars}
         self._reads.subtract(jaxprs.variables(eqn.invars))
+
+    def _holds(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation reads a sum."""
+        return any(isinstance(self._env.get(v), Sum) for v in eqn.invars if not isinstance(v, Literal))
 
     def _special(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Outs | None:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
@@ -183,7 +193,7 @@ class _Run:
         for eqn in eqns:
             self._reads.subtract(jaxprs.variables(eqn.invars))
         if not self._reader.computes:
-            for v in jaxprs.variables(v for eqn in eqns for v in eqn.invars):
+            for v in jaxprs.read_by(eqns):
                 if v in self._env:
                     self._array(v, eqns)
             return

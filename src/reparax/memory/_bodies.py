@@ -1,7 +1,7 @@
 """Programs inside programs: ``apply`` is inlined, and bodies of loops and calls are split like the whole program."""
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from reparax._numerics.tie import read_in_step
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Known, Special
-from reparax._programs.roots import holds_apply, is_apply, with_roots
+from reparax._programs.roots import contains_apply, is_apply, with_roots
 from reparax._programs.steps import LARGE
 from reparax._tree.sizes import size_in_bytes
 from reparax.memory._ties import moved
@@ -20,20 +20,22 @@ Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
 
 def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """The program with every ``apply`` inlined and constants as its first inputs, and these constants."""
-    return jaxprs.opened_at(jaxpr, _opens) or dependence.rewritten(jaxpr, args, _opening)
+    """The program with every ``apply`` inlined and constants as its first inputs, and these constants.
 
+    A ``jit`` that contains one is inlined too, so that all readers share its values.
+    """
+    applies = functools.cache(contains_apply)  # many equations hold one program
 
-def _opens(eqn: JaxprEqn) -> bool:
-    """Whether an equation is an ``apply``, or a ``jit`` that contains one, so that all readers share its values."""
-    return is_apply(eqn) or (jaxprs.is_jit(eqn) and holds_apply(eqn))
+    def opens(eqn: JaxprEqn) -> bool:
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
 
+    def opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if not opens(eqn):
+            return None
+        inside, consts = jaxprs.body(eqn)
+        return lambda *args: dependence.run(inside, [*consts, *args], opening)
 
-def _opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-    if not _opens(eqn):
-        return None
-    jaxpr, consts = jaxprs.body(eqn)
-    return lambda *args: dependence.run(jaxpr, [*consts, *args], _opening)
+    return jaxprs.opened_at(jaxpr, opens) or dependence.rewritten(jaxpr, args, opening)
 
 
 def cutting(env: Known, cut: Cut) -> Special:
@@ -53,7 +55,7 @@ def cutting(env: Known, cut: Cut) -> Special:
             consts, given = [*added, *consts], [True for _ in added] + given
         if not _mixes(jaxpr, given):
             return None
-        return partial(rebound, partial(cut(jaxpr, given), *consts))
+        return functools.partial(rebound, functools.partial(cut(jaxpr, given), *consts))
 
     return special
 

@@ -3,7 +3,6 @@
 So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ class _Run:
         self._waits = [all(dependence.flags(self._known, e.invars)) and not jaxprs.has_effects(e) for e in jaxpr.eqns]
         pairs = zip(jaxpr.eqns, self._waits, strict=True)
         self._makers: dict[Var, int] = {v: i for i, (e, waits) in enumerate(pairs) if waits for v in e.outvars}
-        self._reads = Counter(v for atoms in [jaxpr.outvars, *(e.invars for e in jaxpr.eqns)] for v in variables(atoms))
+        self._reads = jaxprs.reads(jaxpr)
         self._next: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.interpreters import ad
 
-from reparax._programs import jaxprs
+from reparax._programs import dependence, jaxprs
 from reparax.memory._lazily import lazily
 from reparax.memory._piece import Piece, Pieces
 from reparax.memory._ties import moved
@@ -42,16 +42,25 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     again = moved(piece.program, piece.given)
     pairs = zip(args[:n], piece.program.invars, strict=False)
     fixed = [lax.optimization_barrier(x) if v in again else x for x, v in pairs]
-    types, slopes = [x.aval for x in args[n:]], [cts[i] for i in used]
+    slopes, constant = [cts[i] for i in used], [i < n for i in range(len(args))]
+    early, late = dependence.halves(piece.program, constant)
+    dots = piece.program.invars[n:]
+    read = [v for v in late.invars if v not in set(dots)]
 
     def transposed(*args: Any) -> list[Any]:
-        def function(*dots: Any) -> list[Any]:
-            outs = piece.evaluate(*args[:n], *dots)
+        env = dict(zip(read, args, strict=False))
+
+        def function(*moving: Any) -> list[Any]:
+            outs = jaxprs.evaluate(late, jaxprs.values(env | dict(zip(dots, moving, strict=True)), late.invars))
             return [outs[i] for i in used]
 
-        return list(jax.linear_transpose(function, *types)(list(args[n:])))
+        return list(jax.linear_transpose(function, *(v.aval for v in dots))(list(args[len(read) :])))
 
-    program, consts = jaxprs.opened(jax.make_jaxpr(transposed)(*fixed, *slopes))
+    # Only what is linear is traced again.
+    back, consts = jaxprs.opened(jax.make_jaxpr(transposed)(*(v.aval for v in read), *slopes))
+    first, last = back.invars[: len(consts)], back.invars[len(consts) + len(read) :]
+    back = jaxprs.renamed(back, dict(zip(back.invars[len(consts) :], read, strict=False)))
+    program = jaxprs.joined([early, back], [*first, *piece.program.invars[:n], *last])
     given = [True for _ in consts] + piece.given[:n] + [False for _ in slopes]
     return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 

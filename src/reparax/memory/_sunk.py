@@ -22,8 +22,9 @@ from reparax._tree.sizes import size_in_bytes
 
 def sunk(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:
     """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
-    known = dependence.known(jaxpr, given)
-    found = {id(eqn): _Scan.of(jaxpr, eqn, known) for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)}
+    loops = [eqn for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)]
+    known = dependence.known(jaxpr, given) if loops else {}
+    found = {id(eqn): _Scan.of(jaxpr, eqn, known) for eqn in loops}
     scans = {i: scan for i, scan in found.items() if scan is not None}
     if not scans:
         return jaxpr, []

@@ -79,7 +79,7 @@ class Factoring:
 
 def _may_make_inside(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
     """Whether a body of an equation may make a sum."""
-    if bodies.rule(eqn) is None or not any(each.known for each in facts):
+    if not any(each.known for each in facts) or bodies.rule(eqn) is None:
         return False
     return _declared.declares(eqn) or any(map(_makes, jaxprs.inner(eqn)))
 
