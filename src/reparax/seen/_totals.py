@@ -51,10 +51,10 @@ class RowsOfGroups:
     def products(self, x: Array, columns: Array) -> Array:
         numbers = self._each(x)
         order, sizes = jnp.argsort(numbers), jnp.zeros(self.groups, jnp.int32).at[numbers].add(1)
-        sides = [side[order, 0].astype(jnp.float32) for side in (x, columns)]
+        left, right = (side[order, 0].astype(jnp.float32) for side in (x, columns))
         # JAX sums rows by group only where the groups follow each other.
         rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        return lax.ragged_dot_general(*sides, sizes, rows, precision=lax.Precision.HIGHEST)
+        return lax.ragged_dot_general(left, right, sizes, rows, precision=lax.Precision.HIGHEST)
 
     def _each(self, x: Array) -> Array:
         """The numbers for rows of which each is several, which follow each other."""
