@@ -89,6 +89,16 @@ def test_axes_that_nobody_set_and_words_become_numbers(p, text):
     assert q.on(ROLES) == q
 
 
+def test_experts_are_stacked():
+    params = {"w": normal(3, 4, 2), "last": normal(2, 2)}
+    found = rpx.roles(lambda p, x, sizes: jax.lax.ragged_dot(x, p["w"], sizes) @ p["last"])(
+        params, normal(5, 4), jnp.array([1, 2, 2])
+    )
+    p = (rpx.WeightNorm() >> rpx.LoRA(2)).on(found)
+    both = "stacked={'last': (), 'w': 0}"
+    assert repr(p) == f"WeightNorm(axis=-1, {both}) >> LoRA(2, columns=-1, {both})"
+
+
 def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
     q = rpx.WeightNorm().on(ROLES)
     raw = q.init(PARAMS)

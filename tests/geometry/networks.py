@@ -306,6 +306,25 @@ def chosen_experts():
     return forward, params, (normal(7, 4), jnp.arange(7) % 3), {"up|down": ((1,), (2,), (0,)), "last": DENSE}
 
 
+def ragged_experts():
+    """Two of four experts for each token, gated, in the order of experts and back, as MaxText writes them."""
+
+    def forward(params, x):
+        x = x @ params["first"]
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=4)
+        rows = x[order // 2]
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, params["gate"], sizes))
+        hidden *= jax.lax.ragged_dot(rows, params["up"], sizes)
+        out = jax.lax.ragged_dot(hidden, params["down"], sizes)[jnp.argsort(order)].reshape(-1, 2, 5)
+        return (x + jnp.einsum("tk,tkd->td", weights, out)) @ params["last"]
+
+    params = {"gate": normal(4, 5, 6), "up": normal(4, 5, 6), "down": normal(4, 6, 5), "router": normal(5, 4)}
+    table = {"gate|up|down": ((1,), (2,), (0,)), "first|router|last": DENSE}
+    return forward, params | {"first": normal(3, 5), "last": normal(5, 2)}, (normal(7, 3),), table
+
+
 def branches():
     """What a condition chooses, and a loop of unknown length."""
 
@@ -324,5 +343,6 @@ NETWORKS = {
         *(mlp, attention, convolutions, transposed_kernel, lstm, gru, scanned, tied, positions, flax_nnx),
         *(equinox_mlp, equinox_attention, equinox_convolution, equinox_gru, equinox_ensemble),
         *(haiku_lstm, haiku_resnet, haiku_attention, gemma, unrolled, factors, chosen_experts, branches),
+        ragged_experts,
     )
 }

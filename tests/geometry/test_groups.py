@@ -55,6 +55,15 @@ def test_the_groups_of_a_transformer_are_its_stream_units_heads_and_their_sizes(
     assert {path for path, axis in groups.frozen if axis == 0} >= {"embed", "layers/q", "layers/down"}
 
 
+def test_the_groups_of_experts_are_their_units_and_the_stream():
+    *_, groups = network("ragged_experts")
+    stream = [("down", 2), ("first", 1), ("gate", 1), ("last", 0), ("router", 0), ("up", 1)]
+    found = [members(group) for group in groups]
+    assert sorted(found, key=len) == [whole(("down", 1), ("gate", 2), ("up", 2)), whole(*stream)]
+    for path in ("gate", "up", "down"):
+        assert groups.frozen[path, 0].startswith("ragged_dot_general reads it: ")
+
+
 COUNTS = {"mlp": (2, 3), "convolutions": (4, 11), "lstm": (1, 6), "equinox_gru": (1, 3), "haiku_lstm": (0, 6)}
 """Groups, and frozen axes, counted by hand. Haiku's recurrent cells join data and states of other sizes in one axis."""
 

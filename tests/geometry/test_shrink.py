@@ -156,6 +156,20 @@ def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
     assert shrink(NONE, prune_units(params, [queries], 0.5), groups)["layers"]["q"].shape == (3, 2, 8, 4)
 
 
+def test_units_of_experts_are_cut_where_they_are_dead_in_all_experts():
+    fun, params, args, _ = NETWORKS["ragged_experts"]()
+    groups = axis_groups(fun)(params, *args)
+    down = np.array(params["down"])
+    down[:, [1, 4]], down[2, 3] = 0, 0
+    params |= {"down": down}
+    small = shrink(NONE, params, groups)
+    left = [0, 2, 3, 5]
+    np.testing.assert_array_equal(small["gate"], params["gate"][:, :, left])
+    np.testing.assert_array_equal(small["up"], params["up"][:, :, left])
+    np.testing.assert_array_equal(small["down"], down[:, left])
+    np.testing.assert_allclose(fun(small, *args), fun(params, *args), rtol=1e-5, atol=1e-5)
+
+
 def test_a_convolutional_network():
     def forward(params, x):
         settings = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
@@ -74,8 +75,27 @@ class Read:
 
     @property
     def moments(self) -> Any:
-        """The mean of the products of the data, or of their squares, as ``second``."""
-        return self.second / self.count.reshape(-1, *(1,) * (self.second.ndim - 1))
+        """The mean of the products of the data, or of their squares, as ``second``.
+
+        A matrix without examples, such as that of an expert to which no row went, has those of white noise: the
+        identity, or ones. So it is changed as without data.
+        """
+        unit = jnp.eye(self.second.shape[-1]) if self.second.ndim == 3 else jnp.ones(self.second.shape[-1])
+        return self._per_example(self.second, unit.astype(self.second.dtype))
+
+    @property
+    def mean_squares(self) -> Any:
+        """The mean squares of the data, ``(batch, inputs)``; ones for a matrix without examples."""
+        return self._per_example(self.squares, jnp.ones((), self.second.dtype))
+
+    @property
+    def mean_magnitudes(self) -> Any:
+        """The mean magnitudes of the data, ``(batch, inputs)``; ones for a matrix without examples."""
+        return self._per_example(self.absolute, jnp.ones((), self.absolute.dtype))
+
+    def _per_example(self, total: Any, otherwise: Any) -> Any:
+        count = self.count.reshape(-1, *(1,) * (total.ndim - 1))
+        return jnp.where(count == 0, otherwise, total / jnp.where(count == 0, 1, count))
 
     def sizes(self) -> tuple[int, int, int]:
         """The numbers of matrices, inputs and outputs."""
@@ -180,7 +200,7 @@ class Seen:
     @property
     def columns(self) -> tuple[str, str]:
         """How many inputs along which axes, and how many bytes; and what else reads the array."""
-        ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}" for read in self.reads]
+        ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}{_without(read)}" for read in self.reads]
         size = readable(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
         return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.uncounted + self.why)
 
@@ -306,7 +326,7 @@ def require_data(seen: Seen) -> None:
             numbers = jax.tree.leaves(entry)
             if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in numbers):
                 continue
-            if isinstance(entry, Read) and not jnp.all(entry.count > 0):
+            if isinstance(entry, Read) and not jnp.any(entry.count > 0):
                 raise ValueError(
                     "expected what this array is multiplied with, got the moments of no example. Pass `rpx.inputs` a "
                     "batch with data, or leave the array out with `where`."
@@ -338,6 +358,14 @@ def _any_data(w: Any, axes: Collection[int] | None) -> Read:
 def _times(read: Read) -> str:
     batch, inputs, _ = read.sizes()
     return str(inputs) if batch == 1 else f"{batch} x {inputs}"
+
+
+def _without(read: Read) -> str:
+    """How many matrices have no data, where that is known."""
+    if read.count is None or isinstance(read.count, Tracer | jax.ShapeDtypeStruct):
+        return ""
+    none, batch = int(np.sum(np.asarray(read.count) == 0)), read.sizes()[0]
+    return f" ({none} of {batch} without data)" if none else ""
 
 
 def _listed(axes: Collection[int]) -> str:

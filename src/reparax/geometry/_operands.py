@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from reparax._programs.equations.contractions import Axes as Pairs
 from reparax._programs.equations.view import View
 from reparax.geometry._labels import Labels
 from reparax.geometry._values import Axis, Labelled, origins
@@ -40,6 +41,17 @@ class Operands:
         for axis in axes[1:]:
             self.labels.same(axes[0].label, axis.label)
         return Axis.joined(axes)
+
+    def products(self, sides: tuple[Axes, Axes], contracting: Pairs, batch: Pairs) -> Axes:
+        """The axes of a product of matrices: those of the batch, then the others of both sides."""
+        a, b = sides
+        for i, j in zip(*contracting, strict=True):
+            self.joined((a[i], b[j]))
+        shared = (self.joined((a[i], b[j])) for i, j in zip(*batch, strict=True))
+        kept = [
+            axis for k, axes in enumerate(sides) for i, axis in enumerate(axes) if i not in (*contracting[k], *batch[k])
+        ]
+        return (*shared, *kept)
 
     def divided(self, axis: Axis, sizes: Sequence[int]) -> Sequence[int]:
         """The labels of an axis that is read as several; an axis of size one has a label that no other has."""

@@ -61,13 +61,20 @@ def _cumulative(view: reductions.Cumulative | reductions.Sort, operands: Operand
 
 
 def _dot(view: contractions.Dot, operands: Operands) -> list[Axes]:
-    (a, b), (ca, cb), (ba, bb) = operands.axes, view.contracting, view.batch
-    for i, j in zip(ca, cb, strict=True):
-        operands.joined((a[i], b[j]))
-    batch = (operands.joined((a[i], b[j])) for i, j in zip(ba, bb, strict=True))
-    left = (axis for i, axis in enumerate(a) if i not in (*ca, *ba))
-    right = (axis for i, axis in enumerate(b) if i not in (*cb, *bb))
-    return [(*batch, *left, *right)]
+    a, b = operands.axes
+    return [operands.products((a, b), view.contracting, view.batch)]
+
+
+def _ragged_dot(view: contractions.RaggedDot, operands: Operands) -> list[Axes]:
+    """As a product of matrices, where sizes say which rows meet which group: the order of rows and of groups counts."""
+    a, b, sizes, *rest = operands.axes
+    a = tuple(operands.ordered(axis) if i == view.ragged else axis for i, axis in enumerate(a))
+    axes = operands.products((a, b), view.contracting, view.batch)
+    if view.group is None:
+        return [(operands.ordered(*sizes), *axes)]
+    operands.ordered(b[view.group], *sizes, *(axis for each in rest for axis in each))
+    group = len(axes) - len([i for i in range(view.group, len(b)) if i not in (*view.contracting[1], *view.batch[1])])
+    return [(*axes[:group], *axes[group + 1 :])]
 
 
 def _convolution(view: contractions.Conv, operands: Operands) -> list[Axes]:
@@ -255,6 +262,7 @@ RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
     reductions.Cumulative: _cumulative,
     reductions.Sort: _cumulative,
     contractions.Dot: _dot,
+    contractions.RaggedDot: _ragged_dot,
     contractions.Conv: _convolution,
     reductions.Reduce: _reduce,
     reductions.ReduceIndex: _index,

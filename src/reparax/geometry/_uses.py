@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
@@ -133,6 +133,12 @@ def _dot(view: Dot, value: Labelled, i: int) -> Ways:
     return contracted, _others(value, (*contracted, *batch)), batch
 
 
+def _ragged_dot(view: RaggedDot, value: Labelled, i: int) -> Ways:
+    contracted, group = view.contracting[i], [view.group] if i == 1 and view.group is not None else []
+    apart = (*view.batch[i], *group)
+    return contracted, _others(value, (*contracted, *apart)), apart
+
+
 def _convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
     del value
     out, *inputs = view.dimension_numbers.rhs_spec
@@ -152,6 +158,7 @@ def _rows(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
 
 WAYS: dict[type[View], Callable[..., Ways | None]] = {
     Dot: _dot,
+    RaggedDot: _ragged_dot,
     Conv: _convolution,
     Gather: _lookup,
     DynamicSlice: _rows,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from reparax._programs.equations import elementwise, moves, reductions
-from reparax._programs.equations.contractions import Conv, Dot
+from reparax._programs.equations.contractions import Conv, Dot, RaggedDot
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._labels import Labels
@@ -66,7 +66,7 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands."""
-        if isinstance(self.view, Dot):
+        if isinstance(self.view, Dot | RaggedDot):
             return [self._term(i, j, line) for i, j in zip(*self.view.contracting, strict=True)]
         if isinstance(self.view, Conv):
             lhs, rhs = self.view.dimension_numbers.lhs_spec, self.view.dimension_numbers.rhs_spec
@@ -85,7 +85,7 @@ class Zeros:
 
     def _term(self, i: int, j: int, line: str) -> AxisSum:
         """A sum of products. What products of data with data are divided by often follows their size."""
-        a, b = self.operands
+        a, b = self.operands[:2]
         axis, size = b.axes[j], self.view.operands[1].aval.shape[j]
         if a.kind is Source.DATA and b.kind is Source.DATA:
             return AxisSum(axis.label, size, NEVER, line)
@@ -95,23 +95,28 @@ class Zeros:
         if isinstance(self.view, elementwise.Pointwise):
             return self._pointwise(i)
         if isinstance(self.view, Dot):
-            return self._product(self.view, i)
+            return self._product(self.view, i, ((), ()))
+        if isinstance(self.view, RaggedDot):
+            return NEVER if self.view.group is None else self._product(self.view, i, ((), (self.view.group,)))
         if isinstance(self.view, Conv):
             _, kernel, out = self.view.dimension_numbers
             return self.operands[1].vanishes(kernel[0]) if i == out[1] else NEVER
         return self._follows(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
 
-    def _product(self, view: Dot, i: int) -> Conditions:
-        """When a product is zero at an index of the axes of both factors, of the left one or of the right one."""
-        a, b = self.operands
+    def _product(self, view: Dot | RaggedDot, i: int, gone: tuple[Sequence[int], Sequence[int]]) -> Conditions:
+        """When a product is zero at an index of the axes of both factors, of the left one or of the right one.
+
+        An output has none of the axes ``gone``.
+        """
+        a, b = self.operands[:2]
         batch = list(zip(*view.batch, strict=True))
         if i < len(batch):
             return any_of([a.vanishes(batch[i][0]), b.vanishes(batch[i][1])])
         kept = [
             value.vanishes(k)
-            for n, value in enumerate(self.operands)
+            for n, value in enumerate((a, b))
             for k in range(len(value.axes))
-            if k not in (*view.contracting[n], *view.batch[n])
+            if k not in (*view.contracting[n], *view.batch[n], *gone[n])
         ]
         return kept[i - len(batch)]
 

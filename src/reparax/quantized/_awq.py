@@ -29,7 +29,7 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
             f"their axis with `stacked`, or use fit='gptq'."
         )
     x = widened(w)
-    sizes = (read.absolute / read.count[:, None]).astype(x.dtype)
+    sizes = read.mean_magnitudes.astype(x.dtype)
     sizes = jnp.maximum(sizes / (jnp.max(sizes, axis=-1, keepdims=True) + 1e-8), LEAST)
 
     def values(ratio: Array) -> dict[str, Array]:

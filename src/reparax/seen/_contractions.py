@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
+from reparax._weights.segments import Segments
 from reparax._weights.sums import Product, Sum
 
 
@@ -28,6 +30,8 @@ class Contraction:
       rows: The output, or its gradient, as an axis of rows, then an axis for each of ``shared``, then one for each of
         the other axes of the weight.
       total: The sum over rows of a function of each number of the data, where that takes no rows.
+      groups: Where each row meets one index of ``shared`` alone, the number of that index, ``(rows,)``, and a larger
+        one than any for rows that meet none; data and outputs have no axes of ``shared`` then.
     """
 
     data: Array
@@ -36,6 +40,7 @@ class Contraction:
     summed: Sequence[int]
     rows: Callable[[Array], Array]
     total: Callable[[Callable[[Array], Array]], Array] | None = None
+    groups: Array | None = None
 
     @property
     def free(self) -> Sequence[int]:
@@ -69,6 +74,35 @@ def _dot(view: Dot, args: Sequence[Any]) -> Contraction:
 
     product = weight.products[0]
     return Contraction(x.reshape(n, *x.shape[len(front) :]), product, shared[place], summed[place], rows)
+
+
+def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contraction | None:
+    """Rows in groups, each with a matrix of its own. The axes of a batch are groups, too."""
+    data, weight, sizes, *_ = args
+    if view.group is None or not view.is_whole or not isinstance(weight, Sum):
+        return None
+    (left, right), (batch, own) = view.contracting, view.batch
+    front = [i for i in range(data.ndim) if i not in (*left, *batch)]
+    many, times = weight.shape[view.group], math.prod(data.shape[i] for i in batch)
+    n = math.prod(data.shape[i] for i in front) * times
+
+    def in_order(x: Array) -> Array:
+        """An array with the axes of the data as rows, ``(rows, numbers)``."""
+        return x.transpose(*front, *batch, *left).reshape(n, -1)
+
+    def rows(y: Array) -> Array:
+        behind = y.shape[len(batch) + len(front) :]
+        return jnp.moveaxis(y, range(len(batch)), range(len(front), len(front) + len(batch))).reshape(n, *behind)
+
+    places = (*view.before, view.ragged)
+    each = Segments(sizes, data.shape[view.ragged], jnp.int32).numbers().transpose(np.argsort(places))
+    each = jnp.expand_dims(each, [i for i in range(data.ndim) if i not in places])
+    each = in_order(jnp.broadcast_to(each, [1 if i in left else size for i, size in enumerate(data.shape)]))
+    each = each.reshape(-1, times)
+    first = many * jnp.arange(times, dtype=jnp.int32)[None]
+    numbers = jnp.where(each < many, first + each, many * times).reshape(-1)
+    x = in_order(data).reshape(n, *(data.shape[i] for i in left))
+    return Contraction(x, weight.products[0], [*own, view.group], right, rows, groups=numbers)
 
 
 def _convolution(view: Conv, args: Sequence[Any]) -> Contraction | None:
@@ -135,4 +169,8 @@ def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
     return Lookup(jnp.where((rows >= 0) & (rows < n), rows, n), axis, outputs)
 
 
-_RULES: dict[type[View], Callable[[Any, Sequence[Any]], Contraction | None]] = {Dot: _dot, Conv: _convolution}
+_RULES: dict[type[View], Callable[[Any, Sequence[Any]], Contraction | None]] = {
+    Dot: _dot,
+    RaggedDot: _ragged_dot,
+    Conv: _convolution,
+}

@@ -28,7 +28,8 @@ from reparax._weights.facts import Facts, of_outputs
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Factor, Label, Product, Sum
 from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
-from reparax.seen._taps import Taps, second, tapped
+from reparax.seen._taps import Taps, tapped
+from reparax.seen._totals import AllRows, RowsOfGroups, Totals, second
 
 ONE = Label(1)
 """A further axis of indices, so that those of one entry are no mere number."""
@@ -177,9 +178,11 @@ class Seeing:
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
         (weight,) = [x for x in args if isinstance(x, Sum)][:1]
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
+        totals: Totals = AllRows()
         if found := contraction(eqn, args):
-            place, product = self._contracted(weight, found, differs), found.weight
-            rows, shared, free = found.rows, found.shared, found.free
+            product, totals = found.weight, _totals(found)
+            place = self._contracted(weight, found, totals, differs)
+            rows, shared, free = found.rows, found.shared if found.groups is None else [], found.free
         elif taken := lookup(eqn, args):
             place, product = self._looked_up(weight, taken, differs), weight.products[0]
             rows, shared = taken.outputs, []
@@ -197,7 +200,7 @@ class Seeing:
             self.cut.add(place.slot)
         if self.taps is None or place.slot not in self.taps.slopes:
             return y
-        return self._tapped(y, place, lambda slope: _matrices(rows(slope), product, groups), differs)
+        return self._tapped(y, place, totals, lambda slope: _matrices(rows(slope), product, groups), differs)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
@@ -238,7 +241,7 @@ class Seeing:
         data = [(counts > 0).astype(jnp.float32)] if self.moments == "largest" else [counts, counts]
         return self._add(place, differs, [jnp.sum(counts, axis=1), *data])
 
-    def _contracted(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> Place | None:
+    def _contracted(self, weight: Sum, found: Contraction, totals: Totals, differs: frozenset[str]) -> Place | None:
         product, x = found.weight, lax.stop_gradient(found.data)
         array, *rest = product.factors
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -255,22 +258,25 @@ class Seeing:
             x = jnp.where(place.chosen, x, jnp.zeros_like(x))
         free = [label for i in found.free for label in product.axes[i]]
         copies = math.prod(label.size for label in free if label not in array.labels)
-        count = jnp.full(math.prod(label.size for label in shared), copies * x.shape[0], jnp.float32)
-        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
+        if found.groups is not None:
+            groups[0] = []
         if self.moments == "diagonal" and found.total and not numbers:
             sums = [_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
+            count = jnp.full(len(sums[0]), copies * x.shape[0], jnp.float32)
+            count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
             return self._add(place, differs, [count, *(copies * each for each in sums)])
-        x = jnp.tile(_matrices(x, product, groups, add=True), (copies, 1, 1))
-        wide = jnp.abs(x).astype(jnp.float32)
+        x = jnp.repeat(_matrices(x, product, groups, add=True), copies, axis=0)
+        wide, count = jnp.abs(x).astype(jnp.float32), totals.count(x)
+        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
         if self.moments == "largest":
-            return self._add(place, differs, [count, jnp.max(wide, axis=0, initial=0.0)])
-        absolute = jnp.sum(wide, axis=0)
+            return self._add(place, differs, [count, totals.largest(wide)])
+        absolute = totals.total(wide)
         if self.moments == "diagonal":
-            return self._add(place, differs, [count, absolute, jnp.sum(wide * wide, axis=0)])
+            return self._add(place, differs, [count, absolute, totals.total(wide * wide)])
         whole, columns = x, place.inputs
         if place.split and columns is not None:
             whole, columns = (lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True) for y in (x, columns))
-        return self._add(place, differs, [count, absolute, _products(x, whole, place.chosen)], columns)
+        return self._add(place, differs, [count, absolute, _products(totals, x, whole, place.chosen)], columns)
 
     def _place(
         self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
@@ -308,7 +314,9 @@ class Seeing:
         bare = Read(tuple(shape), tuple(of), batch=places[0], axes=places[1])
         return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split, tuple(steps), chosen)
 
-    def _tapped(self, y: Array, place: Place, rows: Callable[[Array], Array], differs: frozenset[str]) -> Array:
+    def _tapped(
+        self, y: Array, place: Place, totals: Totals, rows: Callable[[Array], Array], differs: frozenset[str]
+    ) -> Array:
         """The output of a product, where the gradient is collected."""
         taps = self.taps
         if taps is None:
@@ -323,7 +331,7 @@ class Seeing:
         zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
         if place.chosen is not None:  # what is not chosen passes no gradient
             zeros = jnp.where(place.chosen, zeros, jnp.zeros_like(zeros))
-        return tapped(y, zeros, lambda slope: second(rows(slope), full=full) / times)
+        return tapped(y, zeros, lambda slope: second(totals, rows(slope), full=full) / times)
 
     def _add(
         self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None
@@ -371,17 +379,31 @@ def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, 
     return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
 
 
-def _products(x: Array, columns: Array, chosen: Array | None) -> Array:
-    """The products of the entries of each row; zeros where rows are not chosen, which are zeros themselves."""
+def _totals(found: Contraction) -> Totals:
+    """How the rows of a product are added: where they are in groups, by the matrices of the array that these meet."""
+    if found.groups is None:
+        return AllRows()
+    product, rest = found.weight, found.groups
+    labels, held = [label for i in found.shared for label in product.axes[i]], product.factors[0].labels
+    many = math.prod(label.size for label in labels)
+    indices: dict[Label, Array] = {}
+    for label in reversed(labels):
+        indices[label], rest = rest % label.size, rest // label.size
+    number, groups = jnp.zeros_like(found.groups), 1
+    for label in (label for label in held if label in indices):
+        number, groups = number * label.size + indices[label], groups * label.size
+    return RowsOfGroups(jnp.where(found.groups < many, number, groups), groups)
 
-    def products(x: Array, columns: Array) -> Array:
-        return jnp.einsum("rbk,rbl->bkl", x, columns, precision="highest", preferred_element_type=jnp.float32)
+
+def _products(totals: Totals, x: Array, columns: Array, chosen: Array | None) -> Array:
+    """The products of the entries of each row; zeros where rows are not chosen, which are zeros themselves."""
 
     def zeros(x: Array, columns: Array) -> Array:
         zero = jnp.sum(x) * jnp.sum(columns)  # on each shard of its own, as the products are
-        return jnp.full((*x.shape[1:], columns.shape[2]), zero.astype(jnp.float32))
+        like = jax.eval_shape(totals.products, x, columns)
+        return jnp.full(like.shape, zero.astype(like.dtype))
 
-    return products(x, columns) if chosen is None else lax.cond(chosen, products, zeros, x, columns)
+    return totals.products(x, columns) if chosen is None else lax.cond(chosen, totals.products, zeros, x, columns)
 
 
 def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:

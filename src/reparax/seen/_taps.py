@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 
@@ -39,12 +38,6 @@ def tapped(y: Array, zeros: Array, moments: Callable[[Array], Array]) -> Array:
 
     tap.defvjp(forward, backward)
     return tap(y, zeros)
-
-
-def second(rows: Array, *, full: bool) -> Array:
-    """The second moments of rows, ``(rows, batch, outputs)``."""
-    wide = rows.astype(jnp.float32)
-    return jnp.einsum("rbn,rbm->bnm", wide, wide, precision="highest") if full else jnp.sum(wide * wide, axis=0)
 
 
 jax.tree_util.register_pytree_node(

@@ -43,7 +43,7 @@ def each_column(scores: Array, count: Any) -> Array:
 
 def wanda(w: Array, read: Read, keep: Callable[[Array], Array]) -> tuple[Array, Array]:
     """The weights, and which are kept by ``keep(scores)``: magnitudes times root mean squares of inputs."""
-    scores = jnp.abs(widened(w)) * read.each_input(jnp.sqrt(read.squares / read.count[:, None]), w)
+    scores = jnp.abs(widened(w)) * read.each_input(jnp.sqrt(read.mean_squares), w)
     return jnp.where(jnp.isnan(scores), scores.astype(w.dtype), w), keep(scores)  # NaN of the data is not hidden
 
 

@@ -1,0 +1,181 @@
+"""What experts are multiplied with, against the rows of each expert in numpy, and stages that start from it."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from grids import mostly_thorough
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as Spec
+from loops import LAYERS, E, K, N, T
+
+import reparax as rpx
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def close(got, want, tol=1e-4):
+    np.testing.assert_allclose(got, want, rtol=tol, atol=tol)
+
+
+def of_experts(x, sizes):
+    """The rows of each expert."""
+    return [x[a:b] for a, b in itertools.pairwise(np.cumsum([0, *sizes]))]
+
+
+def each(x, sizes):
+    rows = of_experts(x, sizes)
+    return [len(r) for r in rows], [np.abs(r).sum(0) for r in rows], [r.T @ r for r in rows]
+
+
+def put(*found):
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
+
+def all_rows(x, sizes):
+    return [a.sum(0, keepdims=True) for a in map(np.stack, each(x, sizes))]
+
+
+def through(w, x, sizes):
+    """What a layer of experts makes of its rows; zeros beyond all experts."""
+    y = [rows @ w[e] for e, rows in enumerate(of_experts(x, sizes))]
+    return np.concatenate([*y, np.zeros((len(x) - sum(sizes), w.shape[-1]), x.dtype)])
+
+
+LOOPS = {
+    "plain": lambda w, x, s: each(x, s),
+    "outputs first": lambda w, x, s: each(x, s),
+    "experts last": lambda w, x, s: each(x, s),
+    "moved": lambda w, x, s: [np.stack(a) * c for a, c in zip(each(x, s), (1, 2, 4), strict=True)],
+    "one expert": lambda w, x, s: each(x, s),
+    "one row": lambda w, x, s: each(x, s),
+    "shared": lambda w, x, s: all_rows(x, s),
+    "mapped": lambda w, x, s: put(each(x[0], s[0]), each(x[1], s[1])),
+    "two axes of rows": lambda w, x, s: [
+        np.stack(a) + np.stack(b) for a, b in zip(each(x[0], s[0]), each(x[1], s[1]), strict=True)
+    ],
+    "scanned": lambda w, x, s: put(each(x, s), each(np.tanh(through(w[0], x, s)), s)),
+    "two layers": lambda w, x, s: put(each(x, s), each(np.tanh(through(w[0], x, s)), s)),
+}
+"""For each way of writing experts the number of rows of each, the sum of magnitudes and that of products."""
+
+
+def loss(written):
+    def of_params(params, x, sizes):
+        return jnp.sum(jnp.sin(written(params["w"], x, sizes)))
+
+    return of_params
+
+
+@pytest.mark.parametrize("name", mostly_thorough(list(LOOPS), "plain", "mapped"))
+def test_each_expert_has_the_moments_of_its_rows(name):
+    layer = LAYERS[name]
+    w, x = normal(*layer.weight), normal(*layer.data, seed=1)
+    runs = {m: jax.jit(rpx.inputs(loss(layer.written), moments=m)) for m in ("full", "diagonal", "largest")}
+    for sizes in layer.sizes:
+        args = {"w": w}, x, np.asarray(sizes, np.int32)
+        count, absolute, second = map(np.stack, LOOPS[name](w, x, sizes))
+        for moments, run in runs.items():
+            (read,) = run(*args)["w"].reads
+            np.testing.assert_array_equal(read.count, count)
+            if moments == "largest":
+                assert np.all((np.asarray(read.largest) > 0) == (absolute > 0))
+                continue
+            close(read.absolute, absolute)
+            close(read.second, second if moments == "full" else np.diagonal(second, axis1=1, axis2=2))
+
+
+SIZES = [3, 0, 6, 1]
+W, V, X = normal(E, K, N), normal(E, N, K, seed=2), normal(T, K, seed=1)
+
+
+def network(params, x, sizes):
+    h = jnp.tanh(lax.ragged_dot(x, params["w"], sizes))
+    return jnp.sum(lax.ragged_dot(h, params["v"], sizes) ** 3)
+
+
+@pytest.fixture(scope="module")
+def found():
+    seen = jax.jit(rpx.inputs(network, gradients=True))({"w": W, "v": V}, X, np.array(SIZES, np.int32))
+    return jax.tree.map(np.asarray, seen)
+
+
+def test_gradients_at_their_outputs_are_counted_by_expert(found):
+    for e, x in enumerate(of_experts(X, SIZES)):
+        h = np.tanh(x @ W[e])
+        slope = 3 * (h @ V[e]) ** 2
+        close(found["v"].reads[0].slopes[e], slope.T @ slope, 1e-3)
+        close(found["v"].gradient[e], h.T @ slope, 1e-3)
+        before = (slope @ V[e].T) * (1 - h**2)
+        close(found["w"].reads[0].slopes[e], before.T @ before, 1e-3)
+
+
+def test_experts_without_rows_are_told(found):
+    assert found["w"].columns[0].startswith("4 x 6 inputs along axis 1 (1 of 4 without data)")
+    np.testing.assert_array_equal(found["w"].reads[0].moments[1], np.eye(K))
+
+
+def test_experts_on_shards_count_their_own_rows():
+    """Each of four devices has one expert, and the rows of all."""
+    mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def shard(w, x, sizes):
+        before = jnp.sum(jnp.where(jnp.arange(E, dtype=jnp.int32) < lax.axis_index("e"), sizes, 0), dtype=jnp.int32)
+        own = lax.dynamic_slice(sizes, (lax.axis_index("e"),), (1,))
+        return lax.psum(jnp.roll(lax.ragged_dot(jnp.roll(x, -before, axis=0), w, own), before, axis=0), "e")
+
+    def sharded(params, x, sizes):
+        specs = (Spec("e"), Spec(), Spec())
+        return jnp.sum(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=Spec())(params["w"], x, sizes))
+
+    (read,) = jax.jit(rpx.inputs(sharded))({"w": W}, X, np.array(SIZES, np.int32))["w"].reads
+    count, absolute, second = map(np.stack, each(X, SIZES))
+    np.testing.assert_array_equal(read.count, count)
+    close(read.absolute, absolute)
+    close(read.second, second)
+
+
+STAGES = {
+    "GPTQ": functools.partial(rpx.Stored, "int4", axis=-1, fit="gptq"),
+    "AWQ": functools.partial(rpx.Stored, "int4", axis=-1, fit="awq"),
+    "Wanda": functools.partial(rpx.MagnitudePrune, 0.5, fit="wanda"),
+    "SparseGPT": functools.partial(rpx.MagnitudePrune, 0.5, fit="sparsegpt"),
+    "EVA": functools.partial(rpx.LoRA, 2, start="eva"),
+    "CorDA": functools.partial(rpx.LoRA, 2, start="corda"),
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def effective(p, w, seen):
+    raw = p.init({"w": w}, jax.random.key(0), seen={"w": seen})
+    return raw, p.apply(raw)["w"]
+
+
+@pytest.mark.parametrize("name", mostly_thorough(list(STAGES), "GPTQ", "Wanda"))
+def test_stages_do_to_each_expert_what_they_do_to_a_matrix_with_its_rows(name, found):
+    raw, got = effective(STAGES[name](stacked=0), W, found["w"])
+    assert np.all(np.isfinite(got))
+    for e, x in enumerate(of_experts(X, SIZES)):
+        rows = x if len(x) else K**0.5 * np.eye(K, dtype=np.float32)  # white noise where an expert saw nothing
+        seen = rpx.inputs(lambda params, rows: jnp.sum(rows @ params["w"]))({"w": W[e]}, rows)
+        own, want = effective(STAGES[name](), W[e], seen["w"])
+        close(got[e], want)
+        for a, b in zip(jax.tree.leaves(raw), jax.tree.leaves(own), strict=True):
+            close(np.abs(np.asarray(a)[e].astype(np.float32)), np.abs(np.asarray(b).astype(np.float32)))
+
+
+def test_no_expert_with_rows_is_an_error():
+    seen = jax.jit(rpx.inputs(network))({"w": W, "v": V}, X, np.zeros(E, np.int32))
+    with raises(
+        ValueError,
+        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected what this array is multiplied with, got "
+        "the moments of no example. Pass `rpx.inputs` a batch with data, or leave the array out with `where`.",
+    ):
+        STAGES["GPTQ"](stacked=0).init({"w": W}, seen={"w": seen["w"]})
