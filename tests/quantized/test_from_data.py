@@ -228,3 +228,13 @@ def test_wrong_fields():
         rpx.Stored("int4", block=8, percdamp=0.1)
     with raises(ValueError, "Quantize takes fit='absmax', 'rms', 'fixed', 'power' or 'hqq', but got 'gptq'."):
         rpx.Quantize("int4", fit="gptq")
+
+
+@pytest.mark.parametrize("last", [rpx.LoRA(2), rpx.LoRA(2, start="pissa")], ids=repr)
+def test_the_base_of_an_adapter_learns_from_the_data_of_its_array(last):
+    stored = rpx.Stored("int4", block=8, fit="gptq")
+    raw = (stored >> last).init({"w": W}, jax.random.key(0), seen={"w": DATA})
+    opened = next(iter(last.init({"w": W}, jax.random.key(0))["w"].values()))
+    base = opened["@fixed"]["w"]
+    fixed = next(iter(raw["w"].values()))["@fixed"]["w"]["@stored"]["@fixed"]
+    np.testing.assert_array_equal(fixed["q"], start(stored, base, DATA)[0]["q"])
