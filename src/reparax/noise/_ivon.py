@@ -55,7 +55,7 @@ def ivon(
 
     It takes the gradients of one sample, or their mean over several, and writes means and standard deviations:
 
-    .. math:: \hat h &= \lambda \, \varepsilon \sigma \, g \, (h + d), \qquad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
+    .. math:: \hat h &= \lambda \, (h + d) \, \sigma \varepsilon \, g, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
        h &\leftarrow \beta_2 h + (1 - \beta_2) \hat h + \tfrac{1}{2} (1 - \beta_2)^2 \frac{(h - \hat h)^2}{h + d} \\
        \mu &\leftarrow \mu - \alpha (h_0 + d) \frac{m / (1 - \beta_1^t) + d \mu}{h + d}, \qquad
        \sigma = \frac{1}{\sqrt{\lambda (h + d)}}
@@ -93,8 +93,8 @@ def ivon(
       True
 
     References:
-      Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan and Möllenhoff, *Variational Learning is
-      Effective for Large Deep Networks*, 2024.
+      Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan and Möllenhoff, *Variational Learning
+      is Effective for Large Deep Networks*, 2024.
     """
     check_positive_number(ess, "ivon", "ess")
     for name, value in {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}.items():
