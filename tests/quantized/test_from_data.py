@@ -121,7 +121,26 @@ def test_awq_is_the_best_of_twenty_powers_of_the_mean_magnitude():
     assert 0 < np.argmin([each[0] for each in found]) < 19
 
 
-@pytest.mark.parametrize("fit", ["gptq", "awq"])
+def test_gptq_on_the_scales_of_awq():
+    """The surgery on larger weights of smaller inputs."""
+    held, got = start(rpx.Stored("int4", block=8, fit="awq-gptq"), W, DATA)
+    channel = np.asarray(start(rpx.Stored("int4", block=8, fit="awq"), W, DATA)[0]["channel"])
+    np.testing.assert_allclose(held["channel"], channel, rtol=1e-6)
+    larger, found = W / channel, {}
+
+    def scale_of(w, k):
+        if k % 8 == 0:
+            found["scale"] = np.max(np.abs(w[k : k + 8]), axis=0) / 7
+        return found["scale"]
+
+    want = surgery(larger, X * channel[:, 0], scale_of, range(K)) * channel
+    mostly_equal(got, want)
+    awq, gptq = (start(rpx.Stored("int4", block=8, fit=fit), W, DATA)[1] for fit in ("awq", "gptq"))
+    assert output_error(X, got - W) < 0.8 * output_error(X, awq - W)
+    assert not np.array_equal(got, gptq)
+
+
+@pytest.mark.parametrize("fit", ["gptq", "awq", "awq-gptq"])
 def test_stacked_layers_start_one_by_one(fit):
     w, x = normal(2, K, N, seed=3), [X, correlated(200, K, seed=4)]
     data = seen(*x, shape=(2, K, N), axes=(1,), batch=(0,))
