@@ -29,13 +29,13 @@ class IvonState(NamedTuple):
     """What :func:`ivon` keeps between steps.
 
     Attributes:
-      count: The number of steps.
+      steps: How many there were.
       momentum: For each array the moving average of gradients.
       hessian: The estimate h of the diagonal of the Hessian.
       start: The mean of h + d for each array at the start, in units of which steps are long.
     """
 
-    count: Array
+    steps: Array
     momentum: PyTree
     hessian: PyTree
     start: PyTree
@@ -44,11 +44,11 @@ class IvonState(NamedTuple):
 @shows_usage
 def ivon(
     learning_rate: Any,
-    ess: float,
+    ess: Any,
     *,
     beta1: float = 0.9,
     beta2: float = 0.99999,
-    weight_decay: float = 1e-4,
+    weight_decay: Any = 1e-4,
     clip_radius: float = float("inf"),
 ) -> Transformation:
     r"""An optax transformation for raw values of :class:`Gaussian` that finds :math:`\sigma` too: IVON.
@@ -119,8 +119,8 @@ def ivon(
         del extra
         if params is None:
             raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
-        pairs, grads, count = _pairs(params), _pairs(updates), state.count + 1
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        pairs, grads, count = _pairs(params), _pairs(updates), state.steps + 1
+        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         made, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
             held = state.momentum[path], state.hessian[path]
@@ -134,10 +134,10 @@ def ivon(
 class _Numbers(NamedTuple):
     """The numbers of an optimizer, and its formulas for one array."""
 
-    ess: float
+    ess: Any
     beta1: float
     beta2: float
-    decay: float
+    decay: Any
     clip: float
 
     def hessian_of(self, std: Array) -> Array:
