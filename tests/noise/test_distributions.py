@@ -426,3 +426,19 @@ def test_errors(case):
     call, error, text = ERRORS[case]
     with raises(error, text):
         call()
+
+
+def test_weights_of_little_signal_to_noise_are_pruned():
+    """The lines of the page: what is below the threshold is masked, and stays zero."""
+    mean, std = np.array([[1.0, -0.2], [0.05, -3.0]], np.float32), np.array([[0.5, 1.0], [0.05, 10.0]], np.float32)
+    raw = rpx.Gaussian().init({"w": jnp.asarray(mean), "b": jnp.ones(2)})
+    raw["w"]["@gaussian"]["rho"] = jnp.log(jnp.expm1(jnp.asarray(std)))
+
+    def pruned(x, least=0.5):
+        pair = x["@gaussian"]
+        kept = jnp.abs(pair["mean"]) / jax.nn.softplus(pair["rho"]) >= least
+        return jnp.where(kept, pair["mean"], 0)
+
+    sparse = rpx.Mask().init(jax.tree.map(pruned, raw, is_leaf=lambda x: isinstance(x, dict) and "@gaussian" in x))
+    np.testing.assert_array_equal(sparse["w"]["@mask"]["@fixed"]["mask"], [[1, 0], [1, 0]])
+    np.testing.assert_array_equal(rpx.Mask().fold(sparse)["w"], [[1, 0], [np.float32(0.05), 0]])

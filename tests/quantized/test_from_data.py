@@ -121,7 +121,26 @@ def test_awq_is_the_best_of_twenty_powers_of_the_mean_magnitude():
     assert 0 < np.argmin([each[0] for each in found]) < 19
 
 
-@pytest.mark.parametrize("fit", ["gptq", "awq"])
+def test_gptq_on_the_scales_of_awq():
+    """The surgery on larger weights of smaller inputs."""
+    held, got = start(rpx.Stored("int4", block=8, fit="awq-gptq"), W, DATA)
+    channel = np.asarray(start(rpx.Stored("int4", block=8, fit="awq"), W, DATA)[0]["channel"])
+    np.testing.assert_allclose(held["channel"], channel, rtol=1e-6)
+    larger, found = W / channel, {}
+
+    def scale_of(w, k):
+        if k % 8 == 0:
+            found["scale"] = np.max(np.abs(w[k : k + 8]), axis=0) / 7
+        return found["scale"]
+
+    want = surgery(larger, X * channel[:, 0], scale_of, range(K)) * channel
+    mostly_equal(got, want)
+    awq, gptq = (start(rpx.Stored("int4", block=8, fit=fit), W, DATA)[1] for fit in ("awq", "gptq"))
+    assert output_error(X, got - W) < 0.8 * output_error(X, awq - W)
+    assert not np.array_equal(got, gptq)
+
+
+@pytest.mark.parametrize("fit", ["gptq", "awq", "awq-gptq"])
 def test_stacked_layers_start_one_by_one(fit):
     w, x = normal(2, K, N, seed=3), [X, correlated(200, K, seed=4)]
     data = seen(*x, shape=(2, K, N), axes=(1,), batch=(0,))
@@ -228,3 +247,13 @@ def test_wrong_fields():
         rpx.Stored("int4", block=8, percdamp=0.1)
     with raises(ValueError, "Quantize takes fit='absmax', 'rms', 'fixed', 'power' or 'hqq', but got 'gptq'."):
         rpx.Quantize("int4", fit="gptq")
+
+
+@pytest.mark.parametrize("last", [rpx.LoRA(2), rpx.LoRA(2, start="pissa")], ids=repr)
+def test_the_base_of_an_adapter_learns_from_the_data_of_its_array(last):
+    stored = rpx.Stored("int4", block=8, fit="gptq")
+    raw = (stored >> last).init({"w": W}, jax.random.key(0), seen={"w": DATA})
+    opened = next(iter(last.init({"w": W}, jax.random.key(0))["w"].values()))
+    base = opened["@fixed"]["w"]
+    fixed = next(iter(raw["w"].values()))["@fixed"]["w"]["@stored"]["@fixed"]
+    np.testing.assert_array_equal(fixed["q"], start(stored, base, DATA)[0]["q"])

@@ -25,6 +25,7 @@ STAGES = {
     "gptq": (rpx.Stored("int4", block=4, fit="gptq"), True),
     "gptq in order": (rpx.Stored("int2", axis=-1, fit="gptq", act_order=True), True),
     "awq": (rpx.Stored("uint3", block=4, fit="awq"), True),
+    "awq-gptq": (rpx.Stored("uint3", block=4, fit="awq-gptq"), True),
     "awq, a diagonal": (rpx.Stored("uint3", block=4, fit="awq"), False),
     "sparsegpt": (rpx.MagnitudePrune(0.5, fit="sparsegpt"), True),
     "sparsegpt in groups": (rpx.sparse.NofM(2, 4, along=0, fit="sparsegpt"), True),

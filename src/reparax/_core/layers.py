@@ -186,7 +186,10 @@ class Layer:
         return tree.swapped(swaps)
 
     def opened_sights(self, seen: Sights, before: Flat, after: Flat) -> Sights:
-        """What main values are multiplied with: those with the axes of their array are read as it is."""
+        """What values are multiplied with on which earlier stages act: those with the axes of their array, as it is.
+
+        A base is one of them, so in ``Stored(fit="gptq") >> LoRA(8)`` what is rounded learns from data.
+        """
         found, said = dict(seen), self.stage.raw_values
         spots = [spot for site in self.sites for spot in site.spots.values() if spot.place in seen and spot.mark]
         for spot in spots:
@@ -194,7 +197,7 @@ class Layer:
             for place in ((*node, *fixed, name) for name in said for fixed in ((), (FIXED,))):
                 value = value_of(said, place[-1])
                 same = place in after.arrays and after.arrays[place].shape == before.arrays[spot.place].shape
-                if value.main and value.aligned and same:
+                if (value.base or (value.main and value.aligned)) and same:
                     found[place] = seen[spot.place]
         return found
 

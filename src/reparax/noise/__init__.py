@@ -8,6 +8,7 @@ from reparax.noise._cast import Cast as Cast
 from reparax.noise._estimate import noise_gradient as noise_gradient
 from reparax.noise._gaussian import Gaussian as Gaussian
 from reparax.noise._hard_concrete import HardConcrete as HardConcrete
+from reparax.noise._ivon import ivon as ivon
 from reparax.noise._stages import VarNoise as VarNoise
 from reparax.noise._stages import WeightDropout as WeightDropout
 from reparax.noise._variational_dropout import VariationalDropout as VariationalDropout

@@ -1,5 +1,6 @@
-"""Scales for each input, by how large the inputs are: AWQ."""
+"""Scales for each input, by how large the inputs are: AWQ, and GPTQ on these scales."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from reparax._data.learned import lost
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
 from reparax.quantized._fits import divided
+from reparax.quantized._gptq import gptq
 
 POINTS = 20
 LEAST = 1e-4
@@ -23,6 +25,25 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     such that the product of the largest and the smallest factor is 1. Of 20 exponents r from 0 to 1, it is the one with
     the smallest error of outputs; r = 0 is rounding as without data.
     """
+    return _best(stage, w, read)[0]
+
+
+def awq_gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
+    """The raw values of ``w``, with AWQ's factor for each input, and rounded by GPTQ.
+
+    Inputs are divided by what their weights are multiplied with, so the errors of outputs stay what they are. They are
+    at most those of AWQ.
+    """
+    found, factors = _best(stage, w, read)
+    inverse = (1 / factors).astype(w.dtype).astype(factors.dtype)
+    # The moments of the inputs that the rounded weights multiply.
+    scaled = replace(read, second=read.second * inverse[..., None] * inverse[..., None, :])
+    larger = divided(widened(w), widened(found["channel"])).astype(w.dtype)
+    return gptq(stage, larger, scaled) | {"channel": found["channel"]}
+
+
+def _best(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array], Array]:
+    """The raw values of AWQ, and its factors, of shape ``(1, inputs)``."""
     if len(read.count) > 1:
         raise ValueError(
             f"expected the same inputs for all outputs, got {len(read.count)} matrices with inputs of their own. Name "
@@ -32,14 +53,17 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     sizes = read.mean_magnitudes.astype(x.dtype)
     sizes = jnp.maximum(sizes / (jnp.max(sizes, axis=-1, keepdims=True) + 1e-8), LEAST)
 
+    def factors(ratio: Array) -> Array:
+        powers = jnp.exp(ratio * jnp.log(sizes))  # and not a power, which for an exponent of zero hides NaN
+        return powers / jnp.sqrt(jnp.max(powers, -1, keepdims=True) * jnp.min(powers, -1, keepdims=True))
+
     def values(ratio: Array) -> dict[str, Array]:
-        factors = jnp.exp(ratio * jnp.log(sizes))  # and not a power, which for an exponent of zero hides NaN
-        factors = factors / jnp.sqrt(jnp.max(factors, -1, keepdims=True) * jnp.min(factors, -1, keepdims=True))
-        channel = read.each_input(1 / factors, x).astype(w.dtype)
+        channel = read.each_input(1 / factors(ratio), x).astype(w.dtype)
         held = stage._held(divided(x, widened(channel)), w.dtype) | {"channel": channel}
         return stage._values_of(w, held)
 
     ratios = jnp.linspace(0.0, 1.0, POINTS, dtype=x.dtype)
     errors = jax.lax.map(lambda ratio: lost(read, w, stage.apply_leaf(values(ratio))), ratios)
     # An error that overflows is none to choose by; if all are NaN, so are the weights of the first.
-    return values(ratios[jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))])
+    best = ratios[jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))]
+    return values(best), factors(best)

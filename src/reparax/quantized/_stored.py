@@ -17,14 +17,14 @@ from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import is_known
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import OTHERS, Values, fixed, main
-from reparax.quantized._awq import awq
+from reparax.quantized._awq import awq, awq_gptq
 from reparax.quantized._fits import FITS
 from reparax.quantized._gptq import gptq
 from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
 
 HALF_MOST = float(jnp.finfo(jnp.float16).max)
-LEARNED = {"awq": ("diagonal", awq), "gptq": ("full", gptq)}
+LEARNED = {"awq": ("diagonal", awq), "gptq": ("full", gptq), "awq-gptq": ("full", awq_gptq)}
 """What finds scales from data, and the moments that it needs."""
 
 
@@ -69,16 +69,17 @@ class Stored(Scaled):
     of any magnitude give finite ones, and a block with a number that is not finite becomes NaN. With ``fit="hqq"``, a
     block of equal numbers is exact without ``double_quant``; hqq's least scale of 5e-5 and range of 1e-4 are left out.
 
-    Two ways to round learn from what the weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen
+    Three ways to round learn from what weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen
     = rpx.inputs(loss)(params, batch)``. ``fit="gptq"`` rounds one input after the other, each with the change of least
     squares of those that follow, which makes up for its error. A block finds its scales when it is its turn; if scales
     have a unit in common, or with ``act_order``, they are found beforehand. ``fit="awq"`` multiplies each input's
     weights by a power of the input's mean magnitude before rounding, the best of twenty, and holds the inverse as
-    ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only. Both
-    ways minimize the squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean
-    M of ``x x^T``. On the same data, it is at most that of ``fit="absmax"``. The axis that is cut into blocks must be
-    the one that products contract. Rounding a second time may give other numbers. Without data too, it may move scales
-    in their last bits, and with ``fit="rms"`` the codes.
+    ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only.
+    ``fit="awq-gptq"`` takes these powers, and then rounds as GPTQ does. All minimize the squared error of outputs,
+    :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``. On the same data, it is at
+    most that of ``fit="absmax"``, and that of GPTQ with AWQ's powers at most that of AWQ. The axis that is cut into
+    blocks must be the one that products contract. Rounding a second time may give other numbers. Without data too, it
+    may move scales in their last bits, and with ``fit="rms"`` the codes.
 
     ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
     few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
@@ -95,12 +96,13 @@ class Stored(Scaled):
       fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
         the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1;
         ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with
-        zeros by half-quadratic quantization, for formats with zeros. ``"gptq"`` and ``"awq"`` as above, from data.
+        zeros by half-quadratic quantization, for formats with zeros. ``"gptq"``, ``"awq"`` and ``"awq-gptq"``
+        as above, from data.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
       round_zero: With ``fit="hqq"``, whether zeros are whole numbers at first, so that a weight of 0 stays 0 where they
         do not move. Default: for four bits, as its authors have it.
-      act_order: With ``fit="gptq"``, whether inputs are rounded in the order of their size, the largest first.
-      percdamp: With ``fit="gptq"``, what is added to the diagonal of the inputs' second moments, in units of its mean.
+      act_order: With GPTQ, whether inputs are rounded in the order of their size, the largest first.
+      percdamp: With GPTQ, what is added to the diagonal of the inputs' second moments, in units of its mean.
       ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
         The raw value ``order``, int32, of the size of that axis, says which of them each entry is; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
@@ -159,7 +161,7 @@ class Stored(Scaled):
                 f"{who} got rounding='stochastic' with fit={self.fit!r}, which finds the best of the nearest numbers. "
                 f"Leave rounding out, or use fit='absmax'."
             )
-        if self.fit != "gptq" and (self.act_order or self.percdamp != 0.01):
+        if self.fit not in ("gptq", "awq-gptq") and (self.act_order or self.percdamp != 0.01):
             name = "act_order" if self.act_order else "percdamp"
             raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
 
