@@ -10,6 +10,9 @@ INPUTS, OUTPUTS, STACKED = "inputs", "outputs", "stacked"
 WORDS = (INPUTS, OUTPUTS, STACKED)
 """Given as axes: what the network does with them. No axis can have such a name."""
 
+PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
+"""How a network uses an array."""
+
 UNCUT = "uncut"
 """All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
 
@@ -25,12 +28,14 @@ class Use:
       outputs: The axes that the result has.
       stacked: The axes of which each index is an array of its own.
       line: The equation, and the line that wrote it.
+      how: ``"product"`` of matrices, ``"convolution"``, or ``"lookup"`` of rows.
     """
 
     inputs: Numbers
     outputs: Numbers
     stacked: Numbers
     line: str
+    how: str = PRODUCT
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Role:
         axis may be one of the inputs and one of the outputs.
       shape: The shape of the array.
       dtype: Its dtype.
+      heads: Those of the inputs or outputs along which data meet data apart, as the heads of attention do.
     """
 
     inputs: Numbers = ()
@@ -55,6 +61,12 @@ class Role:
     uses: tuple[Use, ...] = ()
     shape: Numbers = ()
     dtype: Any = None
+    heads: Numbers = ()
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of it are looked up, and nothing else reads it together with data."""
+        return bool(self.uses) and all(use.how == LOOKUP for use in self.uses)
 
     @property
     def ambiguous(self) -> str:
@@ -80,7 +92,8 @@ class Role:
             outputs = between
         elif outputs and not inputs:
             inputs = between
-        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+        known = {"inputs": inputs, "outputs": outputs, "stacked": stacked, "heads": own(self.heads)}
+        return replace(self, **known, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
         """The axes, other than those of a single index, of which the network says nothing."""
