@@ -10,7 +10,7 @@ INPUTS, OUTPUTS, STACKED = "inputs", "outputs", "stacked"
 WORDS = (INPUTS, OUTPUTS, STACKED)
 """Given as axes: what the network does with them. No axis can have such a name."""
 
-PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
+PRODUCT, CONVOLUTION, TRANSPOSED, LOOKUP = "product", "convolution", "transposed convolution", "lookup"
 """How a network uses an array."""
 
 UNCUT = "uncut"
@@ -28,7 +28,8 @@ class Use:
       outputs: The axes that the result has.
       stacked: The axes of which each index is an array of its own.
       line: The equation, and the line that wrote it.
-      how: ``"product"`` of matrices, ``"convolution"``, or ``"lookup"`` of rows.
+      how: ``"product"`` of matrices, ``"convolution"``, ``"transposed convolution"``, or ``"lookup"`` of rows.
+      windows: Those of the inputs along which a convolution moves.
     """
 
     inputs: Numbers
@@ -36,6 +37,7 @@ class Use:
     stacked: Numbers
     line: str
     how: str = PRODUCT
+    windows: Numbers = ()
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,19 @@ class _Opened:
         return known
 
 
-def _start(who: str, roles: PyTree) -> _Opened:
-    """The types of the parameters."""
+def require_roles(who: str, roles: PyTree) -> PyTree:
+    """The tree itself, if it is one of roles."""
     for path, role in items(roles):
         if not isinstance(role, Role):
             raise TypeError(
                 f"{who} takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with "
                 f"{type(role).__name__} at {path_text(path)!r}."
             )
+    return roles
+
+
+def _start(who: str, roles: PyTree) -> _Opened:
+    """The types of the parameters."""
+    require_roles(who, roles)
     tree = jax.tree.map(lambda role: jax.ShapeDtypeStruct(role.shape, role.dtype), roles)
     return _Opened(tree, keep_origins(tree), dict(items(roles)))

@@ -93,7 +93,8 @@ def _add(uses: list[Use], new: Use) -> None:
             return
         if not axes & {*old.inputs, *old.outputs}:
             inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
-            uses[i] = Use(_sorted(inputs), _sorted(outputs), _sorted({*old.stacked, *new.stacked}), old.line, old.how)
+            stacked = _sorted({*old.stacked, *new.stacked})
+            uses[i] = replace(old, inputs=_sorted(inputs), outputs=_sorted(outputs), stacked=stacked)
             return
     if axes:
         uses.append(new)
@@ -120,7 +121,8 @@ def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[Other
         return _sorted(axis for owner, axis in origins if owner == parameter)
 
     for product in products:
-        _add(uses, Use(own(product.inputs), own(product.outputs), own(product.stacked), product.line, product.how))
+        axes = (own(each) for each in (product.inputs, product.outputs, product.stacked))
+        _add(uses, Use(*axes, product.line, product.how, own(product.windows)))
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT
+from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax._programs.equations.contractions import Conv, Dot, Gather
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
@@ -24,6 +24,7 @@ class DataProduct:
     stacked: Origins
     line: str
     how: str = PRODUCT
+    windows: Origins = frozenset()
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
             way = WAYS.get(type(view))
             if way is not None and (axes := way(view, value, i)) is not None:
                 inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, HOW[type(view)]))
+                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, *_how(view, value)))
             else:
                 parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
                 self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
@@ -171,5 +172,11 @@ WAYS: dict[type[View], Callable[..., Ways | None]] = {
 }
 """For a product of an operand with data: what its axes are; None if it is no such product."""
 
-HOW: dict[type[View], str] = {Dot: PRODUCT, Conv: CONVOLUTION, Gather: LOOKUP, DynamicSlice: LOOKUP}
-"""What such a product is called."""
+
+def _how(view: View, value: Labelled) -> tuple[str, Origins]:
+    """What such a product is called, and the axes of its window."""
+    if isinstance(view, Conv):
+        moved = view.dimension_numbers.rhs_spec[2:]
+        name = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
+        return name, origins(value.axes[k] for k in moved)
+    return PRODUCT if isinstance(view, Dot) else LOOKUP, Origins()
