@@ -16,6 +16,9 @@ PRODUCT, CONVOLUTION, TRANSPOSED, LOOKUP = "product", "convolution", "transposed
 UNCUT = "uncut"
 """All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
 
+VECTORS = "vectors"
+"""The axes along which vectors lie: the inputs of each output, and the rows of a table that is looked up."""
+
 Numbers = tuple[int, ...]
 
 
@@ -110,4 +113,5 @@ def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
         tuple(own.index(axis) - len(own) for axis in axes if axis in own)
         for axes in (role.inputs, role.outputs, role.stacked)
     )
-    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: tuple(sorted((*outputs, *inputs[:-1])))}
+    uncut, vectors = tuple(sorted((*outputs, *inputs[:-1]))), outputs if role.is_table else inputs
+    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: uncut, VECTORS: vectors}
