@@ -1,6 +1,9 @@
 """Muon's dimension numbers for raw trees."""
 
+import json
 import re
+from pathlib import Path
+from statistics import mean
 
 import jax
 import jax.numpy as jnp
@@ -281,3 +284,19 @@ def test_roles_give_the_numbers_of_maxtext(attention, dense, params, own):
             if re.fullmatch(pattern, path):
                 expected[f"layers/{path}"] = tuple(tuple(axis % x.ndim for axis in axes) for axes in sides)
     assert found == expected
+
+
+# What it gives -------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+LOSSES = json.loads((ROOT / "benchmarks" / "results" / "muon.json").read_text())["losses"]
+
+
+def test_muon_learns_characters_faster_than_adam_as_the_page_says():
+    page = (ROOT / "docs" / "api" / "geometry.md").read_text()
+    for chain, rows in LOSSES.items():
+        best = {name: min(row.values(), key=mean) for name, row in rows.items()}
+        assert {len(runs) for row in rows.values() for runs in row.values()} == {5}
+        assert all(ours < adam for ours, adam in zip(best["Muon"], best["Adam"], strict=True))
+        shown = " | ".join(f"{mean(runs):.2f} ({min(runs):.2f} to {max(runs):.2f})" for runs in best.values())
+        assert f"| {'no chain' if chain == 'none' else f'`{chain}`'} | {shown} |" in page

@@ -30,7 +30,7 @@ def layout_of(role: Role, count: int) -> str | None:
     inputs, outputs, windows = (tuple(axis - count for axis in axes) for axes in (use.inputs, use.outputs, use.windows))
     if use.how != CONVOLUTION:
         return _LAYOUTS.get((use.how, inputs, outputs))
-    orders = {
+    orders: dict[tuple[Numbers, Numbers, Numbers], str] = {
         (tuple(range(ndim - 1)), (ndim - 1,), tuple(range(ndim - 2))): "kernel",
         (tuple(range(1, ndim)), (0,), tuple(range(2, ndim))): "same",
     }

@@ -121,8 +121,8 @@ def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[Other
         return _sorted(axis for owner, axis in origins if owner == parameter)
 
     for product in products:
-        axes = (own(each) for each in (product.inputs, product.outputs, product.stacked))
-        _add(uses, Use(*axes, product.line, product.how, own(product.windows)))
+        inputs, outputs, stacked = own(product.inputs), own(product.outputs), own(product.stacked)
+        _add(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")
