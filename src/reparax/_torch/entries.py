@@ -117,12 +117,12 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     named = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    said, of_classes, told = given_layouts(list(arrays), layouts), by_modules(tree), roles_by_path(roles)
+    said, of_classes, role_of = given_layouts(list(arrays), layouts), by_modules(tree), roles_by_path(roles)
     found: list[Entry] = []
     for path, x in arrays.items():
         count, tensor, rule = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        by_role = layout_of(told[path], count) if path in told and path not in {**said, **of_classes} else None
+        by_role = layout_of(role_of[path], count) if path in role_of and path not in {**said, **of_classes} else None
         layout, known = (by_role, True) if by_role else kind_of(name, shape, said.get(path), of_classes.get(path))
         whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
