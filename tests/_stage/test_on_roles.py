@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
+from reparax._tree.paths import items
 
 X = normal(5, 4, seed=1)
 PARAMS = {
@@ -57,6 +59,8 @@ ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
         (rpx.Stored("int8", where="out"), "Stored('int8', where='out')"),
         (rpx.Stored("int8", block=3, where="out"), "Stored('int8', axis=(-3, -1), block=3, where='out')"),
         (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
+        (rpx.norms.Sphere(where="embed"), "Sphere(along=-1, where='embed')"),  # the rows that are looked up
+        (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
         (rpx.Gaussian(), "Gaussian()"),
         (rpx.VarNoise(0.1), "VarNoise(0.1)"),
         (rpx.VarNoise(0.1, rank=1, where="lay.*nel"), "VarNoise(0.1, rank=1, where='lay.*nel', stacked=0)"),
@@ -183,7 +187,7 @@ def test_what_the_network_does_not_say_is_asked_for():
     assert rpx.WeightNorm(axis=0, where="embed").on(found) == rpx.WeightNorm(axis=0, where="embed")
     with raises(
         ValueError,
-        "Simplex(where='out').on at 'out': along is one axis, but 'inputs' are the axes (-3, -2) of shape (2, 3, 4). "
+        "Simplex(where='out').on at 'out': along is one axis, but 'vectors' are the axes (-3, -2) of shape (2, 3, 4). "
         "Give it by number, or leave it out with `where`.",
     ):
         rpx.numbers.Simplex(where="out").on(ROLES)
@@ -274,6 +278,55 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
     other = after_a_step(lambda params, x: x @ params["w"].T, {"w": w.T})
     np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
     assert not np.allclose(one, w, atol=1e-4)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads of flax, of layers under a scan, and one on its own that reads two arrays."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(Heads, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = layer(name="layers")(x, None)
+        return nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=8, out_features=3, name="last")(x, x[:, :2])
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.MultiHeadDotProductAttention(num_heads=4)(x), None
+
+
+def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_operator():
+    x = jnp.ones((1, 5, 8))
+    types = jax.eval_shape(lambda: Attention().init(jax.random.key(0), x))["params"]
+    with jax.numpy_rank_promotion("allow"):
+        roles = rpx.roles(lambda params, x: Attention().apply({"params": params}, x))(types, x)
+    # One input feeds another direction in each head: the norm of each head is 1 and that of all heads is 2.
+    worst = np.zeros((8, 4, 2), np.float32)
+    worst[0, :, 0] = 1
+    params = jax.tree.map(
+        lambda w: 0.01 * normal(*w.shape, seed=sum(w.shape)) + (worst if w.shape[-3:] == worst.shape else 0), types
+    )
+    p = rpx.SpectralNorm(where=".*/kernel").on(roles)
+
+    @jax.jit
+    def normed(params):
+        raw = p.init(params, jax.random.key(0))
+        return p.fold(jax.lax.fori_loop(0, 50, lambda _, raw: p.update(raw), raw))
+
+    weights = normed(params)
+    seen = 0
+    for path, w in items(weights):
+        if path[-1] == "kernel":
+            layers = np.asarray(w).reshape(2 if "layers" in path else 1, *w.shape[1 if "layers" in path else 0 :])
+            columns = w.shape[-1] if path[-2] == "out" else w.shape[-1] * w.shape[-2]
+            norms = [np.linalg.norm(layer.reshape(-1, columns), 2) for layer in layers]
+            np.testing.assert_allclose(norms, 1, rtol=1e-4, err_msg=str(path))
+            seen += len(norms)
+    assert seen == 12
 
 
 # What does not fit ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,14 @@ INPUTS, OUTPUTS, STACKED = "inputs", "outputs", "stacked"
 WORDS = (INPUTS, OUTPUTS, STACKED)
 """Given as axes: what the network does with them. No axis can have such a name."""
 
+PRODUCT, CONVOLUTION, TRANSPOSED, LOOKUP = "product", "convolution", "transposed convolution", "lookup"
+"""How a network uses an array."""
+
 UNCUT = "uncut"
 """All axes of an array but its last input: those with scales of their own where blocks lie along inputs."""
+
+VECTORS = "vectors"
+"""The axes along which vectors lie: the inputs of each output, and the rows of a table that is looked up."""
 
 Numbers = tuple[int, ...]
 
@@ -25,12 +31,16 @@ class Use:
       outputs: The axes that the result has.
       stacked: The axes of which each index is an array of its own.
       line: The equation, and the line that wrote it.
+      how: ``"product"`` of matrices, ``"convolution"``, ``"transposed convolution"``, or ``"lookup"`` of rows.
+      windows: Those of the inputs along which a convolution moves.
     """
 
     inputs: Numbers
     outputs: Numbers
     stacked: Numbers
     line: str
+    how: str = PRODUCT
+    windows: Numbers = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Role:
         axis may be one of the inputs and one of the outputs.
       shape: The shape of the array.
       dtype: Its dtype.
+      heads: Those of the inputs or outputs along which data meet data apart, as the heads of attention do.
     """
 
     inputs: Numbers = ()
@@ -55,6 +66,12 @@ class Role:
     uses: tuple[Use, ...] = ()
     shape: Numbers = ()
     dtype: Any = None
+    heads: Numbers = ()
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of it are looked up, and nothing else reads it together with data."""
+        return bool(self.uses) and all(use.how == LOOKUP for use in self.uses)
 
     @property
     def ambiguous(self) -> str:
@@ -80,7 +97,8 @@ class Role:
             outputs = between
         elif outputs and not inputs:
             inputs = between
-        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+        known = {"inputs": inputs, "outputs": outputs, "stacked": stacked, "heads": own(self.heads)}
+        return replace(self, **known, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
         """The axes, other than those of a single index, of which the network says nothing."""
@@ -95,4 +113,5 @@ def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
         tuple(own.index(axis) - len(own) for axis in axes if axis in own)
         for axes in (role.inputs, role.outputs, role.stacked)
     )
-    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: tuple(sorted((*outputs, *inputs[:-1])))}
+    uncut, vectors = tuple(sorted((*outputs, *inputs[:-1]))), outputs if role.is_table else inputs
+    return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: uncut, VECTORS: vectors}

@@ -35,7 +35,13 @@ from reparax.sparse import Freeze
 
 
 def from_peft(
-    tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+    tensors: Mapping[str, Any],
+    config: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+    roles: PyTree = None,
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads an adapter that PEFT has saved, as a chain and its raw tree.
 
@@ -67,6 +73,7 @@ def from_peft(
         tells a convolution, but LoHa's tensors are matrices for convolutions too, whose kernels need a layout.
         ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; the inputs that it tells are those along
         which ``lora_A`` lies.
+      roles: As for :func:`from_torch`: what tells the layouts that you leave out.
 
     Returns:
       The chain, and its raw tree.
@@ -96,7 +103,7 @@ def from_peft(
     _require_file(method, arrays)
     arrays = {name: x for name, x in arrays.items() if not is_unused(name)}
     with locate_errors("from_peft"):
-        targets = targets_of(like, names, layouts)
+        targets = targets_of(like, names, layouts, roles)
         plain = named_by_parameter(arrays, method.suffixes, config, targets)
     found = _Found.of(method, targets, {plain[name]: x for name, x in arrays.items()})
     each: dict[str, dict[Index, Adapted]] = {}

@@ -12,9 +12,9 @@ WRAPPED = ".base_layer"
 _WRAPPERS = ("base_layer", "modules_to_save", "ln_tuning_layers")
 
 
-def targets_of(params: PyTree, names: Rules, layouts: Rules) -> dict[str, Target]:
+def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> dict[str, Target]:
     """The parameters by their torch names."""
-    return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts)}
+    return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts, roles)}
 
 
 def plain_name(name: str) -> str:

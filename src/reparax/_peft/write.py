@@ -33,7 +33,7 @@ from reparax.sparse import Freeze
 
 
 def to_peft(
-    p: Parametrization, raw: PyTree, *, names: Rules = None, layouts: Rules = None
+    p: Parametrization, raw: PyTree, *, names: Rules = None, layouts: Rules = None, roles: PyTree = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Converts a raw tree of ``p`` to an adapter that PEFT can load: its tensors and its configuration.
 
@@ -47,6 +47,7 @@ def to_peft(
       raw: A raw tree of it.
       names: As for :func:`from_peft`.
       layouts: As for :func:`from_peft`.
+      roles: As for :func:`from_peft`.
 
     Returns:
       The tensors under PEFT's names, and the contents of ``adapter_config.json``.
@@ -69,7 +70,7 @@ def to_peft(
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
     with locate_errors("to_peft"):
         lineage = lineage_of(weights.deterministic, raw)
-        targets = targets_of(lineage.effective, names, layouts)
+        targets = targets_of(lineage.effective, names, layouts, roles)
         nodes, free, lines = _places(lineage, targets)
     written: dict[str, tuple[Method, Written]] = {}
     for tensor, node in nodes.items():

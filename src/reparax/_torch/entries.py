@@ -21,6 +21,7 @@ from jax.core import Tracer
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import EXPERTS, permute
+from reparax._torch.by_roles import layout_of, roles_by_path
 from reparax._torch.kinds import by_modules, kind_of
 from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
 from reparax._tree.paths import PyTree, is_array, items, path_text
@@ -112,16 +113,17 @@ def restacked(stage: Any, count: int) -> Any:
     return replace(stage, stacked=(*range(count), *inner))
 
 
-def list_entries(tree: PyTree, names: Rules, layouts: Rules) -> list[Entry]:
+def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     named = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    said, of_classes = given_layouts(list(arrays), layouts), by_modules(tree)
+    said, of_classes, role_of = given_layouts(list(arrays), layouts), by_modules(tree), roles_by_path(roles)
     found: list[Entry] = []
     for path, x in arrays.items():
         count, tensor, rule = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        layout, known = kind_of(name, shape, said.get(path), of_classes.get(path))
+        by_role = layout_of(role_of[path], count) if path in role_of and path not in {**said, **of_classes} else None
+        layout, known = (by_role, True) if by_role else kind_of(name, shape, said.get(path), of_classes.get(path))
         whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
             found.append(replace(whole, tensor=number(tensor, index), index=index))

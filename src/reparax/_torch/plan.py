@@ -77,13 +77,13 @@ class TorchPlan:
 
 
 def make_plan(
-    p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, by_hook: Callable[[str, Twin], bool]
+    p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_hook: Callable[[str, Twin], bool]
 ) -> TorchPlan:
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
     naming, held, tied = Naming(lineage.made, by_hook), list[StageValues](), list[Entry]()
-    for entry in list_entries(lineage.effective, names, layouts):
+    for entry in list_entries(lineage.effective, names, layouts, roles):
         place = lineage.places[entry.path]
         if lineage.has_values(place):
             held += naming.held(place, entry)

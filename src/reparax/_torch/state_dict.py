@@ -26,7 +26,13 @@ from reparax.norms._norm import WeightNorm
 
 
 def from_torch(
-    p: Parametrization, state: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+    p: Parametrization,
+    state: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+    roles: PyTree = None,
 ) -> PyTree:
     r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
 
@@ -66,6 +72,9 @@ def from_torch(
         ``{i}`` in their names: no shape tells a square matrix from its transposed one. A ``kernel`` of more axes needs
         none to be read if a tensor has as many axes, as that is a convolution; with as many inputs as outputs it may
         be a transposed one, and needs one too. For recurrent cells, use :func:`convert`.
+      roles: What ``rpx.roles(loss)(params, batch)`` returns. It tells the layouts of matrices, convolutions and tables
+        for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not tell
+        ``"conv1d"``, transposed convolutions, experts, or how heads of attention are merged.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -94,9 +103,9 @@ def from_torch(
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         expected = abstract(with_any_key(p.init), like)
-        plan = make_plan(p, expected, names, layouts, lambda tensor, twin: _is_hooked(arrays, tensor, twin)).like(
-            arrays
-        )
+        plan = make_plan(
+            p, expected, names, layouts, roles, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
+        ).like(arrays)
         require_known(entry for entry, found in plan.names.items() if any(name in arrays for name in found))
         _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))
         raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, expected)
@@ -113,6 +122,7 @@ def to_torch(
     *,
     names: Rules = None,
     layouts: Rules = None,
+    roles: PyTree = None,
     style: str = "parametrizations",
 ) -> dict[str, np.ndarray]:
     """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
@@ -127,7 +137,9 @@ def to_torch(
       p: The chain.
       raw: A raw tree of it.
       names: As for :func:`from_torch`.
-      layouts: As for :func:`from_torch`; but no tensor tells how many axes it has, so name all convolutions of linen.
+      layouts: As for :func:`from_torch`; but no tensor tells how many axes it has, so name all convolutions of linen,
+        or give ``roles``.
+      roles: As for :func:`from_torch`.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
@@ -148,7 +160,7 @@ def to_torch(
         *most, last = map(repr, _STYLES)
         raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
-        plan = make_plan(p, raw, names, layouts, lambda tensor, twin: style == "hooks")
+        plan = make_plan(p, raw, names, layouts, roles, lambda tensor, twin: style == "hooks")
         require_known(plan.names)
         written = plan.written(raw, based=style != "no_trivialization")
         return {name: np.array(x) for name, x in sorted(written.items())}

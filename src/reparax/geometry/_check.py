@@ -24,8 +24,9 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
     Such a chain works all the same, but does not do what its stages are for: one norm for all heads of attention, a
     spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, the norm of
     inputs where a library has weights of the shape ``(out, in)``. Each :class:`Misfit` says what to write. Nothing is
-    computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads, or that the network uses in
-    several ways, are left out.
+    computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and so are
+    those that the network uses in several ways, such as tied tables: what fits one use does not fit another, so no
+    axes are wrong for both.
 
     Args:
       p: The chain.

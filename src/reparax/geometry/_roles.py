@@ -60,7 +60,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
         of, each = _by_owner(products), list[Role]()
         for i, x in enumerate(arguments.arrays):
             role = _role(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
+            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x), heads=_heads(i, role, reading)))
         return arguments.call(each, lambda *args, **_: args[position])
 
     return found
@@ -93,7 +93,8 @@ def _add(uses: list[Use], new: Use) -> None:
             return
         if not axes & {*old.inputs, *old.outputs}:
             inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
-            uses[i] = Use(_sorted(inputs), _sorted(outputs), _sorted({*old.stacked, *new.stacked}), old.line)
+            stacked = _sorted({*old.stacked, *new.stacked})
+            uses[i] = replace(old, inputs=_sorted(inputs), outputs=_sorted(outputs), stacked=stacked)
             return
     if axes:
         uses.append(new)
@@ -120,13 +121,23 @@ def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[Other
         return _sorted(axis for owner, axis in origins if owner == parameter)
 
     for product in products:
-        _add(uses, Use(own(product.inputs), own(product.outputs), own(product.stacked), product.line))
+        inputs, outputs, stacked = own(product.inputs), own(product.outputs), own(product.stacked)
+        _add(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")
     inputs = _sorted(axis for use in uses for axis in use.inputs)
     outputs = _sorted(axis for use in uses for axis in use.outputs)
     return Role(inputs, outputs, _sorted(axis for use in uses for axis in use.stacked), "", tuple(uses))
+
+
+def _heads(parameter: int, role: Role, reading: Reading) -> Numbers:
+    """Axes along which data meet data apart, beside others of the inputs or outputs along which they do not."""
+    apart, found = {atom for label in reading.uses.apart for atom in reading.labels.atoms(label)}, list[int]()
+    for axes in (role.inputs, role.outputs):
+        heads = [i for i in axes if reading.labels.atoms(reading.parameters[parameter].labels[i]) & apart]
+        found += heads if len(heads) < len(axes) else ()
+    return _sorted(found)
 
 
 def _between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:

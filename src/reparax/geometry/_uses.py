@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
@@ -22,6 +23,8 @@ class DataProduct:
     outputs: Origins
     stacked: Origins
     line: str
+    how: str = PRODUCT
+    windows: Origins = frozenset()
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,16 @@ class OtherRead:
 
 
 class Uses(list[DataProduct | Between | OtherRead]):
-    """The uses that were seen so far."""
+    """The uses that were seen so far.
+
+    Attributes:
+      apart: The labels of the axes that products of data with data keep apart, as those of the heads of attention.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was seen yet."""
+        super().__init__()
+        self.apart = set[int]()
 
     def outputs(
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
@@ -51,6 +63,8 @@ class Uses(list[DataProduct | Between | OtherRead]):
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
         kind = max((value.kind for value in operands), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
+        if isinstance(view, Dot) and all(value.kind is Source.DATA for value in operands):
+            self.apart |= {operands[0].axes[k].label for k in view.batch[0]}
         if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
             kind = Source.DATA
@@ -73,7 +87,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
             way = WAYS.get(type(view))
             if way is not None and (axes := way(view, value, i)) is not None:
                 inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line))
+                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, *_how(view, value)))
             else:
                 parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
                 self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
@@ -164,3 +178,12 @@ WAYS: dict[type[View], Callable[..., Ways | None]] = {
     DynamicSlice: _rows,
 }
 """For a product of an operand with data: what its axes are; None if it is no such product."""
+
+
+def _how(view: View, value: Labelled) -> tuple[str, Origins]:
+    """What such a product is called, and the axes of its window."""
+    if isinstance(view, Conv):
+        moved = view.dimension_numbers.rhs_spec[2:]
+        name = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
+        return name, origins(value.axes[k] for k in moved)
+    return PRODUCT if isinstance(view, Dot) else LOOKUP, Origins()

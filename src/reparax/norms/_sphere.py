@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axes, along, check_along, check_channels, other_axes
-from reparax._axes.roles import INPUTS, OUTPUTS
+from reparax._axes.roles import OUTPUTS, VECTORS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
 from reparax._numerics.arithmetic import scalar, widened
@@ -52,7 +52,7 @@ class Sphere(Constraint):
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
-    by_roles: ClassVar[Any] = {"along": INPUTS}
+    by_roles: ClassVar[Any] = {"along": VECTORS}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._axes.numbers import LAST, Axis, check_one_along, position
-from reparax._axes.roles import INPUTS
+from reparax._axes.roles import VECTORS
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
@@ -55,7 +55,7 @@ class Simplex(Constraint):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 1
-    by_roles: ClassVar[Any] = {"along": INPUTS}
+    by_roles: ClassVar[Any] = {"along": VECTORS}
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -6,6 +6,7 @@ And models after training: several merged into one.
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax.training._merge import merge as merge
 from reparax.training._moments import reset_moments as reset_moments
+from reparax.training._muon import muon_dimensions as muon_dimensions
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine
 from reparax.training._partition import decay_mask as decay_mask

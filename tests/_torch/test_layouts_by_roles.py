@@ -1,0 +1,129 @@
+"""Layouts that the program of a network tells, beside those that are given by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from one_array import normal
+
+import reparax as rpx
+
+PARAMS = {
+    "words": normal(10, 4, seed=1),
+    "tied": normal(4, 4, seed=2),
+    "layers": normal(2, 4, 4, seed=3),
+    "turned": normal(2, 4, 4, seed=4),
+    "image": normal(3, 3, 4, 4, seed=5),
+    "channels": normal(4, 4, 3, 3, seed=6),
+    "experts": normal(3, 4, 4, seed=7),
+    "bias": normal(4, seed=8),
+}
+TOKENS = jnp.arange(5) % 4
+
+
+def network(params, tokens):
+    """Square weights, whose shapes tell nothing."""
+
+    def layer(x, w):
+        kernel, turned = w
+        return jnp.tanh(x @ kernel) @ turned.T, None
+
+    x = params["words"][tokens] + params["tied"][tokens] + params["bias"][None]
+    x, _ = jax.lax.scan(layer, x, (params["layers"], params["turned"]))
+    pixels = jnp.broadcast_to(x[:, None, None], (5, 6, 6, 4))
+    pixels = jax.lax.conv_general_dilated(
+        pixels, params["image"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    pixels = jax.lax.conv_general_dilated(
+        pixels, params["channels"], (1, 1), "SAME", dimension_numbers=("NHWC", "OIHW", "NHWC")
+    )
+    x = pixels.mean((1, 2))
+    return jnp.einsum("bd,edf->bef", x, params["experts"]).sum(1) @ params["tied"].T
+
+
+ROLES = rpx.roles(network)(PARAMS, TOKENS)
+NAMES = {"(layers|turned)": r"\1.{i}.weight"}
+BY_HAND = {
+    "words|tied": "embedding",
+    "layers": "kernel",
+    "turned": "same",
+    "image": "kernel",
+    "channels": "same",
+    "experts": "experts:kernel",
+}
+REST = {"experts": BY_HAND["experts"]}
+
+
+@pytest.mark.parametrize("p", [rpx.Chain(), rpx.WeightNorm(axis=-1, where="words")], ids=repr)
+def test_files_are_those_of_layouts_by_hand(p):
+    raw = p.init(PARAMS)
+    state = rpx.to_torch(p, raw, names=NAMES, layouts=REST, roles=ROLES)
+    by_hand = rpx.to_torch(p, raw, names=NAMES, layouts=BY_HAND)
+    assert state.keys() == by_hand.keys()
+    for name, x in by_hand.items():
+        np.testing.assert_array_equal(state[name], x)
+    again = rpx.from_torch(p, state, PARAMS, names=NAMES, layouts=REST, roles=ROLES)
+    jax.tree.map(np.testing.assert_array_equal, again, raw)
+
+
+def test_torch_has_outputs_first_and_tables_as_they_are():
+    state = rpx.to_torch(rpx.Chain(), PARAMS, names=NAMES, layouts=REST, roles=ROLES)
+    np.testing.assert_array_equal(state["layers.1.weight"], PARAMS["layers"][1].T)
+    np.testing.assert_array_equal(state["turned.1.weight"], PARAMS["turned"][1])
+    np.testing.assert_array_equal(state["tied"], PARAMS["tied"])
+    np.testing.assert_array_equal(state["image"], PARAMS["image"].transpose(3, 2, 0, 1))
+    np.testing.assert_array_equal(state["channels"], PARAMS["channels"])
+
+
+def test_adapters_are_those_of_layouts_by_hand():
+    p = (rpx.Freeze() >> rpx.LoRA(2, where="layers|turned|words")).on(ROLES)
+    free, fixed = rpx.partition(p.init(PARAMS, jax.random.key(0)))
+    raw = rpx.combine(jax.tree.map(lambda x: x + 0.5, free), fixed)
+    names = {"words": "words.weight", **NAMES}
+    tensors, config = rpx.to_peft(p, raw, names=names, layouts=REST, roles=ROLES)
+    by_hand, same = rpx.to_peft(p, raw, names=names, layouts=BY_HAND)
+    assert config == same
+    assert tensors.keys() == by_hand.keys()
+    for name, x in by_hand.items():
+        np.testing.assert_array_equal(tensors[name], x)
+    q, back = rpx.from_peft(tensors, config, PARAMS, names=names, layouts=REST, roles=ROLES)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), q.fold(back), p.fold(raw))
+
+
+def told(fun, *shapes):
+    """Whether roles are enough to write the parameter of a network."""
+    params, *args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    roles = rpx.roles(lambda params, *args: fun(params["w"], *args))({"w": params}, *args)
+    rpx.to_torch(rpx.Chain(), {"w": jnp.zeros(params.shape)}, roles=roles)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (lambda w, x: jnp.einsum("bd,dnh->bnh", x, w), ((4, 2, 3), (5, 4))),  # heads of attention
+        (lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], ((2, 4, 4), (5, 4))),  # layers without names
+        (lambda w, x: x * w, ((5, 4), (5, 4))),  # multiplied with nothing
+        (
+            lambda w, x: jax.lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+            ((3, 3, 4, 4), (5, 6, 6, 4)),
+        ),
+        (
+            lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "IHWO", "NHWC")),
+            ((4, 3, 3, 4), (5, 6, 6, 4)),  # an order that torch has not
+        ),
+    ],
+    ids=["heads", "layers", "elementwise", "transposed", "order"],
+)
+def test_what_roles_do_not_tell_is_asked_for(fun, shapes):
+    with pytest.raises(ValueError, match=r"to_torch: .*'w'.*layouts="):
+        told(fun, *shapes)
+
+
+def test_other_trees_are_refused():
+    with raises(
+        TypeError,
+        "roles takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'bias'.\n"
+        "This happened in to_torch.",
+    ):
+        rpx.to_torch(rpx.Chain(), PARAMS, names=NAMES, layouts=BY_HAND, roles=PARAMS)

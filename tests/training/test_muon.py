@@ -1,0 +1,302 @@
+"""Muon's dimension numbers for raw trees."""
+
+import json
+import re
+from pathlib import Path
+from statistics import mean
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises
+from one_array import normal
+from optax.contrib import MuonDimensionNumbers, muon
+
+import reparax as rpx
+from reparax._tree.paths import items, path_text
+
+muon_dimensions = rpx.training.muon_dimensions
+X = jnp.arange(7)
+PARAMS = {
+    "embed": normal(10, 4, seed=1),
+    "layers": {
+        "query": normal(2, 4, 3, 2, seed=2),
+        "key": normal(2, 4, 3, 2, seed=3),
+        "heads": normal(2, 3, 2, 4, seed=4),
+        "bias": normal(2, 4, seed=5),
+    },
+    "out": normal(5, 4, seed=6),
+    "one": normal(4, 1, seed=7),
+}
+
+
+def network(params, tokens):
+    """Attention of three heads in scanned layers; the output layer has the shape (out, in)."""
+
+    def layer(x, w):
+        q, k = jnp.einsum("td,dnh->tnh", x, w["query"]), jnp.einsum("td,dnh->tnh", x, w["key"])
+        y = jnp.einsum("nts,snh->tnh", jax.nn.softmax(jnp.einsum("tnh,snh->nts", q, k)), k)
+        return x + jnp.einsum("tnh,nhd->td", y, w["heads"]) + w["bias"][None], None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    return x @ params["out"].T + x @ params["one"]
+
+
+ROLES = rpx.roles(network)(PARAMS, X)
+
+
+def muon_values(found):
+    """The dimension numbers of the raw values that Muon takes."""
+    pairs = items(found, lambda x: isinstance(x, MuonDimensionNumbers))
+    return {path_text(path): tuple(x) for path, x in pairs}
+
+
+ALONE = {
+    "layers/query": ((1,), (2, 3)),
+    "layers/key": ((1,), (2, 3)),
+    "layers/heads": ((1, 2), (3,)),
+    "out": ((1,), (0,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("p", "options", "expected"),
+    [
+        (rpx.Chain(), {}, ALONE),
+        (rpx.Chain(), {"where": "layers/.*"}, {path: ALONE[path] for path in ALONE if path != "out"}),
+        (
+            rpx.Chain(),
+            {"per_head": True, "where": "layers/.*"},
+            {"layers/query": ((1,), (3,)), "layers/key": ((1,), (3,)), "layers/heads": ((2,), (3,))},
+        ),
+        (
+            rpx.WeightNorm(where="layers/query|out"),
+            {"where": "layers/query"},
+            {"layers/query/@weight_norm/v": ((1,), (2, 3))},
+        ),
+        (rpx.WeightNorm(), {}, {f"{path}/@weight_norm/v": each for path, each in ALONE.items()}),
+        (
+            rpx.LoRA(2, where="layers/(query|heads)"),
+            {"where": "layers/(query|heads)"},
+            {
+                "layers/query/@lora/a": ((1,), (2,)),
+                "layers/query/@lora/b": ((1,), (2, 3)),
+                "layers/heads/@lora/a": ((1, 2), (3,)),
+                "layers/heads/@lora/b": ((1,), (2,)),
+            },
+        ),
+        (
+            rpx.LoRA(2, where="layers/(query|heads)"),
+            {"where": "layers/(query|heads)", "per_head": True},
+            {
+                "layers/query/@lora/a": ((1,), (2,)),
+                "layers/query/@lora/b": ((1,), (3,)),
+                "layers/heads/@lora/a": ((2,), (3,)),
+                "layers/heads/@lora/b": ((1,), (2,)),
+            },
+        ),
+        (rpx.Freeze(where="layers/.*"), {}, {"out": ALONE["out"]}),
+        (rpx.Gaussian(where="out"), {"where": "out"}, {"out/@gaussian/mean": ((1,), (0,))}),
+        (rpx.norms.Sphere(where="out"), {"where": "out"}, {}),
+    ],
+    ids=str,
+)
+def test_main_values_that_are_matrices_have_their_axes_and_all_else_has_none(p, options, expected):
+    q = p.on(ROLES)
+    found = muon_dimensions(q, ROLES, **options)
+    assert muon_values(found) == expected
+    leaves = jax.tree.structure(found, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+    assert leaves == jax.tree.structure(jax.eval_shape(q.init, PARAMS, jax.random.key(0)))
+
+
+def test_a_step_is_that_of_each_head_of_each_layer_as_a_matrix_of_its_own():
+    p = rpx.WeightNorm(where="layers/heads").on(ROLES)
+    found = muon_dimensions(p, ROLES, where="layers/heads", per_head=True)
+    raw = p.init(PARAMS)
+    grads = jax.tree.map(jnp.cos, raw)
+    tx = rpx.optimizer(muon(0.1, muon_weight_dimension_numbers=found))
+    alone, adam = muon(0.1), optax.nadamw(0.1, weight_decay=0)  # all arrays of two axes
+    one = grads["layers"]["heads"]["@weight_norm"]
+    matrices = [np.asarray(one["v"][i, j]) for i in range(2) for j in range(3)]
+
+    @jax.jit
+    def steps():
+        expected = alone.update(matrices, alone.init(matrices), matrices)[0]
+        lengths = adam.update(one["g"], adam.init(one["g"]), one["g"])[0]
+        return tx.update(grads, tx.init(raw), raw)[0], expected, lengths
+
+    with jax.numpy_dtype_promotion("standard"):
+        updates, expected, lengths = steps()
+    new = updates["layers"]["heads"]["@weight_norm"]
+    np.testing.assert_allclose(new["v"].reshape(6, 2, 4), np.stack(expected), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(new["g"], lengths, rtol=1e-4)
+
+
+def test_what_is_wrong_says_what_to_write():
+    with raises(
+        TypeError,
+        "muon_dimensions takes parametrizations first, but got dict. Write `rpx.training.muon_dimensions(p, roles)`.",
+    ):
+        muon_dimensions(PARAMS, ROLES)
+    with raises(
+        TypeError,
+        "muon_dimensions takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",
+    ):
+        muon_dimensions(rpx.Chain(), PARAMS)
+    with raises(
+        TypeError,
+        "muon_dimensions takes a regular expression for whole paths as where, but got a value of type "
+        "'function'. Pass its text.",
+    ):
+        muon_dimensions(rpx.Chain(), ROLES, where=lambda path, x: True)
+    with raises(
+        ValueError,
+        "muon_dimensions: where='outs' matches no parameter. Similar are 'out', 'one', 'layers/key'.",
+    ):
+        muon_dimensions(rpx.Chain(), ROLES, where="outs")
+
+
+# The rules that MaxText writes by hand --------------------------------------------------------------------------------
+
+EMBED, HEADS, SIZE, RANK, INNER, EXPERTS, LAYERS = 8, 3, 4, 5, 12, 6, 2
+
+
+def normed(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def attended(q, k, v, out):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+    return jnp.einsum("btnh,nhd->btd", jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), out)
+
+
+def gated(x, w):
+    return (jax.nn.silu(x @ w["wi_0"]) * (x @ w["wi_1"])) @ w["wo"]
+
+
+def multi_head(x, w):
+    heads = {name: jnp.einsum("btd,dnh->btnh", x, w[name]) for name in ("query", "key", "value")}
+    q, k = normed(heads["query"], w["query_norm"]), normed(heads["key"], w["key_norm"])
+    return attended(q, k, heads["value"], w["out"])
+
+
+def latent(x, w):
+    """DeepSeek's attention: keys and values from few numbers, part of which all heads share."""
+    q = jnp.einsum("btr,rnh->btnh", normed(x @ w["wq_a"], w["q_norm"]), w["wq_b"])
+    low, shared = jnp.split(x @ w["wkv_a"], [RANK], axis=-1)
+    k, v = jnp.split(jnp.einsum("btr,rnh->btnh", normed(low, w["kv_norm"]), w["wkv_b"]), [2], axis=-1)
+    k = jnp.concatenate([k, jnp.broadcast_to(shared[:, :, None], (*k.shape[:-1], SIZE - 2))], axis=-1)
+    return attended(q, k, v, w["out"])
+
+
+def experts(x, w):
+    """Each token in a place of each expert that it chose, as in MaxText's dense product of experts."""
+    gates = jax.nn.sigmoid(x @ w["gate"]["kernel"]) + w["gate"]["bias"]
+    best, chosen = jax.lax.top_k(gates, 2)
+    taken = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # b t k e
+    places = jax.nn.one_hot(jnp.cumsum(jnp.sum(taken, axis=2), axis=1) - 1, 4)  # b t e c
+    mask = jnp.sum(taken, axis=2)[..., None] * places
+    x = jnp.einsum("btd,btec->ebcd", x, mask)
+    hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", x, w["wi_0"])) * jnp.einsum("ebcd,edf->ebcf", x, w["wi_1"])
+    y = jnp.einsum("ebcf,efd->ebcd", hidden, w["wo"])
+    return jnp.einsum("ebcd,btec->btd", y, mask * jnp.sum(taken * best[..., None], axis=2)[..., None])
+
+
+def maxtext(attention, dense):
+    def forward(params, tokens):
+        def layer(x, w):
+            x = x + attention(normed(x, w["first"]), w["self_attention"])
+            return x + dense(normed(x, w["second"]), w["mlp"]), None
+
+        # MaxText stacks layers along the second axis.
+        layers = jax.tree.map(lambda w: jnp.moveaxis(w, 1, 0), params["layers"])
+        x, _ = jax.lax.scan(layer, params["embedding"][tokens], layers)
+        return normed(x, params["norm"]) @ params["logits_dense"]
+
+    return forward
+
+
+def stacked(n, *shape):
+    return jax.ShapeDtypeStruct((n, LAYERS, *shape), jnp.float32)
+
+
+MLP = {"wi_0": stacked(EMBED, INNER), "wi_1": stacked(EMBED, INNER), "wo": stacked(INNER, EMBED)}
+MOE = {
+    "wi_0": stacked(EXPERTS, EMBED, INNER),
+    "wi_1": stacked(EXPERTS, EMBED, INNER),
+    "wo": stacked(EXPERTS, INNER, EMBED),
+    "gate": {"kernel": stacked(EMBED, EXPERTS), "bias": stacked(EXPERTS)},
+    "shared": MLP,
+}
+MULTI_HEAD = {
+    **{name: stacked(EMBED, HEADS, SIZE) for name in ("query", "key", "value")},
+    "out": stacked(HEADS, SIZE, EMBED),
+    "query_norm": stacked(SIZE),
+    "key_norm": stacked(SIZE),
+}
+LATENT = {
+    "wq_a": stacked(EMBED, RANK),
+    "q_norm": stacked(RANK),
+    "wq_b": stacked(RANK, HEADS, SIZE),
+    "wkv_a": stacked(EMBED, RANK + SIZE - 2),
+    "kv_norm": stacked(RANK),
+    "wkv_b": stacked(RANK, HEADS, 2 + SIZE),
+    "out": stacked(HEADS, SIZE, EMBED),
+}
+TABLE = {
+    "self_attention/(query|key|value|wq_b|wkv_b)": ((0,), (-2, -1)),
+    "self_attention/out": ((0, -2), (-1,)),
+    "self_attention/(wq_a|wkv_a)": ((0,), (-1,)),
+    "mlp/gate/kernel": ((0,), (-1,)),
+    "mlp/(shared/)?(wi_.|wo)": ((0,), (-1,)),
+}
+"""The numbers that MaxText's tests of ``muon_utils.py`` have for DeepSeek, Gemma 3, Llama and Qwen 3."""
+OF_EXPERTS = {"mlp/(wi_.|wo)": ((-2,), (-1,))}
+
+
+@pytest.mark.parametrize(
+    ("attention", "dense", "params", "own"),
+    [
+        (multi_head, gated, {"self_attention": MULTI_HEAD, "mlp": MLP}, {}),
+        (
+            latent,
+            lambda x, w: experts(x, w) + gated(x, w["shared"]),
+            {"self_attention": LATENT, "mlp": MOE},
+            OF_EXPERTS,
+        ),
+    ],
+    ids=["multi-head", "latent attention, experts"],
+)
+def test_roles_give_the_numbers_of_maxtext(attention, dense, params, own):
+    word = jax.ShapeDtypeStruct((20, EMBED), jnp.float32)
+    layers = {**params, "first": stacked(EMBED), "second": stacked(EMBED)}
+    rest = {"embedding": word, "norm": word.update(shape=(EMBED,)), "logits_dense": word.update(shape=(EMBED, 20))}
+    tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        roles = rpx.roles(maxtext(attention, dense))({"layers": layers, **rest}, tokens)
+    found = muon_values(muon_dimensions(rpx.Chain(), roles, where="layers/.*"))
+    types = {path_text(path).removeprefix("layers/"): x for path, x in items({"layers": layers})}
+    expected = {}
+    for pattern, sides in {**TABLE, **own}.items():
+        for path, x in types.items():
+            if re.fullmatch(pattern, path):
+                expected[f"layers/{path}"] = tuple(tuple(axis % x.ndim for axis in axes) for axes in sides)
+    assert found == expected
+
+
+# What it gives -------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+LOSSES = json.loads((ROOT / "benchmarks" / "results" / "muon.json").read_text())["losses"]
+
+
+def test_muon_learns_characters_faster_than_adam_as_the_page_says():
+    page = (ROOT / "docs" / "api" / "geometry.md").read_text()
+    for chain, rows in LOSSES.items():
+        best = {name: min(row.values(), key=mean) for name, row in rows.items()}
+        assert {len(runs) for row in rows.values() for runs in row.values()} == {5}
+        assert all(ours < adam for ours, adam in zip(best["Muon"], best["Adam"], strict=True))
+        shown = " | ".join(f"{mean(runs):.2f} ({min(runs):.2f} to {max(runs):.2f})" for runs in best.values())
+        assert f"| {'no chain' if chain == 'none' else f'`{chain}`'} | {shown} |" in page
