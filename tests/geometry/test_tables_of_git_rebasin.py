@@ -54,7 +54,7 @@ class VGG(nn.Module):
 
 
 def vgg():
-    """``vgg16_permutation_spec()``: a permutation for each layer, that of the last convolution behind the flattening."""
+    """``vgg16_permutation_spec()``: a permutation for each layer, that of the last one behind the flattening."""
     table = {}
     for i in range(13):
         table |= conv(f"Conv_{i}", f"P_Conv_{i - 1}" if i else None, f"P_Conv_{i}")

@@ -17,3 +17,5 @@ from reparax.geometry._rotate import fold_scales as fold_scales
 from reparax.geometry._rotate import rotate as rotate
 from reparax.geometry._rotation import Rotate as Rotate
 from reparax.geometry._shrink import shrink as shrink
+from reparax.geometry._widths import Width as Width
+from reparax.geometry._widths import widths as widths
