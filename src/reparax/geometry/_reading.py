@@ -77,7 +77,12 @@ class Reading:
             else:
                 # Noise on weights is no data.
                 kind = Source.CONSTANT if given or is_keys(x) else Source.DATA
-                values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
+                what = (
+                    f"{path.partition('/')[2]!r}, which has no floating numbers"
+                    if given
+                    else f"{path!r}, which is data"
+                )
+                values.append(self._fixed(x.shape, f"an axis of {what}", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
                 self.labels.freeze(axis.label, "an axis of the result")

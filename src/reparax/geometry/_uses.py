@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from reparax._programs.equations.contractions import Conv, Dot, Gather
+from reparax._programs.equations.elementwise import Divide, Multiply
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
-from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
+from reparax.geometry._values import SAME, Axis, Labelled, Origin, Source, origins
 
 Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
@@ -49,7 +50,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind = max((value.kind for value in operands), default=Source.CONSTANT)
+        kind = max((value.kind for value in _changing(view, operands)), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
         if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
@@ -95,6 +96,13 @@ class Uses(list[DataProduct | Between | OtherRead]):
         return [
             Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
         ]
+
+
+def _changing(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
+    """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
+    if not isinstance(view, Multiply | Divide):
+        return operands
+    return [value for value in operands if any(value.basis(i) != SAME for i in range(len(value.axes)))] or operands
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:
