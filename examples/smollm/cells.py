@@ -1,7 +1,7 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
 A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, rotation,
-memory.
+units, memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, compression, files, model, moments, rotation, texts, tuning
+from examples.smollm import by_hand, compression, files, model, moments, rotation, texts, tuning, units
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
@@ -164,6 +164,18 @@ def rotated(basis: str, p: rpx.Parametrization) -> dict[str, Any]:
     return {"old": lost, "apart": rotation.apart(params, turned, rows, config)}
 
 
+def cut(left: float) -> dict[str, Any]:
+    """The network with a share of the inner units of its MLPs left."""
+    params, tokenizer, config = loaded()
+    learned, rows = compression.windows(tokenizer)
+    windows = texts.windows("prose", tokenizer, LENGTH)[:2]
+
+    def held_out(weights: Params) -> float:
+        return tuning.held_out(weights, rows, config, len(rows))
+
+    return units.measured(params, left, learned, held_out, windows, config)
+
+
 def stepped(way: str, seed: int) -> dict[str, Any]:
     """A thousand steps of Adam on the last layers."""
     params, _, config = loaded()
@@ -271,6 +283,7 @@ TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
         for name, p in rotation.STAGES.items()
     },
     "tuning": tuning_cells,
+    "units": lambda: {f"{left:.0%} left": once(functools.partial(cut, left)) for left in units.LEFT},
 }
 
 
