@@ -1,6 +1,6 @@
 """The loss between two networks on digits, before and after ``align``: git-re-basin's barrier, five seeds each.
 
-``python -m benchmarks.aligned`` writes ``benchmarks/results/aligned.json``. It takes about a minute of CPU.
+``python -m benchmarks.aligned`` writes ``benchmarks/results/aligned.json``. It takes about three minutes of CPU.
 """
 
 import functools
