@@ -212,6 +212,11 @@ CASES = {
         >> rpx.Delta(where=".*(dense|out)/kernel"),
         flat,
     ),
+    "a turned basis": (
+        rpx.WeightNorm(where="dense/.*")
+        >> rpx.Rotate(((4, (("dense/kernel", 1, 1), ("dense/bias", 0, 1), ("out/kernel", 0, 2))),), start="random"),
+        flat,
+    ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
     "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
     "blocks": (

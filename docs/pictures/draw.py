@@ -1,4 +1,4 @@
-"""Draws the pictures of the home page, of the README and of Concepts, each for light and for dark pages.
+"""Draws the pictures of the home page, the README, Concepts and the axes of a network, for light and for dark pages.
 
 Run: python docs/pictures/draw.py. It trains a layer for some seconds, and needs what the demo needs.
 """
@@ -27,6 +27,10 @@ DARK = {"ink": "#e6edf3", "dim": "#adbac7", "low": "#ff9a52", "zero": "#161b22",
 THEMES: Mapping[str, Mapping[str, str]] = {"light": LIGHT, "dark": DARK}
 
 FILLS = {"light": ("#dbe9f9", "#fde9cf", "#d9f2df"), "dark": ("#1c3350", "#4a3517", "#1d4029")}
+GROUPS = {
+    "light": ("#b9d6f5", "#f9d39b", "#b4e3bf", "#e3c6f0", "#f6bcbc", "#d5dbe1"),
+    "dark": ("#1f4a7a", "#6b4a14", "#1f5a2e", "#53306b", "#6e2b2b", "#3b444d"),
+}
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, Menlo, Consolas, monospace"
 
 
@@ -107,6 +111,14 @@ class Canvas:
             f'stroke="{self.theme["line"]}"/>'
         )
 
+    def cell(self, x: float, y: float, width: float, words: str, group: int | None) -> None:
+        """An axis, or a part of one, in the colour of its group."""
+        fill = "none" if group is None else GROUPS["dark" if self.theme is DARK else "light"][group]
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="28" rx="4" fill="{fill}" stroke="{self.theme["line"]}"/>'
+        )
+        self.text(x + width / 2, y + 19, words, size=13 if width > 100 else 10)
+
     def arrow(self, path: str, *, dashed: bool = False) -> None:
         """A line that ends in a tip."""
         dashes = ' stroke-dasharray="6 4"' if dashed else ""
@@ -182,8 +194,73 @@ def chain(name: str) -> None:
     canvas.write(f"chain-{name}.svg")
 
 
+WIDTH, HEADS, KEYS, SIZE, INNER, WORDS = 64, 8, 2, 8, 192, 1000
+NAMES = {
+    (WIDTH, "embed"): "stream, 64",
+    (INNER, "gate"): "units, 192",
+    (KEYS, "q"): "key heads, 2",
+    (HEADS // KEYS, "q"): "queries, 4",
+    (SIZE, "q"): "q sizes, 8",
+    (SIZE, "v"): "v sizes, 8",
+}
+SHAPES = {
+    "embed": (WORDS, WIDTH),
+    "norm1": (WIDTH,),
+    "q": (WIDTH, HEADS * SIZE),
+    "k": (WIDTH, KEYS * SIZE),
+    "v": (WIDTH, KEYS * SIZE),
+    "o": (HEADS * SIZE, WIDTH),
+    "norm2": (WIDTH,),
+    "gate": (WIDTH, INNER),
+    "up": (WIDTH, INNER),
+    "down": (INNER, WIDTH),
+    "last": (WORDS, WIDTH),
+}
+
+
+def transformer(w: Any, tokens: jax.Array) -> jax.Array:
+    """One block with grouped heads and a gated unit, as in Llama, without positions."""
+
+    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)) * scale
+
+    x = w["embed"][tokens]
+    h = normed(x, w["norm1"])
+    q, k, v = ((h @ w[name]).reshape(*h.shape[:2], -1, SIZE) for name in "qkv")
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["o"]
+    h = normed(x, w["norm2"])
+    return (x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]) @ w["last"].T
+
+
+def axes(name: str) -> None:
+    """Each weight of a transformer with its axes, in the colours of their groups."""
+    params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
+    groups = rpx.axis_groups(transformer)(params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
+    canvas = Canvas(name, 640, 40 + 34 * len(SHAPES) + 70, "The groups of axes of a transformer")
+    parts: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+    for number, group in enumerate(groups):
+        words = next(text for (size, path), text in NAMES.items()
+                     if size == group.size and path in {member.path for member in group.members})  # fmt: skip
+        for member in group.members:
+            parts.setdefault((member.path, member.axis), []).append((member.outer, number, words))
+    for row, (path, shape) in enumerate(SHAPES.items()):
+        y = 16 + 34 * row
+        canvas.text(70, y + 20, path, mono=True, anchor="end")
+        for axis, size in enumerate(shape):
+            found = sorted(parts.get((path, axis), []))
+            if not found:
+                canvas.cell(90 + 270 * axis, y, 260, f"{size}, words", None)
+            for i, (_, number, words) in enumerate(found):
+                wide = 260 / len(found)
+                canvas.cell(90 + 270 * axis + wide * i, y, wide, words, number)
+    canvas.text(320, 40 + 34 * len(SHAPES), "Axes of one colour are one axis of the network: permuted alike,", dim=True)
+    canvas.text(320, 62 + 34 * len(SHAPES), "it computes the same. Words are data and results.", dim=True)
+    canvas.write(f"axes-{name}.svg")
+
+
 if __name__ == "__main__":
     trees = tuned()
     for theme in THEMES:
         raw_and_effective(theme, *trees)
         chain(theme)
+        axes(theme)

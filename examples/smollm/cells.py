@@ -1,6 +1,7 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
-A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, memory.
+A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, rotation,
+units, memory.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, compression, files, model, moments, texts, tuning
+from examples.smollm import by_hand, compression, files, model, moments, rotation, texts, tuning, units
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
@@ -145,6 +146,36 @@ def compressed(p: rpx.Parametrization) -> dict[str, Any]:
     return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen()[1]}
 
 
+@functools.lru_cache(1)
+def in_basis(basis: str) -> tuple[Params, Any]:
+    """The network in another basis, and what each of its kernels is multiplied with."""
+    params, tokenizer, config = loaded()
+    turned = rotation.in_basis(params, basis, config)
+    return turned, compression.seen_in(turned, compression.windows(tokenizer)[0], config)
+
+
+def rotated(basis: str, p: rpx.Parametrization) -> dict[str, Any]:
+    """The loss of kernels that were stored in a basis, and how far the outputs of the basis itself are away."""
+    params, tokenizer, config = loaded()
+    rows = compression.windows(tokenizer)[1]
+    turned, seen = in_basis(basis)
+    weights = jax.jit(p.fold)(p.init(turned, seen=seen))
+    lost = tuning.held_out(weights, rows, config, len(rows))
+    return {"old": lost, "apart": rotation.apart(params, turned, rows, config)}
+
+
+def cut(left: float) -> dict[str, Any]:
+    """The network with a share of the inner units of its MLPs left."""
+    params, tokenizer, config = loaded()
+    learned, rows = compression.windows(tokenizer)
+    windows = texts.windows("prose", tokenizer, LENGTH)[:2]
+
+    def held_out(weights: Params) -> float:
+        return tuning.held_out(weights, rows, config, len(rows))
+
+    return units.measured(params, left, learned, held_out, windows, config)
+
+
 def stepped(way: str, seed: int) -> dict[str, Any]:
     """A thousand steps of Adam on the last layers."""
     params, _, config = loaded()
@@ -246,7 +277,13 @@ TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
     "memory": memory_cells,
     "moments": moments_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},
+    "rotation": lambda: {
+        f"{basis}, {name}": once(functools.partial(rotated, basis, p))
+        for basis in rotation.BASES
+        for name, p in rotation.STAGES.items()
+    },
     "tuning": tuning_cells,
+    "units": lambda: {f"{left:.0%} left": once(functools.partial(cut, left)) for left in units.LEFT},
 }
 
 

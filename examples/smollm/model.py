@@ -50,10 +50,10 @@ def shapes(config: Config) -> Params:
 def logits(params: Params, tokens: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
     """The logits of the next token after each of ``tokens``, of shape ``(batch, time)``.
 
-    ``read`` gives the weights of one layer from what ``params["layers"]`` holds for it.
+    ``read`` gives the weights of a layer from what ``params["layers"]`` holds; ``lm_head`` may be a table for the last.
     """
-    table = params["embed_tokens"]["embedding"]
-    return normed(through(params["layers"], table[tokens], config, read), params["norm"], config) @ table.T
+    x = through(params["layers"], params["embed_tokens"]["embedding"][tokens], config, read)
+    return normed(x, params["norm"], config) @ params.get("lm_head", params["embed_tokens"])["embedding"].T
 
 
 def through(layers: Any, x: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:

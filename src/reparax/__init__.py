@@ -15,7 +15,7 @@ Here is what most programs use. A family has these and the rest:
 ``rpx.products``   products that never form the weight: ``factored``, ``explain``
 ``rpx.draws``      noise of each example's own: ``local``
 ``rpx.seen``       the data that weights multiply: ``inputs``, ``calibrate``
-``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``
+``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``Rotate``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
 ``rpx.nnx``        a flax nnx model that is its chain too, for trainers that own the loss: ``Parametrized``
@@ -54,6 +54,7 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
+from reparax.geometry import Rotate as Rotate
 from reparax.geometry import align as align
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles

@@ -54,6 +54,7 @@ KINDS = {
     "Reparametrization": "reparametrization",
     "Reflected": "reflected",
     "RigL": "rigl",
+    "Rotate": "rotate",
     "Rotated": "rotated",
     "SET": "set",
     "Scale": "scale",

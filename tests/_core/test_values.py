@@ -112,6 +112,7 @@ STAGES = {
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
     "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
     "Reflected": [rpx.adapters.Reflected(2)],
+    "Rotate": [rpx.Rotate(((4, (("dense/kernel", 1, 1), ("out/kernel", 0, 2))),), start="random", seed=1)],
     "Rotated": [
         rpx.adapters.Rotated(4),
         rpx.adapters.Rotated(2, shared=True),

@@ -9,7 +9,7 @@ import pytest
 from grids import mostly_thorough
 
 import reparax as rpx
-from examples.smollm import by_hand, compression, many, model, moments, report, tuning
+from examples.smollm import by_hand, compression, many, model, moments, report, rotation, tuning, units
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -75,6 +75,27 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+@pytest.mark.parametrize("basis", ["scales folded", "hadamard"])
+def test_the_network_computes_the_same_in_each_basis(basis, params):
+    turned = rotation.in_basis(params, basis, TINY)
+    moved = jax.tree.map(lambda x, y: not np.allclose(x, y), turned, rotation.untied(params))
+    assert moved["layers"]["mlp"]["up_proj"]["kernel"]
+    assert rotation.apart(params, turned, ROWS, TINY) < 1e-5
+
+
+@pytest.mark.thorough
+def test_cut_units_leave_what_masked_ones_leave(params):
+    masked, small = units.pruned(params, 0.75, ROWS, TINY)
+    assert small["layers"]["mlp"]["down_proj"]["kernel"].shape == (TINY.layers, 18, TINY.width)
+    assert rotation.apart(masked, small, ROWS, TINY) < 1e-5
+    # By hand: the units of a layer whose reading weights, times the roots of mean squares, sum to least.
+    found = units.scores(params, ROWS, TINY)["layers"]["mlp"]["down_proj"]["kernel"].sum(-1)
+    dead = np.all(masked["layers"]["mlp"]["down_proj"]["kernel"] == 0, -1)
+    for score, gone in zip(np.asarray(found), dead, strict=True):
+        assert set(np.flatnonzero(gone)) == set(np.argsort(score)[:6])
+
+
 def test_the_loss_from_the_input_of_the_last_layers_is_that_of_the_model(params):
     x = moments.below(params, ROWS, TINY)
     got = moments.loss(moments.last(params), params["embed_tokens"]["embedding"], x, jnp.asarray(ROWS), TINY)

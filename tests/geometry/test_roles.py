@@ -69,6 +69,11 @@ USES = {
         ([W, V], KEY),
         [DENSE, DENSE],
     ),
+    "a multiple by a number that is data": (
+        lambda p, x, i: jnp.tanh(x @ (p[0] * i)) @ (p[1] / jnp.sum(x)),
+        ([W, V], X, ROW),
+        [DENSE, DENSE],
+    ),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
         ([W, V], X),
@@ -77,7 +82,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a penalty"))
+@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a multiple by a number that is data"))
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun)(*args))) == want
@@ -99,3 +104,11 @@ def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
         {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
     )
     assert found["w"] == Role(why="it is no array of floating numbers", shape=(3, 2), dtype=jnp.int8)
+
+
+def test_an_axis_of_whole_numbers_says_so_where_it_meets_a_weight():
+    params = {"q": jnp.ones((3, 4), jnp.int8), "s": jnp.ones(4)}
+    groups = axis_groups(lambda params, x: x @ (params["q"].astype(jnp.float32) * params["s"]))(
+        params, jnp.ones((5, 3))
+    )
+    assert groups.frozen == {("s", 0): "an axis of 'q', which has no floating numbers"}

@@ -12,11 +12,12 @@ from reparax._programs.call import Arguments, caller, is_keys
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import calls, reader_of
+from reparax.geometry._bases import Bases
 from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import NEVER, Axis, Labelled, Origin, Source
+from reparax.geometry._values import NEVER, VECTOR, Axis, Labelled, Origin, Source
 from reparax.geometry._zeros import AxisSum, Zeros, all_of
 
 
@@ -47,6 +48,7 @@ class Reading:
       labels: The labels of all axes.
       uses: How weights are used.
       sums: Which equations sum along an axis.
+      bases: Which axes can be turned, and which scales stand in the way.
       parameters: The arrays that the user named, by their number among all arrays.
       steps: Axes of parameters that a scan slices.
     """
@@ -56,6 +58,7 @@ class Reading:
         traced = arguments.traced()
         self.labels, self.uses, self.sums = Labels(), Uses(), list[AxisSum]()
         self.parameters: dict[int, Parameter] = {}
+        self.bases = Bases(self.labels)
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._lines = calls(traced.program)
@@ -74,7 +77,12 @@ class Reading:
             else:
                 # Noise on weights is no data.
                 kind = Source.CONSTANT if given or is_keys(x) else Source.DATA
-                values.append(self._fixed(x.shape, f"an axis of {path!r}, which is data", kind))
+                what = (
+                    f"{path.partition('/')[2]!r}, which has no floating numbers"
+                    if given
+                    else f"{path!r}, which is data"
+                )
+                values.append(self._fixed(x.shape, f"an axis of {what}", kind))
         for value in self._run(traced.program, values):
             for axis in value.axes:
                 self.labels.freeze(axis.label, "an axis of the result")
@@ -106,6 +114,7 @@ class Reading:
             return self._while(view, operands)
         if isinstance(view, Cond):
             branches = [self._body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
+            self.bases.require_vectors(value for outs in branches for value in outs)
             return [self._joined(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
         if isinstance(view, ShardMap):
             return self._sharded(eqn, operands)
@@ -115,6 +124,7 @@ class Reading:
         axes = axes_of(view, Operands(self.labels, view, operands, line))
         zeros = Zeros(self.labels, view, operands)
         outs = list(map(zeros.kept, self.uses.outputs(view, operands, axes, line)))
+        outs = self.bases.kept(view, operands, outs, line)
         self.sums += zeros.sums(outs, line)
         kept = _in_place(outs)
         for value in operands:
@@ -171,9 +181,11 @@ class Reading:
     ) -> tuple[list[Labelled], list[Labelled]]:
         """What is carried and what else comes out of a body, for the kind of values that it carries in the end."""
         seen, summed = len(self.uses), len(self.sums)
-        carry = [replace(value, vanishing=(), is_zero=False) for value in carry]
+        self.bases.require_vectors(carry)
+        carry = [replace(value, vanishing=(), is_zero=False, bases=()) for value in carry]
         while True:
             outs = self._body(body, [*consts, *carry, *steps])
+            self.bases.require_vectors(outs[: len(carry)])
             new = [self._joined(pair) for pair in zip(carry, outs, strict=False)]
             if list(map(_known, new)) == list(map(_known, carry)):
                 return new, outs[len(carry) :]
@@ -191,14 +203,16 @@ class Reading:
             self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
-            steps.append(Labelled(tuple(axes), value.kind, value.stacked | along.of, zero))
+            stacked = value.stacked | along.of
+            steps.append(Labelled(tuple(axes), value.kind, stacked, zero, bases=value.bases[1:]))
         carry, stacks = self._repeated(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
             self._share(value)
 
         def stack(value: Labelled) -> Labelled:
             zero = (NEVER, *(value.vanishes(i) for i in range(len(value.axes))))
-            return replace(value, axes=(Axis(self.labels.new(why)), *value.axes), vanishing=zero)
+            bases = (VECTOR, *value.bases) if value.bases else ()
+            return replace(value, axes=(Axis(self.labels.new(why)), *value.axes), vanishing=zero, bases=bases)
 
         return [*carry, *map(stack, stacks)]
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
+from reparax._programs.equations.elementwise import Divide, Multiply
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
-from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
+from reparax.geometry._values import SAME, Axis, Labelled, Origin, Source, origins
 
 Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
@@ -61,7 +62,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind = max((value.kind for value in operands), default=Source.CONSTANT)
+        kind = max((value.kind for value in _changing(view, operands)), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
         if isinstance(view, Dot) and all(value.kind is Source.DATA for value in operands):
             self.apart |= {operands[0].axes[k].label for k in view.batch[0]}
@@ -109,6 +110,13 @@ class Uses(list[DataProduct | Between | OtherRead]):
         return [
             Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
         ]
+
+
+def _changing(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
+    """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
+    if not isinstance(view, Multiply | Divide):
+        return operands
+    return [value for value in operands if any(value.basis(i) != SAME for i in range(len(value.axes)))] or operands
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:

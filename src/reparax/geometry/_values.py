@@ -38,11 +38,31 @@ class Axis:
         return cls(axes[0].label, of, all(a.in_place for a in axes) and len({owner for owner, _ in of}) == len(of))
 
 
+class Along(enum.Enum):
+    """How a value changes where an axis of the network is turned by an orthogonal matrix."""
+
+    VECTOR = "its entries along the axis are turned"
+    SAME = "its entries along the axis are equal, and stay"
+    PRODUCT = "its entries along the axis are products of two that are turned, so their sum stays"
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a value is along an axis; a product of data with a parameter may also be data times a scale."""
+
+    along: Along = Along.VECTOR
+    scale: Origin | None = None
+
+
+VECTOR, SAME = Basis(), Basis(Along.SAME)
+
+
 @dataclass(frozen=True)
 class Labelled:
     """A value: its axes, what it is computed from, axes of parameters of which it is one entry, and where it is zero.
 
     ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
+    ``bases`` has an entry for each axis, or none at all where all are vectors.
     """
 
     axes: tuple[Axis, ...]
@@ -50,6 +70,13 @@ class Labelled:
     stacked: frozenset[Origin] = field(default=frozenset())
     vanishing: tuple[Conditions, ...] = ()
     is_zero: bool = False
+    bases: tuple[Basis, ...] = ()
+
+    def basis(self, i: int) -> Basis:
+        """What it is along an axis; a number is the same along all."""
+        if not self.axes:
+            return SAME
+        return self.bases[i] if self.bases else VECTOR
 
     def vanishes(self, i: int) -> Conditions:
         """When the slice at an index of an axis is zero."""

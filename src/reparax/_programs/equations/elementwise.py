@@ -62,7 +62,18 @@ class Negate(Pointwise):
 class Arithmetic(Pointwise):
     """Another operation that takes about as long as a sum."""
 
-    names = ("max", "min", "abs", "sign", "square", "integer_pow", "is_finite")
+    names = ("max", "min", "abs", "sign", "is_finite")
+
+
+class Power(Arithmetic):
+    """A power with a known whole exponent."""
+
+    names = ("square", "integer_pow")
+
+    @property
+    def exponent(self) -> int:
+        """The exponent."""
+        return self.eqn.params.get("y", 2)
 
 
 class Bitwise(Pointwise):
