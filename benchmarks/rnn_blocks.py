@@ -83,7 +83,7 @@ def waited(run: Callable[[Any, jax.Array], jax.Array], params: Any, xs: jax.Arra
 
 def in_jax(parts: dict[str, jax.Array], xs: jax.Array) -> dict[str, Callable[[], Any]]:
     """A call for each way in jax."""
-    block = rpx.convert(parts, PARTS, LAYOUT)
+    block = rpx.shared.convert(parts, PARTS, LAYOUT)
     pack, split = rpx.shared.Pack(LAYOUT), rpx.shared.Split(LAYOUT)
     ways = {
         "packed once (Pack)": waited(lambda raw, xs: fused(pack.apply(raw), xs), pack.init(block), xs),

@@ -82,7 +82,6 @@ from reparax.quantized import Stored as Stored
 from reparax.seen import calibrate as calibrate
 from reparax.seen import inputs as inputs
 from reparax.shared import Tie as Tie
-from reparax.shared import convert as convert
 from reparax.sparse import Freeze as Freeze
 from reparax.sparse import MagnitudePrune as MagnitudePrune
 from reparax.sparse import Mask as Mask

@@ -583,7 +583,7 @@ def test_recurrent_cells_go_through_convert():
     state = {f"lstm.{name}_l0": x for name, x in like["lstm"].items() if name != "weight_hh"}
     state |= {"lstm.weight_hh_l0_g": numbers(8, 1), "lstm.weight_hh_l0_v": numbers(8, 2)}
     effective = p.fold(rpx.from_torch(p, state, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
-    cell = rpx.convert(effective["lstm"], "torch.lstm", "flax.lstm")
+    cell = rpx.shared.convert(effective["lstm"], "torch.lstm", "flax.lstm")
     v = numbers(8, 2) / np.linalg.norm(numbers(8, 2), axis=1, keepdims=True) * numbers(8, 1)
     np.testing.assert_allclose(cell["hf"]["kernel"], v[2:4].T, rtol=1e-6)
 

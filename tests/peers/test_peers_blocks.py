@@ -113,7 +113,7 @@ def test_a_cell_of_torch_computes_the_same_in_every_other_library(name):
     layout = name.split(",")[0]
     kind = "gru" if layout.endswith("gru") else "lstm"
     peer = module(torch.nn.GRUCell if kind == "gru" else torch.nn.LSTMCell, INPUTS, HIDDEN)
-    params = rpx.convert(arrays(peer), f"torch.{kind}", layout)
+    params = rpx.shared.convert(arrays(peer), f"torch.{kind}", layout)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         got = CELLS[name](params)
     np.testing.assert_allclose(got, unrolled(peer).detach().numpy(), rtol=1e-5, atol=1e-6)
@@ -124,7 +124,7 @@ def test_the_attention_of_torch_is_that_of_flax_from_converted_numbers():
     with torch.no_grad():
         for i, bias in enumerate((peer.in_proj_bias, peer.out_proj.bias)):
             bias.copy_(torch.arange(bias.numel()) * 0.1 - i)
-    params = rpx.convert(arrays(peer), "torch.attention", "flax.attention", heads=2)
+    params = rpx.shared.convert(arrays(peer), "torch.attention", "flax.attention", heads=2)
     x = np.random.default_rng(0).standard_normal((3, 4, 6)).astype(np.float32)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         got = linen.MultiHeadDotProductAttention(num_heads=2).apply({"params": params}, jnp.asarray(x))

@@ -7,8 +7,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax import convert
-from reparax.shared import Concat, CudnnLSTM, Pack, Split, gates
+from reparax.shared import Concat, CudnnLSTM, Pack, Split, convert, gates
 
 W = np.ones((5, 8), np.float32)
 TWO = Concat(("a: 3 8", "b: 2 8"))

@@ -363,11 +363,11 @@ PAIRS = [
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_convert_moves_numbers_to_where_the_other_library_has_them(source, target):
-    same(rpx.convert(cell(source), source, target, **sizes(source)), cell(target))
+    same(rpx.shared.convert(cell(source), source, target, **sizes(source)), cell(target))
 
 
 def there_and_back(tree, a, b):
-    return rpx.convert(rpx.convert(tree, a, b, **sizes(a)), b, a, **sizes(b))
+    return rpx.shared.convert(rpx.shared.convert(tree, a, b, **sizes(a)), b, a, **sizes(b))
 
 
 CELLS = [name for name in (*family("lstm"), *family("gru")) if name not in ("haiku.gru", "nnx.gru")]
@@ -383,36 +383,36 @@ def test_from_the_second_time_on_there_and_back_between_any_two_gives_the_same_b
 
 def test_the_projections_of_torch_are_those_of_flax_there_and_back():
     tree = cell("torch.attention")
-    got = rpx.convert(tree, "torch.attention", "flax.attention", heads=HEADS)
+    got = rpx.shared.convert(tree, "torch.attention", "flax.attention", heads=HEADS)
     same(got["key"], {"kernel": ATTENTION["key"], "bias": ATTENTION["key_bias"]})
     same(got["out"], {"kernel": ATTENTION["out"][:, :KEY], "bias": ATTENTION["out_bias"]})
-    same(rpx.convert(got, "flax.attention", "torch.attention"), tree)
+    same(rpx.shared.convert(got, "flax.attention", "torch.attention"), tree)
 
 
 def test_two_biases_become_their_sum_and_one_becomes_two_of_which_one_is_zero():
-    one = rpx.convert(cell("torch.lstm"), "torch.lstm", "equinox.lstm")
+    one = rpx.shared.convert(cell("torch.lstm"), "torch.lstm", "equinox.lstm")
     same(one["bias"], columns("bias", "ifgo") + columns("hidden_bias", "ifgo"))
-    two = rpx.convert(cell("equinox.lstm"), "equinox.lstm", "torch.lstm")
+    two = rpx.shared.convert(cell("equinox.lstm"), "equinox.lstm", "torch.lstm")
     same(two["bias_ih"], columns("bias", "ifgo"))
     same(two["bias_hh"], np.zeros(4 * HIDDEN, np.float32))
 
 
 def test_biases_of_gru_are_added_but_for_the_one_that_the_reset_gate_scales():
-    got = rpx.convert(cell("torch.gru"), "torch.gru", "flax.gru")
+    got = rpx.shared.convert(cell("torch.gru"), "torch.gru", "flax.gru")
     same(got["ir"]["bias"], GATES["bias_r"] + GATES["hidden_bias_r"])
     same(got["iz"]["bias"], GATES["bias_z"] + GATES["hidden_bias_z"])
     same(got["in"]["bias"], GATES["bias_n"])
     same(got["hn"]["bias"], GATES["hidden_bias_n"])
-    small = rpx.convert(cell("nnx.gru"), "nnx.gru", "flax.gru")
+    small = rpx.shared.convert(cell("nnx.gru"), "nnx.gru", "flax.gru")
     same(small["hn"]["bias"], np.zeros(HIDDEN, np.float32))
-    same(rpx.convert(small, "flax.gru", "nnx.gru"), cell("nnx.gru"))
+    same(rpx.shared.convert(small, "flax.gru", "nnx.gru"), cell("nnx.gru"))
 
 
 def test_the_one_that_haiku_adds_to_its_forget_gate_is_in_the_bias_of_the_others():
-    got = rpx.convert(cell("haiku.lstm"), "haiku.lstm", "flax.lstm")
+    got = rpx.shared.convert(cell("haiku.lstm"), "haiku.lstm", "flax.lstm")
     same(got["hf"]["bias"], GATES["bias_f"] + np.float32(1))
     same(got["hi"]["bias"], GATES["bias_i"])
-    back = rpx.convert(cell("flax.lstm"), "flax.lstm", "haiku.lstm")
+    back = rpx.shared.convert(cell("flax.lstm"), "flax.lstm", "haiku.lstm")
     same(back["linear"]["b"], np.concatenate([GATES["bias_i"], GATES["bias_g"], GATES["bias_f"] - 1, GATES["bias_o"]]))
 
 
@@ -425,11 +425,13 @@ def test_a_cell_without_biases_is_one_in_every_layout():
         p = rpx.shared.Pack(name)
         same(p.apply(p.init(weights)), weights)
     weights = {path: x for path, x in cells()["equinox.lstm"].items() if "bias" not in path}
-    got = rpx.convert(weights, "equinox.lstm", "torch.lstm")
+    got = rpx.shared.convert(weights, "equinox.lstm", "torch.lstm")
     assert sorted(got) == ["weight_hh", "weight_ih"]
-    same(rpx.convert(got, "torch.lstm", "equinox.lstm"), weights)
+    same(rpx.shared.convert(got, "torch.lstm", "equinox.lstm"), weights)
     assert sorted(
-        rpx.shared.Split("equinox.lstm", model="flax.lstm").init(rpx.convert(weights, "equinox.lstm", "flax.lstm"))
+        rpx.shared.Split("equinox.lstm", model="flax.lstm").init(
+            rpx.shared.convert(weights, "equinox.lstm", "flax.lstm")
+        )
     ) == [f"{source}{gate}" for source in "hi" for gate in "fgio"]
 
 

@@ -71,7 +71,7 @@ def expected(name):
 @pytest.mark.parametrize("name", [name for name in CELLS if name not in ("flax.lstm", "flax.gru")])
 def test_a_cell_of_each_library_trains_as_that_of_flax_from_converted_numbers(name):
     layout, kind = name.split(",")[0], name.split(",")[0].split("_")[-1].split(".")[-1]
-    params = rpx.convert(LSTM if kind == "lstm" else GRU, f"flax.{kind}", layout)
+    params = rpx.shared.convert(LSTM if kind == "lstm" else GRU, f"flax.{kind}", layout)
     for got in compared(CELLS[name], [rpx.Chain(), rpx.shared.Pack(layout)], params):
         np.testing.assert_allclose(got, expected(f"flax.{kind}"), rtol=1e-5)
 
@@ -86,7 +86,7 @@ def test_a_cell_of_flax_trains_the_same_with_the_blocks_of_each_library_as_raw_v
 
 @pytest.mark.thorough
 def test_the_flat_vector_of_cudnn_trains_from_gates_as_flax_with_one_bias_and_as_torch_with_two():
-    arrays = rpx.convert(LSTM, "flax.lstm", "torch.lstm")
+    arrays = rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")
     vector = jnp.concatenate([arrays[name].ravel() for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")])
     stages = [rpx.shared.CudnnLSTM(INPUTS, HIDDEN, biases=biases) for biases in (1, 2)]
     one, two = compared(cudnn_lstm, stages, {"weights": vector})
@@ -95,7 +95,7 @@ def test_the_flat_vector_of_cudnn_trains_from_gates_as_flax_with_one_bias_and_as
 
 
 OTHERS = {
-    "torch.lstm": (torch_lstm, rpx.convert(LSTM, "flax.lstm", "torch.lstm")),
+    "torch.lstm": (torch_lstm, rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")),
     "nnx.gru": (
         lambda params: nnx_cell(nnx.GRUCell, zeros(), params),
         {

@@ -44,7 +44,7 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> cell = {"weight_ih": jnp.ones((8, 3)), "weight_hh": jnp.ones((8, 2)), "bias": jnp.ones(8)}
-      >>> jax.tree.map(jnp.shape, rpx.convert(cell, "equinox.lstm", "haiku.lstm"))
+      >>> jax.tree.map(jnp.shape, rpx.shared.convert(cell, "equinox.lstm", "haiku.lstm"))
       {'linear': {'b': (8,), 'w': (5, 8)}}
     """
     arrays = {path_text(path).replace(".", "/"): x for path, x in items(tree) if is_array(x)}
