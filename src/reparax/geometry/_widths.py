@@ -75,6 +75,6 @@ def _width(path: str, role: Role, wide: set[tuple[Any, ...]]) -> Width:
         return Width("vector", 1)
     if role.ambiguous:
         return Width("tied", inputs)
-    ends = tuple(any((path, axis) in wide for axis in axes) for axes in (role.inputs, role.outputs))
+    into, out = (any((path, axis) in wide for axis in axes) for axes in (role.inputs, role.outputs))
     kinds = {(True, True): "hidden", (False, True): "input", (True, False): "output", (False, False): "finite"}
-    return Width(kinds[ends], inputs)
+    return Width(kinds[into, out], inputs)
