@@ -36,5 +36,5 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_tells_by_which_inputs_it_divides(name):
     function, want = PROGRAMS[name]
-    program, consts = jaxprs.opened(jax.make_jaxpr(function)(X, X))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(X, X))
     assert {i - len(consts) for i in divisors(program) if i >= len(consts)} == want

@@ -73,7 +73,7 @@ def test_the_compiler_for_tpus_is_the_one_that_belongs_to_this_jax():
 def test_a_closed_program_has_constants_which_become_its_first_inputs():
     # Since jax 0.11.0 Jaxpr and ClosedJaxpr are one class.
     closed = jax.make_jaxpr(lambda x: x @ W)(X)
-    opened, consts = jaxprs.opened(closed)
+    opened, consts = jaxprs.consts_first(closed)
     assert [v.aval.shape for v in opened.invars] == [(2, 3), (4, 2)]
     assert not opened.constvars
     same([*consts, *jaxprs.evaluate(opened, [*consts, X])], [W, X @ W])
@@ -81,7 +81,7 @@ def test_a_closed_program_has_constants_which_become_its_first_inputs():
 
 def test_an_open_program_is_opened_as_it_is():
     # Until jax 0.10.2 checkpoint held an open program, and jit a closed one.
-    inside, consts = jaxprs.opened(jaxprs.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
+    inside, consts = jaxprs.consts_first(jaxprs.inner(equation("remat2", jax.checkpoint(jnp.sin), W))[0])
     assert consts == []
     same(jaxprs.evaluate(inside, [W]), [jnp.sin(W)])
 
@@ -110,7 +110,7 @@ def _layers(x, w):
 def test_the_gradient_of_a_program_has_the_equations_and_lines_that_jax_gives_it():
     square = jnp.ones((3, 3))
     closed = jax.make_jaxpr(_layers)(square, square)
-    held, _ = jaxprs.opened(closed)
+    held, _ = jaxprs.consts_first(closed)
     by_jax = jax.extend.core.jaxpr_as_fun(closed)
     got = jax.make_jaxpr(jax.grad(lambda *args: jaxprs.evaluate(held, args)[0], (0, 1)))(square, square)
     want = jax.make_jaxpr(jax.grad(lambda *args: by_jax(*args)[0], (0, 1)))(square, square)

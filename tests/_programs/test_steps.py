@@ -39,7 +39,7 @@ FUNCTIONS = {
 
 
 def planned(function):
-    program, consts = jaxprs.opened(jax.make_jaxpr(function)(W, B))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(W, B))
     return steps.plan(program, [(program.outvars[0], 0)]), dict(zip(program.invars, [*consts, W, B], strict=True))
 
 

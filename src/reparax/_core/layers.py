@@ -111,8 +111,8 @@ class Site(ABC):
         """The raw values of the arrays, of which ``seen`` says what they are multiplied with."""
 
     @abstractmethod
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        """The arrays of raw values."""
+    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
+        """The arrays of raw values; ``drawn`` is the key of a random site, or for noise the draw."""
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         """The values that change in one training step."""

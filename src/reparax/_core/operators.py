@@ -25,19 +25,17 @@ def _refusal(symbol: str, *, reflected: bool) -> Any:
 
 def other_than_stages(first: Any, symbol: str, second: Any) -> TypeError:
     """The error for ``first >> second``, or another operator, where they are not two stages joined by ``>>``."""
-    text = f"{_short(first)} {symbol} {_short(second)}"
+    text = f"{_as_code(first)} {symbol} {_as_code(second)}"
     if others := [x for x in (first, second) if not isinstance(x, Static)]:
         return TypeError(f"{text}: expected a stage, but got {other_than_a_stage(others[0])}")
     return TypeError(
         f"{text}: stages are joined by `>>`, first the one that acts on the raw values. Write "
-        f"`{_short(first)} >> {_short(second)}`."
+        f"`{_as_code(first)} >> {_as_code(second)}`."
     )
 
 
-def _short(x: Any) -> str:
+def _as_code(x: Any) -> str:
     """A stage as code; of anything else the name, or the type."""
-    if isinstance(x, Static):
-        return repr(x)
-    if x is None or isinstance(x, bool | int | float | str):
+    if x is None or isinstance(x, Static | bool | int | float | str):
         return repr(x)
     return str(getattr(x, "__name__", type(x).__name__))

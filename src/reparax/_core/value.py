@@ -227,13 +227,13 @@ def _has_no_default(each: dataclasses.Field[Any]) -> bool:
 
 
 def _refuse_init(cls: type) -> None:
-    """Refuses a class with an ``__init__``: a stage is compared, copied and serialized by its fields alone."""
+    """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
     if "__init__" not in cls.__dict__:
         return
     arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-    declared = ", ".join(f"`{_declaration(each)}`" for each in arguments) or "what varies"
+    fields = ", ".join(f"`{_declaration(each)}`" for each in arguments) or "what varies"
     raise TypeError(
-        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {declared} in "
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
         f"the class instead, with its own type, and check values in `__post_init__`."
     )
 

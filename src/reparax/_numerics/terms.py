@@ -165,7 +165,7 @@ def _checked(terms: Any) -> Sequence[Term]:
     return terms
 
 
-def declared(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
+def with_terms_recorded(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
     """``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
 
     Every transformation of JAX keeps the name of a call.

@@ -1,4 +1,4 @@
-"""The arguments of a user's function as flat arrays: which of them the user named, and their paths."""
+"""The arguments of a user's function as flat arrays: which of them the user chose by ``argnums``, and their paths."""
 
 import functools
 import inspect
@@ -25,14 +25,14 @@ class Arguments:
     leaves: list[Any]
     treedef: Any
     places: list[int]
-    given: list[bool]
+    chosen: list[bool]
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
-        """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are given."""
+        """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are chosen."""
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-        chosen = _chosen(who, argnums, args)
-        flags = [i in chosen for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        positions = _chosen(who, argnums, args)
+        flags = [i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
         places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
         return cls(fun, leaves, treedef, places, [flags[i] for i in places])
@@ -66,22 +66,31 @@ class Arguments:
         args, kwargs = self.treedef.unflatten(leaves)
         return (fun or self.fun)(*args, **kwargs)
 
-    def traced(self) -> "Traced":
-        """The program of the traced leaves of the result."""
-        found: list[Any] = []
+    def trace(self) -> "Traced":
+        """Traces the function, once: its program gives the leaves of the result that are traced."""
+        found: list[_Result] = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
-            found[:] = treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}
+            found.append(_Result(treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}))
             return [out for out in outs if isinstance(out, Tracer)]
 
-        program, consts = jaxprs.opened(jax.make_jaxpr(of_arrays)(*self.arrays))
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
 
-        def restored(outputs: list[Any]) -> Any:
-            (treedef, untraced), made = found, iter(outputs)
-            return treedef.unflatten([untraced[i] if i in untraced else next(made) for i in range(treedef.num_leaves)])
+        return Traced(program, [*consts, *self.arrays], [*(False for _ in consts), *self.chosen], found[-1].restored)
 
-        return Traced(program, [*consts, *self.arrays], [*(False for _ in consts), *self.given], restored)
+
+@dataclass(frozen=True)
+class _Result:
+    """What a function returned while it was traced: the structure, and the leaves that are not traced."""
+
+    treedef: Any
+    untraced: dict[int, Any]
+
+    def restored(self, outputs: Sequence[Any]) -> Any:
+        """The whole result, with these values of the traced leaves."""
+        made, n = iter(outputs), self.treedef.num_leaves
+        return self.treedef.unflatten([self.untraced[i] if i in self.untraced else next(made) for i in range(n)])
 
 
 @dataclass(frozen=True)
@@ -91,14 +100,14 @@ class Traced:
     Attributes:
       program: The program, with its constants as first inputs.
       inputs: The value of each input.
-      given: Which inputs the user named.
-      restored: Makes the whole result from the outputs.
+      chosen: Which inputs the user chose.
+      restore: Makes the whole result from the outputs.
     """
 
     program: Jaxpr
     inputs: list[Any]
-    given: list[bool]
-    restored: Callable[[list[Any]], Any]
+    chosen: list[bool]
+    restore: Callable[[list[Any]], Any]
 
 
 def caller(method: str, fun: Any, argnums: Any) -> str:

@@ -46,7 +46,7 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
 
 def rewritten(jaxpr: Jaxpr, args: Sequence[Any], special: Special) -> tuple[Jaxpr, list[Any]]:
     """The program of ``run`` at these inputs, with constants as its first inputs, and these."""
-    return jaxprs.opened(jax.make_jaxpr(lambda *args: run(jaxpr, args, special))(*args))
+    return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, special))(*args))
 
 
 def flags(env: Known, atoms: Iterable[Any]) -> Flags:

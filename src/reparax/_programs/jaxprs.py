@@ -89,7 +89,7 @@ def rehearse(works: Callable[[], bool]) -> None:
 # ---- programs
 
 
-def opened(program: Any) -> tuple[Jaxpr, list[Any]]:
+def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
     """The program with its constants as first inputs, and these constants."""
     jaxpr = _open(program)
     consts = list(getattr(program, "consts", ()))
@@ -217,7 +217,7 @@ def batched(
 
     jax.make_jaxpr(jax.vmap(watched, tuple(dims), 0, **settings))(*args)
     mapped = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), places, **settings)
-    return *opened(jax.make_jaxpr(mapped)(*args)), places
+    return *consts_first(jax.make_jaxpr(mapped)(*args)), places
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -337,8 +337,8 @@ def pushing(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, lis
     # Until jax 0.11.0 what is stored are constants of the program, since then its first inputs.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in found]
     if sizes != [(len(stored) + len(points), n_outs)]:
-        return opened(jax.make_jaxpr(linear)(*points))
-    return opened(found[0])[0], stored
+        return consts_first(jax.make_jaxpr(linear)(*points))
+    return consts_first(found[0])[0], stored
 
 
 def type_of(v: Any) -> Any:
@@ -416,7 +416,7 @@ def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
     """The programs inside an equation, each with its constants as first inputs, and these constants."""
-    return [opened(program) for program in _held(eqn)]
+    return [consts_first(program) for program in _held(eqn)]
 
 
 def is_placed(eqn: JaxprEqn) -> bool:

@@ -233,7 +233,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
     def pushed(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *args: jaxprs.evaluate(alone, args), primals, tangents)
 
-    program, held = jaxprs.opened(jax.make_jaxpr(pushed)(types, types))
+    program, held = jaxprs.consts_first(jax.make_jaxpr(pushed)(types, types))
 
     def slope(*, moves: bool) -> Any:
         return _inside(program, [(v, axis) for v in program.outvars], len(held), moves=moves)

@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._axes.origin import Places, probe
 from reparax._data.seen import ANY, Seen, require_data
-from reparax._numerics.terms import declared
+from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.remembered import remembered, together
 from reparax._tree.markers import (
@@ -89,7 +89,8 @@ def followed_axes(at: Arrangement, types: Types) -> dict[str, Places]:
 
 def apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    return declared(stage.apply_leaf, stage.terms_leaf, *args) if stage._tells else stage.apply_leaf(*args)
+    recorded = stage._declares_terms
+    return with_terms_recorded(stage.apply_leaf, stage.terms_leaf, *args) if recorded else stage.apply_leaf(*args)
 
 
 def _values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:

@@ -54,8 +54,8 @@ class _Group(Site):
             ) from error
         return values
 
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        del random
+    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
+        del drawn
         return _closed(self.stage, self.stacked)(values)
 
 

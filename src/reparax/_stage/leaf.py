@@ -128,7 +128,7 @@ class Reparametrization(Leafwise):
     _planner: ClassVar[type[Planner]] = OnArrays
     _update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update_leaf`` takes after the values: ``"grad"``, ``"key"``, both or none."""
-    _tells: ClassVar[bool] = False
+    _declares_terms: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -138,7 +138,7 @@ class Reparametrization(Leafwise):
         formula, terms = (_written_in(cls, name) for name in ("apply_leaf", "terms_leaf"))
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         inherited = terms is Reparametrization or not issubclass(terms, formula)
-        cls._tells = not inherited and formula.apply_leaf is not _sum_of_terms
+        cls._declares_terms = not inherited and formula.apply_leaf is not _sum_of_terms
         cls._update_reads = _read_by_update(cls)
         starts = ("init_leaf", "draw_leaf")
         cls._sees = any("seen" in inspect.signature(getattr(cls, name)).parameters for name in starts)
@@ -177,8 +177,9 @@ class Reparametrization(Leafwise):
     def terms_leaf(self, *args: Any, **kwargs: Any) -> Sequence[Term]:
         """The effective array as a sum of terms, which :func:`factored` does not form.
 
-        You do not need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: then reparax
-        finds the terms itself.
+        It takes what ``apply_leaf`` takes, ``(values)`` or ``(values, key)``, and the sum equals that array. You do not
+        need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: then reparax finds the terms
+        itself.
         """
         raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
 

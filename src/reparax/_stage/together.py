@@ -33,8 +33,8 @@ class _All(Site):
         require_start(self.stage, self._closed, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
         return values
 
-    def close(self, values: Held, random: Array | None) -> Mapping[str, Any]:
-        del random
+    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
+        del drawn
         return self._closed(values)
 
     def _closed(self, values: Held) -> dict[str, Array]:

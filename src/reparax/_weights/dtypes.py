@@ -13,7 +13,7 @@ from jax import lax
 
 
 def has_range(dtype: Any) -> bool:
-    """Whether numbers of a dtype may be multiplied in another order: in float16 and smaller, factors may overflow."""
+    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
     return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
 
 
@@ -55,12 +55,10 @@ def stored(array: Any, dtype: Any) -> Any:
     return array if whole and exact(dtype, array.dtype) else array.astype(dtype)
 
 
-def in_any_order(precision: Any) -> bool:
-    """Whether products of a precision keep the range of their operands."""
-    if (
-        not isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-        or precision is lax.DotAlgorithmPreset.DEFAULT
-    ):
+def keeps_range(precision: Any) -> bool:
+    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
         return True
-    types = getattr(precision, "supported_lhs_types", None)
+    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
     return types is not None and all(map(has_range, types))

@@ -18,7 +18,7 @@ class Facts:
     """Facts about one value.
 
     Attributes:
-      known: Whether it depends on named arguments only.
+      known: Whether it depends on chosen arguments only.
       still: Whether it gets no gradient.
       origins: The arguments on which it depends.
       differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
@@ -77,9 +77,9 @@ def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
     return [*(NUMBER for _ in consts), *facts]
 
 
-def known(program: Jaxpr, given: list[bool]) -> list[Facts]:
-    """Facts about the inputs of a program; ``given`` says which of them are named."""
-    flags = with_roots(program, given)
+def facts_of_inputs(program: Jaxpr, chosen: list[bool]) -> list[Facts]:
+    """Facts about the inputs of a program, of which the user chose some."""
+    flags = with_roots(program, chosen)
     return [
         Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
         for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))

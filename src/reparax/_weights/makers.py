@@ -15,7 +15,7 @@ from reparax._programs.equations.moves import Broadcast
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax._weights import moves
-from reparax._weights.dtypes import covers, has_range, in_any_order
+from reparax._weights.dtypes import covers, has_range, keeps_range
 from reparax._weights.facts import Facts
 from reparax._weights.multiply import ENTRY, cost
 from reparax._weights.sums import Product, Sum, complete, contracted, entries, multiplied
@@ -39,7 +39,7 @@ def may_make(eqn: JaxprEqn) -> bool:
 def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
     found = combined(eqn, args, facts)
-    return found if found is not None and all(map(_is_worth, found.products)) else None
+    return found if found is not None and all(map(_is_smaller_in_factors, found.products)) else None
 
 
 def combined(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
@@ -70,8 +70,8 @@ def _whole(x: Any, *, still: bool) -> Sum:
     return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
 
 
-def _is_worth(product: Product) -> bool:
-    """Whether at most one factor of a product is as large as the product."""
+def _is_smaller_in_factors(product: Product) -> bool:
+    """Whether at most one factor of a product is as large as the product, as the base of an adapter is."""
     size = entries(label.size for group in product.axes for label in group)
     return sum(factor.size >= size for factor in product.factors) <= 1
 
@@ -97,7 +97,7 @@ def _pairs(
 
 def _dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
     contracting, batch = view.contracting, view.batch
-    if not in_any_order(view.precision):
+    if not keeps_range(view.precision):
         return None
     precision = x.precision or y.precision or view.precision
     return _pairs(view, x, y, lambda a, b: contracted(a, b, contracting, batch), precision)

@@ -9,9 +9,9 @@ from reparax._programs import jaxprs
 from reparax._programs.call import Arguments, Traced
 
 
-def paths_of(given: Arguments, traced: Traced) -> dict[int, str]:
+def paths_of(arguments: Arguments, traced: Traced) -> dict[int, str]:
     """The path of each input of a program that is an argument, but for keys."""
-    paths = dict(enumerate(given.paths, start=len(traced.inputs) - len(given.paths)))
+    paths = dict(enumerate(arguments.paths, start=len(traced.inputs) - len(arguments.paths)))
     types = [jaxprs.type_of(v).dtype for v in traced.program.invars]
     return {i: path for i, path in paths.items() if not jnp.issubdtype(types[i], jax.dtypes.prng_key)}
 

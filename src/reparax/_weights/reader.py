@@ -29,8 +29,8 @@ AS_IS: Outs = ([], [])
 class Way(Protocol):
     """What a reader does with weights: where they start, and what happens where they are read.
 
-    For each equation the reader asks ``declared``; then, if it holds no program and moves no weight, ``made`` and
-    ``used``; and ``formed`` for each weight that is needed as an array.
+    For each equation, with what is known of its outputs, the reader asks ``declared``; then, if it holds no program and
+    moves no weight, ``made`` and ``used``; and ``formed`` for each weight that is needed as an array.
 
     Attributes:
       state: Arrays that go through the program, into the bodies of loops too, and change on the way.
@@ -43,16 +43,18 @@ class Way(Protocol):
         ...
 
     def declared(
-        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         """The outputs of an equation of which something is said; ``alone`` says whether only the first is read."""
         ...
 
-    def made(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    def made(
+        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    ) -> Outs | None:
         """The outputs of an equation that makes a weight."""
         ...
 
-    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         """The array of a product with a weight; None if the equation is no such product."""
         ...
 
@@ -171,7 +173,7 @@ class _Run:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
         alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        found = reader.way.declared(reader, eqn, args, facts, alone=alone)
+        found = reader.way.declared(reader, eqn, args, facts, own, alone=alone)
         if found is not None:
             return _unless_as_is(found)
         body = bodies.rule(eqn)
@@ -180,10 +182,10 @@ class _Run:
         moved = moves.moved(eqn, args)
         if moved is not None:
             return moved, [own for _ in moved]
-        made = reader.way.made(reader, eqn, args, facts)
+        made = reader.way.made(reader, eqn, args, facts, own)
         if made is not None:
             return _unless_as_is(made)
-        used = reader.way.used(reader, eqn, args, facts)
+        used = reader.way.used(reader, eqn, args, facts, own)
         return None if used is None else ([used], [own])
 
     def _flush(self) -> None:

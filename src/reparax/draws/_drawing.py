@@ -19,7 +19,7 @@ from reparax._programs.equations.elementwise import ConvertType, Select
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._weights import bodies, makers
 from reparax._weights.dtypes import narrows
-from reparax._weights.facts import Facts, of_equation
+from reparax._weights.facts import Facts
 from reparax._weights.reader import Outs, Reader
 from reparax._weights.sums import Product, Sum
 from reparax.draws._noisy import Noisy, formed, moments
@@ -67,9 +67,9 @@ class Drawing:
         return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
     def declared(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
-        own, view = of_equation(eqn, facts), view_of(eqn)
+        view = view_of(eqn)
         if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
             # The factors stay as they are, because the whole is rounded, and not each of them.
             return [replace(args[0], dtype=view.new_dtype)], [own]
@@ -82,15 +82,17 @@ class Drawing:
         product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
         return [Sum((product,), array.shape, array.dtype, None, _root(eqn, own))], [own]
 
-    def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-        own, others = of_equation(eqn, facts), _others(args, facts)
+    def made(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    ) -> Outs | None:
+        others = _others(args, facts)
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
         made = makers.chosen(args) if kind_of(eqn) is Select else makers.combined(eqn, args, facts)
         return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         others = _others(args, facts)
         if len(others) != len(args) - 1 or all(each.known for each in others):
             return None
@@ -106,7 +108,7 @@ class Drawing:
         (number,) = self.state
         self.state = [number + jnp.uint32(1)]
         self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
-        key = key_of_use(weight.key, number, sorted(of_equation(eqn, facts).differs))
+        key = key_of_use(weight.key, number, sorted(own.differs))
         return (mean + _drawn(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:

@@ -14,7 +14,7 @@ from reparax._core import random
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
 from reparax._programs.sources import calls
-from reparax._weights.facts import known
+from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import paths_of
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
@@ -34,22 +34,22 @@ class Local(Reports):
         rehearse()
         traced, program, consts = self.rewritten(Drawing(), args, kwargs)
         # A draw that nothing reads is not drawn.
-        return traced.restored(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
+        return traced.restore(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
         rehearse()
-        way, given = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced, *_ = self.rewritten(way, args, kwargs)
-        return explained(way.reads, paths_of(given, traced), calls(traced.program))
+        return explained(way.reads, paths_of(arguments, traced), calls(traced.program))
 
     def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
         """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-        given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        traced = given.traced()
-        closed_over = len(traced.inputs) - len(given.arrays)
-        facts = known(traced.program, [i < closed_over or flag for i, flag in enumerate(traced.given)])
+        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        traced = arguments.trace()
+        closed_over = len(traced.inputs) - len(arguments.arrays)
+        facts = facts_of_inputs(traced.program, [i < closed_over or flag for i, flag in enumerate(traced.chosen)])
         made = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(traced.program, inputs, facts))(*traced.inputs)
-        return traced, *jaxprs.opened(made)
+        return traced, *jaxprs.consts_first(made)
 
 
 def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:

@@ -55,7 +55,7 @@ class Reading:
 
     def __init__(self, arguments: Arguments) -> None:
         """Reads the program of a call."""
-        traced = arguments.traced()
+        traced = arguments.trace()
         self.labels, self.uses, self.sums = Labels(), Uses(), list[AxisSum]()
         self.parameters: dict[int, Parameter] = {}
         self.bases = Bases(self.labels)
@@ -64,11 +64,11 @@ class Reading:
         self._lines = calls(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
-        data = (x for x, given in zip(arguments.arrays, arguments.given, strict=True) if not given)
+        data = (x for x, chosen in zip(arguments.arrays, arguments.chosen, strict=True) if not chosen)
         closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
         values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
-        for i, (x, path, given) in enumerate(zip(arguments.arrays, arguments.paths, arguments.given, strict=True)):
-            if given and jnp.issubdtype(x.dtype, jnp.inexact):
+        for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.chosen, strict=True)):
+            if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
                 self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
@@ -76,10 +76,10 @@ class Reading:
                 values.append(Labelled(tuple(axes), Source.WEIGHT, vanishing=tuple(zero)))
             else:
                 # Noise on weights is no data.
-                kind = Source.CONSTANT if given or is_keys(x) else Source.DATA
+                kind = Source.CONSTANT if chosen or is_keys(x) else Source.DATA
                 what = (
                     f"{path.partition('/')[2]!r}, which has no floating numbers"
-                    if given
+                    if chosen
                     else f"{path!r}, which is data"
                 )
                 values.append(self._fixed(x.shape, f"an axis of {what}", kind))

@@ -19,7 +19,7 @@ from reparax.memory._ties import moved
 Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
 
-def opened(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     """The program with every ``apply`` inlined and constants as its first inputs, and these constants.
 
     A ``jit`` that contains one is inlined too, so that all readers share its values.
@@ -84,7 +84,7 @@ def _read_by_steps(jaxpr: Jaxpr, given: Flags, start: int) -> tuple[Jaxpr, list[
         pairs = zip(jaxpr.invars, args, strict=True)
         return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in chosen else x for v, x in pairs])
 
-    return jaxprs.opened(jax.make_jaxpr(marked)(*(v.aval for v in jaxpr.invars)))
+    return jaxprs.consts_first(jax.make_jaxpr(marked)(*(v.aval for v in jaxpr.invars)))
 
 
 def _is_large(x: Any) -> bool:

@@ -26,23 +26,23 @@ from reparax.memory._residuals import Linearized
 from reparax.memory._sunk import sunk
 
 
-def split(jaxpr: Jaxpr, given: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
+def recomputing(jaxpr: Jaxpr, given: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
     """``jaxpr`` as a function with the derivative described above, which may store masks in bits."""
     roots = with_roots(jaxpr, given)
 
     def function(*args: Any) -> list[Any]:
-        program, consts = _bodies.opened(jaxpr, args)
-        inputs, given = [*consts, *args], [True for _ in consts] + roots
+        program, consts = _bodies.with_apply_inlined(jaxpr, args)
+        inputs, recomputable = [*consts, *args], [True for _ in consts] + roots
         for rewrite in (sunk, in_bits) if keeps_masks else (sunk,):
-            program, consts = rewrite(program, inputs, given)
-            inputs, given = [*consts, *inputs], [True for _ in consts] + given
-        return _split(Piece(program, given, keeps_masks=keeps_masks), inputs)
+            program, consts = rewrite(program, inputs, recomputable)
+            inputs, recomputable = [*consts, *inputs], [True for _ in consts] + recomputable
+        return _split(Piece(program, recomputable, keeps_masks=keeps_masks), inputs)
 
     return function
 
 
 def _special(piece: Piece) -> Special:
-    cut = functools.partial(split, keeps_masks=piece.keeps_masks)
+    cut = functools.partial(recomputing, keeps_masks=piece.keeps_masks)
     return _bodies.cutting(dependence.known(piece.program, piece.given), cut)
 
 
@@ -51,35 +51,34 @@ def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
 
 
 def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The derivative of a piece that is differentiated: JAX asks for it, by the last line of this file."""
     program = piece.program
-    dots = {v: dot for v, dot in zip(program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
+    moving = {v: dot for v, dot in zip(program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     try:
-        linearized = Linearized.of(program, piece.given, _special(piece), primals, list(dots))
+        linearized = Linearized.of(program, piece.given, _special(piece), primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
-        return _pushed(piece, primals, dots)
+        return _pushed(piece, primals, moving)
     outs, saved = linearized.forward()
-    pushed = iter(linearized.tangents(saved, list(dots.values())))
-
-    def tangent(v: Any, out: Any) -> Any:
-        moves = dependence.smooth(v) and linearized.moves
-        return next(pushed) if moves else ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    return outs, [tangent(v, out) for v, out in zip(program.outvars, outs, strict=True)]
+    found = linearized.tangents(saved, list(moving.values()))
+    return outs, [found.get(i, _zero(out)) for i, out in enumerate(outs)]
 
 
-def _pushed(piece: Piece, primals: Sequence[Any], dots: Env) -> tuple[list[Any], list[Any]]:
+def _zero(out: Any) -> ad.Zero:
+    return ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _pushed(piece: Piece, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
     program = piece.program
     env = dict(zip(program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        held = env | dict(zip(dots, values, strict=True))
+        held = env | dict(zip(moving, values, strict=True))
         return _run(piece, jaxprs.values(held, program.invars))
 
-    outs, pushed = jax.jvp(function, [env[v] for v in dots], list(dots.values()))
+    outs, pushed = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
-        dot if dependence.smooth(v) else ad.Zero(jax.typeof(out).to_tangent_aval())
-        for v, out, dot in zip(program.outvars, outs, pushed, strict=True)
+        dot if dependence.smooth(v) else _zero(out) for v, out, dot in zip(program.outvars, outs, pushed, strict=True)
     ]
 
 

@@ -57,7 +57,7 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
         return list(jax.linear_transpose(function, *(v.aval for v in dots))(list(args[len(read) :])))
 
     # Only what is linear is traced again.
-    back, consts = jaxprs.opened(jax.make_jaxpr(transposed)(*(v.aval for v in read), *slopes))
+    back, consts = jaxprs.consts_first(jax.make_jaxpr(transposed)(*(v.aval for v in read), *slopes))
     first, last = back.invars[: len(consts)], back.invars[len(consts) + len(read) :]
     back = jaxprs.renamed(back, dict(zip(back.invars[len(consts) :], read, strict=False)))
     program = jaxprs.joined([early, back], [*first, *piece.program.invars[:n], *last])

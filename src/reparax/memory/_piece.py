@@ -104,7 +104,7 @@ class _Call(Primitive):
         function, operands = jaxprs.replacement(args, params)
         if params["n_dots"]:  # what is added need not be linear
             return function(*operands)
-        program, consts = jaxprs.opened(jax.make_jaxpr(function)(*operands))
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         added = len(operands) - len(params["given"])
         given = [*(True for _ in consts), *(False for _ in range(added)), *params["given"]]
         return self.bind(*consts, *operands, **_params(Piece(program, given, keeps_masks=params["keeps_masks"])))

@@ -9,7 +9,7 @@ from jax import Array
 
 from reparax._core.recompute import recompute
 from reparax._programs import dependence, jaxprs
-from reparax.memory._derivative import split
+from reparax.memory._derivative import recomputing
 
 _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
 
@@ -47,7 +47,7 @@ _PAIRS = (_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice
 
 
 def _is_read(pair: Any) -> bool:
-    program, consts = jaxprs.opened(jax.make_jaxpr(pair)(*_TYPES))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(pair)(*_TYPES))
     known = dependence.known(program, [*(True for _ in consts), True, False])
     return dependence.flags(known, program.outvars) == [True, False]
 
@@ -65,9 +65,9 @@ def _network(w: Array, x: Array) -> Array:
 
 def _is_made_again(network: Any) -> bool:
     def again(w: Array, x: Array) -> Array:
-        program, consts = jaxprs.opened(jax.make_jaxpr(network)(w, x))
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(network)(w, x))
         # No input is given: apply alone marks the weights.
-        return split(program, [False for _ in program.invars])(*consts, w, x)[0]
+        return recomputing(program, [False for _ in program.invars])(*consts, w, x)[0]
 
     before, after = _kept(network), _kept(again)
     return any(before) and not any(after) and before.count(False) == after.count(False)
@@ -79,6 +79,6 @@ def _kept(network: Any) -> list[bool]:
     def residuals(w: Array, x: Array) -> list[Any]:
         return jaxprs.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
 
-    program, consts = jaxprs.opened(jax.make_jaxpr(residuals)(*_TYPES))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*_TYPES))
     known = dependence.known(program, [*(True for _ in consts), True, False])
     return [known[v] for v in jaxprs.variables(program.outvars) if v not in program.invars]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
-from reparax.memory._derivative import split
+from reparax.memory._derivative import recomputing
 from reparax.memory._rehearsal import rehearse
 
 
@@ -71,12 +71,12 @@ def remat(
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
+        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
         if jaxprs.has_refs(traced.program):
             raise TypeError(
                 f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
                 f"function, and return its value together with the loss."
             )
-        return traced.restored(split(traced.program, traced.given, keeps_masks=keep == "masks")(*traced.inputs))
+        return traced.restore(recomputing(traced.program, traced.chosen, keeps_masks=keep == "masks")(*traced.inputs))
 
     return function

@@ -28,7 +28,8 @@ class Linearized:
       inputs: The value of each input of ``program``.
       given: Which inputs are given.
       push: The linear part, a program of the residuals and then of tangents; None if no output has a tangent.
-      dots: Which inputs these tangents belong to, as indices among the inputs that have any.
+      moving: Which inputs these tangents belong to, as indices among the inputs that have any.
+      smooth: Which outputs can have tangents.
       n_outs: The number of outputs.
     """
 
@@ -36,7 +37,8 @@ class Linearized:
     inputs: Env
     given: Flags
     push: Jaxpr | None
-    dots: Sequence[int]
+    moving: Sequence[int]
+    smooth: Sequence[int]
     n_outs: int
 
     @classmethod
@@ -55,7 +57,7 @@ class Linearized:
             found.append((first, second))
             return outs, [*kept, *others]
 
-        traced, consts = jaxprs.opened(jax.make_jaxpr(of_inputs)(*args))
+        traced, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))
         first, second = found[-1]
         of_halves = {*first.moving, *second.moving}
         moving = [i for i, v in enumerate(dots) if v in of_halves]
@@ -64,14 +66,10 @@ class Linearized:
             inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
             given=[True for _ in consts] + given,
             push=first.then(second, [dots[i] for i in moving]) if second.moving else None,
-            dots=moving,
+            moving=moving,
+            smooth=[i for i, v in enumerate(program.outvars) if dependence.smooth(v)],
             n_outs=len(program.outvars),
         )
-
-    @property
-    def moves(self) -> bool:
-        """Whether any output has a tangent."""
-        return self.push is not None
 
     def forward(self) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values to store, in the order in which :meth:`tangents` takes them."""
@@ -81,10 +79,10 @@ class Linearized:
         values = lazily(forward, args, dependence.flags(self._known, forward.invars))
         return values[: self.n_outs], values[self.n_outs :]
 
-    def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
-        """The tangents of the outputs, from the stored values and the tangents of the inputs."""
+    def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> dict[int, Any]:
+        """The tangents of the outputs that have any, from the stored values and the tangents of the inputs."""
         if self.push is None:
-            return []
+            return {}
         given = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
         others = [v for v in self._needed if not self._known[v]]
         moving = self.push.invars[len(self._residuals) :]
@@ -96,7 +94,7 @@ class Linearized:
             n_dots=len(moving),
         )
         held = [*(self.inputs[v] for v in (*given, *others)), *saved]
-        return linear(piece, [*held, *(dots[i] for i in self.dots)])
+        return dict(zip(self.smooth, linear(piece, [*held, *(dots[i] for i in self.moving)]), strict=True))
 
     @property
     def _residuals(self) -> list[Any]:

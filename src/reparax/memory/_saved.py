@@ -119,27 +119,27 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     """
     who = caller("saved", fun, argnums)
     rehearse()
-    given = Arguments.of(who, fun, argnums, args, kwargs)
-    if not _moving(given, given.arrays):
+    arguments = Arguments.of(who, fun, argnums, args, kwargs)
+    if not _moving(arguments, arguments.arrays):
         raise TypeError(
             f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
             f"Pass the parameters first, or name them by argnums."
         )
-    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(given.call(arrays)))(*given.arrays)
-    called, constants = jaxprs.opened(loss)
+    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
+    called, constants = jaxprs.consts_first(loss)
 
     def kept(*arrays: Any) -> list[Any]:
-        return _residuals(called, constants, arrays, _moving(given, arrays))
+        return _residuals(called, constants, arrays, _moving(arguments, arrays))
 
-    program, consts = jaxprs.opened(jax.make_jaxpr(kept)(*given.arrays))
-    names = ["closed over" for _ in consts] + given.paths
-    known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + given.given
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(kept)(*arguments.arrays))
+    names = ["closed over" for _ in consts] + arguments.paths
+    known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.chosen
     return Saved(tuple(_kept(program, known, names, calls(called))))
 
 
-def _moving(given: Arguments, arrays: Sequence[Any]) -> list[int]:
+def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
     """The indices of the arrays whose gradients are taken."""
-    return [i for i, x in enumerate(arrays) if given.given[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return [i for i, x in enumerate(arrays) if arguments.chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
 def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:

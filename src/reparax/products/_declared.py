@@ -22,11 +22,11 @@ def declares(eqn: JaxprEqn) -> bool:
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
-def declared(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
     specs = specs_of(Jit(eqn).name) or []
     n_arrays = sum(len(spec.inputs) for spec in specs)
-    if len(eqn.outvars) != n_arrays + 2 or not _is_mark(eqn.outvars[-1]):
+    if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
     program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in range(n_arrays)), False])
@@ -58,6 +58,7 @@ def declared(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Fa
     return Sum(tuple(products), out.shape, out.dtype, "highest", None)
 
 
-def _is_mark(v: Any) -> bool:
-    mark = jaxprs.type_of(v)
-    return mark.shape == () and jnp.issubdtype(mark.dtype, jnp.integer)
+def _is_sentinel(v: Any) -> bool:
+    """Whether it is the output that no derivative has."""
+    found = jaxprs.type_of(v)
+    return found.shape == () and jnp.issubdtype(found.dtype, jnp.integer)

@@ -11,7 +11,7 @@ import jax
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.sources import calls, reader_of
 from reparax._tree.paths import describe
-from reparax._weights.facts import known
+from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
 from reparax._weights.sections import sections
@@ -91,10 +91,10 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     if isinstance(under_jit, Reports):
         return under_jit.explained(args, kwargs)
     rehearse()
-    given = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
-    traced = given.traced()
-    plan = planned(traced.program, traced.inputs, known(traced.program, traced.given))
-    return Explained(tuple(_weights(plan, paths_of(given, traced), calls(traced.program))))
+    arguments = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
+    traced = arguments.trace()
+    plan = planned(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))
+    return Explained(tuple(_weights(plan, paths_of(arguments, traced), calls(traced.program))))
 
 
 def _weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:

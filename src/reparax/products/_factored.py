@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
-from reparax._weights.facts import Facts, known
+from reparax._weights.facts import Facts, facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax.products._factoring import Factoring
@@ -69,10 +69,10 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).traced()
-        facts = known(traced.program, traced.given)
+        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        facts = facts_of_inputs(traced.program, traced.chosen)
         plan = planned(traced.program, traced.inputs, facts)
-        return traced.restored(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
+        return traced.restore(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
 
     return function
 
@@ -86,8 +86,8 @@ def rehearse() -> None:
 def _products_of(function: Callable[..., Array]) -> list[int]:
     """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
-    program, consts = jaxprs.opened(jax.make_jaxpr(function)(a, b, x))
-    plan = planned(program, [*consts, a, b, x], known(program, [*(True for _ in consts), True, True, False]))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
+    plan = planned(program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False]))
     apart = [record for record in plan.records.values() if not record.is_formed]
     return [sum(read.factored is not None for read in record.reads) for record in apart]
 

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from reparax._programs import jaxprs
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, makers, multiply
-from reparax._weights.facts import Facts, of_equation
+from reparax._weights.facts import Facts
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Sum
 from reparax.products import _declared, _uses
@@ -31,27 +31,26 @@ class Factoring:
         return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
 
     def declared(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
-        own = of_equation(eqn, facts)
-        found = (
-            _declared.declared(reader, eqn, args, facts) if alone and _declared.declares(eqn) and own.known else None
-        )
+        declares = alone and own.known and _declared.declares(eqn)
+        found = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
         if found is None:
             return None
         made = self._new(reader, eqn, args, facts, own, found)
         return AS_IS if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
 
-    def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-        own = of_equation(eqn, facts)
+    def made(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    ) -> Outs | None:
         made = makers.made(eqn, args, facts) if own.known else None
         if made is None:
             return None
         made = self._new(reader, eqn, args, facts, own, made)
         return AS_IS if made is None else ([made], [own])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
-        del facts
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+        del facts, own
         use = _uses.use(eqn, args)
         if use is None:
             return None

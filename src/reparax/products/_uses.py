@@ -15,7 +15,7 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDo
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
 from reparax._weights import moves
-from reparax._weights.dtypes import between, in_any_order
+from reparax._weights.dtypes import between, keeps_range
 from reparax._weights.multiply import ENTRY, cost, total
 from reparax._weights.pairs import How
 from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries, grouped
@@ -75,7 +75,7 @@ def _matrices(
     x, y = args
     out, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
-    if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not in_any_order(precision):
+    if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not keeps_range(precision):
         return None
     weight: Sum = x if isinstance(x, Sum) else y
 
@@ -180,7 +180,7 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     out = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
         return None
-    if view.feature_group_count != 1 or view.batch_group_count != 1 or not in_any_order(view.precision):
+    if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
     result = between(weight.dtype, out.dtype)
     numbers = view.dimension_numbers

@@ -199,15 +199,15 @@ class _Calibration:
         """The groups, in the order of the program."""
         reads: dict[str, First] = {}
         if any(map(self.learns, self.acting)):
-            given = self._arguments(self.model.arrays, self.batches.first)
-            traced = given.traced()
-            first, offset = first_look(traced, "diagonal"), len(traced.inputs) - len(given.places)
+            arguments = self._arguments(self.model.arrays, self.batches.first)
+            traced = arguments.trace()
+            first, offset = first_look(traced, "diagonal"), len(traced.inputs) - len(arguments.places)
             if first.trees:
                 raise ValueError(
                     f"{self.who} takes a loss of the effective tree, but this one calls `apply`. Pass a loss that "
                     f"reads its weights as they are: `loss(p.apply(raw), batch)` is for training."
                 )
-            path_of = dict(enumerate(_paths(given), offset))
+            path_of = dict(enumerate(_paths(arguments), offset))
             found = first_reads(first.counted, Alike(traced.program))
             reads = {path_of[root]: read for root, read in found.items()}
         joined = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
@@ -334,9 +334,9 @@ class _Calibration:
         ways += [("largest", False)] if "largest" in kinds else []
 
         def counted(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
-            given = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
-            traced = given.traced()
-            roots = {path: i for i, path in enumerate(_paths(given), len(traced.inputs) - len(given.places))}
+            arguments = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
+            traced = arguments.trace()
+            roots = {path: i for i, path in enumerate(_paths(arguments), len(traced.inputs) - len(arguments.places))}
             axes = {path: axis for path, axis in group.axes.items() if index is not None and axis is not None}
             first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
             found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
@@ -366,9 +366,9 @@ def _learns(stage: Parametrization) -> bool:
     return takes_data(stage) and bool(stage.collects)
 
 
-def _paths(given: Arguments) -> list[str]:
+def _paths(arguments: Arguments) -> list[str]:
     """The path of each array of the arguments, without the name of its argument."""
-    flags = zip(given.paths, given.given, strict=True)
+    flags = zip(arguments.paths, arguments.chosen, strict=True)
     return [path.partition("/")[2] if own else f"{i}: {path}" for i, (path, own) in enumerate(flags)]
 
 

@@ -19,7 +19,7 @@ from reparax._programs.call import Argnums, Arguments, Traced, caller
 from reparax._programs.mixing import Dependence, Mixing, Value
 from reparax._programs.sources import calls, reader_of
 from reparax._tree.paths import PyTree, describe, named, path_text
-from reparax._weights.facts import known
+from reparax._weights.facts import facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax._weights.reports import Reports
@@ -39,7 +39,7 @@ class Inputs(Reports):
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         rehearse()
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        traced = arguments.traced()
+        traced = arguments.trace()
         first = first_look(traced, self.moments)
         layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
         paths = layout.path_of
@@ -47,8 +47,8 @@ class Inputs(Reports):
         return layout.tree(collected(self.who, traced, first, roots, gradients=self.gradients).entry)
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
-        given = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        return explained(jax.eval_shape(lambda arrays: given.call(arrays, self), given.arrays))
+        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        return explained(jax.eval_shape(lambda arrays: arguments.call(arrays, self), arguments.arrays))
 
     def _wants(self, path: str | None, like: Any) -> bool:
         where = self.where
@@ -186,14 +186,14 @@ def rehearse() -> None:
 def _axes_read() -> set[tuple[int, ...]]:
     """The axes of a weight that the products of a small network contract; none if it is read otherwise."""
     w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Seeing("full", {})
-    traced = Arguments.of("inputs", network, None, (w, w), {}).traced()
+    traced = Arguments.of("inputs", network, None, (w, w), {}).trace()
     jax.make_jaxpr(lambda *inputs: _evaluated(way, traced, inputs))(*traced.inputs)
     return set() if way.why else {slot.bare.axes for slot in way.slots}
 
 
 def _loss(who: str, traced: Traced, outs: list[Any]) -> Any:
     """The scalar whose gradient is wanted."""
-    found = jax.tree.leaves(traced.restored(outs))
+    found = jax.tree.leaves(traced.restore(outs))
     if not found or jnp.shape(found[0]) or not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
         got = describe(found[0]) if found else "nothing"
         raise TypeError(
@@ -205,10 +205,10 @@ def _loss(who: str, traced: Traced, outs: list[Any]) -> Any:
 
 def _evaluated(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
     """Runs the program, in which the named arrays are followed."""
-    facts = known(traced.program, traced.given)
+    facts = facts_of_inputs(traced.program, traced.chosen)
     followed = [
         way.start(i, x) if flag and jnp.issubdtype(x.dtype, jnp.inexact) else x
-        for i, (x, flag) in enumerate(zip(inputs, traced.given, strict=True))
+        for i, (x, flag) in enumerate(zip(inputs, traced.chosen, strict=True))
     ]
     return Reader(way).arrays(traced.program, followed, facts)
 
@@ -224,7 +224,7 @@ def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     mixing = Mixing({path: each.operand for path, each in way.counted.items()}, leaves_of)
     inputs: list[Value] = [
         ({i: Dependence.ARRAY} if i in way.types else {}, flag and not _is_random(v))
-        for i, (v, flag) in enumerate(zip(traced.program.invars, traced.given, strict=True))
+        for i, (v, flag) in enumerate(zip(traced.program.invars, traced.chosen, strict=True))
     ]
     mixing.program(traced.program, inputs)
     return {
@@ -263,7 +263,7 @@ class _Layout:
                 )
             tree = treedef.unflatten([roots.get(place) for place in range(treedef.num_leaves)])
         else:
-            given = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.given[i]}
+            given = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.chosen[i]}
             args, _ = arguments.treedef.unflatten(map(given.get, range(arguments.treedef.num_leaves)))
             chosen = tuple(arg for arg in args if any(root in way.types for root in jax.tree.leaves(arg)))
             tree = chosen[0] if len(chosen) == 1 else chosen

@@ -157,10 +157,10 @@ class Seeing:
         return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
 
     def declared(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], *, alone: bool
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         del alone
-        view, out = view_of(eqn), of_outputs(eqn, facts)
+        view, out = view_of(eqn), of_outputs(eqn, facts, own)
         if is_apply(eqn):
             return self._applied(reader, eqn, args), out
         if isinstance(view, ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact):
@@ -171,11 +171,13 @@ class Seeing:
             return [_scaled(view, *args[::-1])], out
         return AS_IS if isinstance(view, ShardMap) and not view.check_vma else None
 
-    def made(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
-        del reader, eqn, args, facts
+    def made(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    ) -> Outs | None:
+        del reader, eqn, args, facts, own
         return None
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Any:
+    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         (weight,) = [x for x in args if isinstance(x, Sum)][:1]
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         totals: Totals = AllRows()

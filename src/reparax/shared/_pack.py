@@ -39,8 +39,8 @@ class _Cell(Site):
         stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
 
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
+    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
+        del drawn
         return self.stage._effective(values)
 
 

@@ -39,8 +39,8 @@ class _Tied(Site):
         del key, seen
         return {name: {} for name in arrays}
 
-    def close(self, values: Held, random: Array | None) -> dict[str, Array]:
-        del random
+    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
+        del drawn
         return {"w": self.transform(values["source"][""])}
 
 

@@ -31,5 +31,5 @@ def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[P
 def _divided_by(state: PyTree, update: Callable[[PyTree], Any]) -> set[str]:
     """The paths of the arrays by which an update divides."""
     paths, _, _ = named(state)
-    program, consts = jaxprs.opened(jax.make_jaxpr(update)(state))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(update)(state))
     return {text(paths[i - len(consts)]) for i in divisors(program) if i >= len(consts)}
