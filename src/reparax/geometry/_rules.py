@@ -78,20 +78,20 @@ def _ragged_dot(view: contractions.RaggedDot, operands: Operands) -> list[Axes]:
 
 
 def _convolution(view: contractions.Conv, operands: Operands) -> list[Axes]:
-    """Groups of features are blocks of the data's features and of the kernel's outputs; a window has an order."""
+    """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
     if view.batch_group_count > 1:
         return _unknown(view, operands)
     (data, kernel), (lhs, rhs, out) = operands.axes, view.dimension_numbers
-    groups, sizes, inputs = view.feature_group_count, operands.shapes[1], kernel[rhs[1]]
-    if groups > 1:
-        group, features = operands.divided(data[lhs[1]], (groups, sizes[rhs[1]]))
-        operands.labels.same(group, operands.divided(kernel[rhs[0]], (groups, sizes[rhs[0]] // groups))[0])
+    count, shape, inputs = view.feature_group_count, operands.shapes[1], kernel[rhs[1]]
+    if count > 1:  # the kernel's outputs stay one axis: their order within a group is that of the result
+        block, features = operands.divided(data[lhs[1]], (count, shape[rhs[1]]))
+        operands.labels.same(block, operands.divided(kernel[rhs[0]], (count, shape[rhs[0]] // count))[0])
         operands.labels.same(features, inputs.label)
     else:
         operands.joined((data[lhs[1]], inputs))
     operands.ordered(*(kernel[i] for i in rhs[2:]))
-    places = {k: operands.ordered(data[i]) for i, k in zip(lhs[2:], out[2:], strict=True)}
-    axes = {out[0]: data[lhs[0]], out[1]: kernel[rhs[0]], **places}
+    windows = {k: operands.ordered(data[i]) for i, k in zip(lhs[2:], out[2:], strict=True)}
+    axes = {out[0]: data[lhs[0]], out[1]: kernel[rhs[0]], **windows}
     return [tuple(axes[k] for k in sorted(axes))]
 
 
