@@ -96,8 +96,8 @@ class VarNoise(Drawn):
         super().__post_init__()
         if self.axis is not None and self.relative is None:
             raise ValueError(
-                f"{type(self).__name__} got axis={self.axis!r} without relative, but `axis` applies only to relative noise. "
-                f"Give relative='max', 'std' or 'norm', or leave axis out."
+                f"{type(self).__name__} got axis={self.axis!r} without relative, but `axis` applies only to relative "
+                f"noise. Give relative='max', 'std' or 'norm', or leave axis out."
             )
 
     @property
