@@ -405,11 +405,13 @@ SENTENCES = {
         ValueError,
         refusal("dense.weight: expected zeros beside numbers of one bit, got no 'weight_zero_point'"),
     ),
-    "a model in memory": (
-        lambda: rpx.from_peft({"base_model.model.dense.lora_A.default.weight": single(2, 64)}, LORA, LIKE),
+    "an adapter that is a number": (
+        lambda: rpx.from_peft(
+            {"base_model.model.dense.lora_A.default.weight": single(2, 64)}, LORA, LIKE, adapter=10**400
+        ),
         ValueError,
-        "from_peft takes the tensors of an adapter's file, but 'base_model.model.dense.lora_A.default.weight' is that "
-        "of a model in memory. Pass `peft.get_peft_model_state_dict(model)`.",
+        "from_peft got adapter=a number of 1329 bits, but the tensors hold adapters named 'default'. Correct "
+        "`adapter`.",
     ),
     "attention of torch": (
         lambda: rpx.from_peft({"base_model.model.dense.base_layer.out_proj.lora_A.weight": single(2, 64)}, LORA, LIKE),

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
@@ -140,6 +141,30 @@ def outputs(model):
 
 def run(params):
     return Net().apply({"params": params}, TOKENS, IMAGES)
+
+
+IN_MEMORY = [name for name in METHODS if name != "shira"]  # whose state dict lacks its places
+
+
+@pytest.mark.parametrize("name", mostly_thorough(IN_MEMORY, "dora", "tokens beside lora", "vera", "whole modules"))
+def test_an_adapter_of_a_model_in_memory_gives_the_same_outputs(name):
+    model = adapted(name)
+    config = model.peft_config["default"].to_dict()
+    p, raw = rpx.from_peft(model.state_dict(), config, base_params(), **READ.get(name, {"names": NAMES}))
+    np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+
+
+def test_one_of_several_adapters_of_a_model_in_memory():
+    model = adapted("patterns")
+    model.add_adapter("other", METHODS["rslora"]())
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.add_(0.1 if ".other." in name else 0.0)
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        config = model.peft_config[name].to_dict()
+        p, raw = rpx.from_peft(model.state_dict(), config, base_params(), adapter=name, names=NAMES)
+        np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)
