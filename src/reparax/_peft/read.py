@@ -54,7 +54,8 @@ def from_peft(
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
     ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
     ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
-    FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning selects by ``Freeze``.
+    DeLoRA, FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, Super-Tuning without ``r``, trainable tokens and
+    VeRA. BEFT is read for biases. LN tuning selects by ``Freeze``.
     LoRA is read for stacks of experts too that are one parameter of torch (``target_parameters``), as one with
     ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train
     beside the adapters. OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are
