@@ -221,6 +221,61 @@ def test_factors_that_all_modules_share_are_read_and_written_once():
         rpx.to_peft(p, raw)
 
 
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_delora_is_a_product_of_directions_and_of_the_lengths_of_inputs(start):
+    a, b, lengths = normal(2, 8), start * normal(6, 2, seed=1), normal(8, seed=2) ** 2
+    ends = {"A": a, "B": b, "lambda": np.array([5.0], np.float32), "w_norm": lengths}
+    tensors = {f"{PREFIX}dense.delora_{end}": x for end, x in ends.items()}
+    params = model()
+    p, raw = read(tensors, {"peft_type": "DELORA", "r": 2, "delora_lambda": 15}, params)
+    units = [x / np.maximum(np.linalg.norm(x, axis=axis, keepdims=True), 1e-4) for x, axis in ((a, 1), (b, 0))]
+    want = params["dense"]["kernel"] + (5 / 2 * units[1] @ units[0] * lengths).T
+    np.testing.assert_allclose(fold(p, raw)["dense"]["kernel"], want, atol=1e-5)
+    assert sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0])) == 8 * 2 + 2 * 6 + 1
+    again, config = rpx.to_peft(p, raw)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    assert (config["peft_type"], config["r"], config["target_modules"]) == ("DELORA", 2, ["dense"])
+
+
+def test_beft_is_a_difference_of_the_bias():
+    x, params = normal(1, 6, seed=3), model()
+    p, raw = rpx.from_peft({f"{PREFIX}dense.beft_bias": x}, {"peft_type": "BEFT"}, params)
+    assert p == rpx.Freeze() >> rpx.adapters.Delta(where="dense/bias")
+    np.testing.assert_allclose(p.fold(raw)["dense"]["bias"], params["dense"]["bias"] + x[0], rtol=1e-6)
+    again, config = rpx.to_peft(p, raw)
+    np.testing.assert_array_equal(again.pop(f"{PREFIX}dense.beft_bias"), x)
+    assert (again, config["peft_type"], config["target_modules"]) == ({}, "BEFT", ["dense"])
+
+
+def test_any_number_of_entries_is_supertuning():
+    params, places = model(), {"dense": np.array([0, 9, 47], np.int32), "out": np.array([23], np.int32)}
+    tensors = {f"{PREFIX}{name}.supertuning_indices": x for name, x in places.items()}
+    tensors |= {f"{PREFIX}{name}.supertuning_values": normal(len(x), seed=7) for name, x in places.items()}
+    p, raw = read(tensors, {"peft_type": "SUPERTUNING", "sparsity": 0.95, "select_top": True}, params)
+    got = fold(p, raw)
+    for name, flat in places.items():
+        want = np.asarray(params[name]["kernel"]).T.copy()  # (out, in), as in torch
+        want.reshape(-1)[flat] += tensors[f"{PREFIX}{name}.supertuning_values"]
+        np.testing.assert_allclose(got[name]["kernel"], want.T, rtol=1e-6)
+    again, config = rpx.to_peft(p, raw)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    assert [int(size * (1 - config["sparsity"])) for size in (48, 24)] == [3, 1]
+    # 14 entries are those of SHiRA of rank 1, but not beside another number.
+    p = rpx.Freeze() >> rpx.adapters.Coefficients(14, where=DENSE) >> rpx.adapters.Coefficients(7, where=OUT)
+    tensors, config = rpx.to_peft(p, p.init(params, KEY))
+    assert [int(size * (1 - config["sparsity"])) for size in (48, 24)] == [14, 7]
+    assert config["peft_type"] == "SUPERTUNING"
+    p = rpx.Freeze() >> rpx.adapters.Coefficients(3, where=DENSE) >> rpx.adapters.Coefficients(3, where=OUT)
+    with raises(
+        ValueError,
+        "to_peft: PEFT has one share of entries for all modules, but got 3 of 48 at 'dense', 3 of 24 at 'out'. Merge "
+        "it with `p.fold(raw)`.",
+    ):
+        rpx.to_peft(p, p.init(params, KEY))
+
+
 def test_norms_that_train_and_nothing_else_are_ln_tuning():
     params = model() | {"norm": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}
     p = rpx.Freeze(where=rpx.all_but("norm/.*"))
@@ -660,8 +715,8 @@ def test_what_is_no_dict_of_tensors_is_refused(case):
 
 
 READS = (
-    "ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, SHIRA, "
-    "TRAINABLE_TOKENS, VERA"
+    "ADALORA, BEFT, BOFT, C3A, DELORA, FOURIERFT, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, "
+    "SHIRA, SUPERTUNING, TRAINABLE_TOKENS, VERA"
 )
 READING = {
     "another model": (
@@ -717,7 +772,8 @@ READING = {
     ),
     "another method": (
         lambda: rpx.from_peft({}, {"peft_type": "VBLORA"}, model()),
-        f"from_peft reads {READS}, but got an adapter of VBLORA: no chain of stages has its formula. {MERGE}",
+        f"from_peft reads {READS}, but got an adapter of VBLORA: no chain of stages has its formula: its factors are "
+        f"mixed of vectors of one bank. {MERGE}",
     ),
     "prompts": (
         lambda: rpx.from_peft({}, {"peft_type": "PROMPT_TUNING"}, model()),
@@ -794,6 +850,21 @@ READING = {
             model(),
         ),
         reading("dense/kernel: expected places in a matrix of shape (6, 8), got others in shira_indices"),
+    ),
+    "places beyond all entries": (
+        lambda: rpx.from_peft(
+            {
+                f"{PREFIX}dense.supertuning_values": normal(1),
+                f"{PREFIX}dense.supertuning_indices": np.array([48], np.int32),
+            },
+            {"peft_type": "SUPERTUNING"},
+            model(),
+        ),
+        reading("dense/kernel: expected places below 48, got others in supertuning_indices"),
+    ),
+    "entries beside low rank": (
+        lambda: rpx.from_peft({}, {"peft_type": "SUPERTUNING", "r": 8}, model()),
+        f"from_peft has no stage for SUPERTUNING with r=8. {MERGE}",
     ),
     "a bias that the model has not": (
         lambda: rpx.from_peft(
@@ -942,13 +1013,6 @@ WRITING = {
     "places of frequencies that no seed draws": (
         lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(3, "fourier", where=OUT)),
         refused("out/kernel: PEFT has no equivalent of the numbers at @coefficients/index, which it stores nowhere"),
-    ),
-    "a number of entries that no rank gives": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(11, where=OUT)),
-        refused(
-            "out/kernel: PEFT has r * 10 entries for a matrix of shape (6, 4), but no equivalent of "
-            "Coefficients(11, where='out/kernel')"
-        ),
     ),
     "entries with a scale": (
         lambda: written(rpx.Freeze() >> rpx.adapters.Coefficients(10, scale=2.0, where=OUT)),

@@ -71,6 +71,31 @@ def test_state_dicts_have_stacks_of_experts_as_one_tensor():
         assert np.array_equal(rpx.from_torch(rpx.Chain(), state, {"up": x}, **how)["up"], x)
 
 
+def test_experts_that_are_modules_of_their_own_are_one_array_here():
+    names = {"w1/kernel": "layers.{i}.block_sparse_moe.experts.{j}.w1.weight"}
+    base, tensors, want = {"w1": {"kernel": normal(2, EXPERTS, INS, OUTS)}}, {}, np.zeros((2, EXPERTS, INS, OUTS))
+    for i, j in np.ndindex(2, EXPERTS):
+        a, b = normal(RANK, INS, seed=10 + 3 * i + j), normal(OUTS, RANK, seed=20 + 3 * i + j)
+        module = f"base_model.model.layers.{i}.block_sparse_moe.experts.{j}.w1"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        want[i, j] = base["w1"]["kernel"][i, j] + 3 * (b @ a).T
+    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
+    assert p == rpx.Freeze() >> rpx.LoRA(RANK, 6.0, where="w1/kernel", stacked=(0, 1))
+    np.testing.assert_allclose(p.fold(raw)["w1"]["kernel"], want, atol=1e-5)
+    again, config = rpx.to_peft(p, raw, names=names)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+    modules = [f"layers.{i}.block_sparse_moe.experts.{j}.w1" for i, j in np.ndindex(2, EXPERTS)]
+    assert config["target_modules"] == modules
+    lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Do not stack these\n"
+    with raises(
+        ValueError,
+        f"from_peft: the adapter does not fit this model:{lines}Correct `like`, `names` or `layouts`.",
+    ):
+        fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
+        rpx.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
+
+
 def two():
     return {"up": jnp.zeros((EXPERTS, INS, OUTS)), "down": jnp.zeros((EXPERTS, OUTS, INS))}
 

@@ -119,6 +119,14 @@ FILES = {
     ),
     "boft": adapter({"peft_type": "BOFT", "boft_block_size": 4}, boft_R=0 * single(1, 16, 4, 4), boft_s=single(16, 1)),
     "c3a": adapter({"peft_type": "C3A", "block_size": 16}, c3a_kernel=single(1, 4, 16)),
+    "beft": adapter({"peft_type": "BEFT"}, beft_bias=single(1, 16)),
+    "delora": adapter(
+        {"peft_type": "DELORA", "r": 2},
+        delora_A=single(2, 64),
+        delora_B=single(16, 2),
+        delora_lambda=single(1),
+        delora_w_norm=single(64),
+    ),
     "fourierft": adapter(
         {"peft_type": "FOURIERFT", "scaling": 2.0, "random_loc_seed": 7, "n_frequency": 9}, fourierft_spectrum=single(9)
     ),
@@ -137,6 +145,11 @@ FILES = {
     ),
     "miss": adapter({"peft_type": "MISS", "r": 4, "init_weights": True}, miss_block=single(4, 16)),
     "shira": adapter({"peft_type": "SHIRA", "r": 1}, shira_weight=single(9), shira_indices=np.zeros((2, 9), np.int32)),
+    "supertuning": adapter(
+        {"peft_type": "SUPERTUNING", "sparsity": 0.99},
+        supertuning_values=single(9),
+        supertuning_indices=np.arange(9, dtype=np.int32),
+    ),
     "vera": lambda: (
         {
             "base_model.vera_A": single(2, 64),
@@ -324,8 +337,8 @@ def peft(name, tensors=(), **config):
 
 FACTS_OF = "in 'weight.quant_state.bitsandbytes__nf4', got"
 READERS = (
-    "ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, SHIRA, "
-    "TRAINABLE_TOKENS, VERA"
+    "ADALORA, BEFT, BOFT, C3A, DELORA, FOURIERFT, GRALORA, HIRA, HRA, IA3, LN_TUNING, LOHA, LOKR, LORA, MISS, OFT, "
+    "SHIRA, SUPERTUNING, TRAINABLE_TOKENS, VERA"
 )
 SENTENCES = {
     "a method in place of a configuration": (
@@ -405,11 +418,13 @@ SENTENCES = {
         ValueError,
         refusal("dense.weight: expected zeros beside numbers of one bit, got no 'weight_zero_point'"),
     ),
-    "a model in memory": (
-        lambda: rpx.from_peft({"base_model.model.dense.lora_A.default.weight": single(2, 64)}, LORA, LIKE),
+    "an adapter that is a number": (
+        lambda: rpx.from_peft(
+            {"base_model.model.dense.lora_A.default.weight": single(2, 64)}, LORA, LIKE, adapter=10**400
+        ),
         ValueError,
-        "from_peft takes the tensors of an adapter's file, but 'base_model.model.dense.lora_A.default.weight' is that "
-        "of a model in memory. Pass `peft.get_peft_model_state_dict(model)`.",
+        "from_peft got adapter=a number of 1329 bits, but the tensors hold adapters named 'default'. Correct "
+        "`adapter`.",
     ),
     "attention of torch": (
         lambda: rpx.from_peft({"base_model.model.dense.base_layer.out_proj.lora_A.weight": single(2, 64)}, LORA, LIKE),
@@ -452,6 +467,12 @@ SENTENCES = {
         ValueError,
         "from_peft: the adapter does not fit this model:\n  dense/kernel: expected oft_R.weight with two axes, got "
         "shape (6,)\nCorrect `like`, `names` or `layouts`.",
+    ),
+    "vectors that PEFT takes for longer ones": (
+        peft("delora", {"base_model.model.dense.delora_A": 1e-6 * single(2, 64)}),
+        ValueError,
+        "from_peft: the adapter does not fit this model:\n  dense/kernel: expected vectors of zeros or of a length "
+        "of at least 1e-4, got one of 8e-06\nCorrect `like`, `names` or `layouts`.",
     ),
     "factors of another rank": (
         peft("lokr", r=3),

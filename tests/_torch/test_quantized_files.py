@@ -94,6 +94,69 @@ def test_nvfp4():
     np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+EXPERTS = {"up": jax.ShapeDtypeStruct((2, 3, 64, 5), np.float32), "bias": jax.ShapeDtypeStruct((2, 3, 5), np.float32)}
+OF_LAYERS = {"up": "layers.{i}.experts.up", "bias": "layers.{i}.experts.up_bias"}
+OF_EXPERTS = {"names": OF_LAYERS, "layouts": {"up": "experts:conv1d", "bias": "same"}}
+
+
+def mxfp4():
+    """Two codes in a byte, the first in the low half, times a power of two: exact in bfloat16; (2, 3, in, out)."""
+    codes, scale = RNG.integers(0, 16, (2, 3, 5, 2, 32)), RNG.integers(2, 253, (2, 3, 5, 2))
+    codes[0, 0, 0, 0], scale[0, 0, 0, 0] = 8 * (np.arange(32) % 2), 0  # zeros and negative ones, of any scale
+    blocks, scales = (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), scale.astype(np.uint8)
+    biases = RNG.standard_normal((2, 3, 5)).astype(np.float32)
+    tensors = {f"layers.{i}.experts.up_blocks": x for i, x in enumerate(blocks)}
+    tensors |= {f"layers.{i}.experts.up_scales": x for i, x in enumerate(scales)}
+    tensors |= {f"layers.{i}.experts.up_bias": x for i, x in enumerate(biases)}
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes > 7, -1.0, 1.0)
+    whole = np.ldexp(numbers, scale[..., None] - 127).reshape(2, 3, 5, 64).swapaxes(2, 3)
+    return tensors, whole.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["experts:conv1d", "experts:kernel"])
+def test_experts_in_mxfp4(layout):
+    tensors, want = mxfp4()
+    turned = layout == "experts:kernel"
+    like = EXPERTS | {"up": jax.ShapeDtypeStruct((2, 3, 5, 64) if turned else (2, 3, 64, 5), np.float32)}
+    p, raw = rpx.torch.from_quantized(tensors, MXFP4, like, names=OF_LAYERS, layouts={"up": layout, "bias": "same"})
+    got = effective(p, raw)
+    np.testing.assert_array_equal(np.asarray(got["up"]).view(np.uint16), (want.mT if turned else want).view(np.uint16))
+    np.testing.assert_array_equal(got["bias"][1], tensors["layers.1.experts.up_bias"])
+    held = raw["up"]["@stored"]["@fixed"]
+    assert (held["q"].nbytes, held["scale"].nbytes) == (2 * 3 * 64 * 5 // 2, 2 * 3 * 2 * 5)
+
+
+def test_experts_in_mxfp4_that_do_not_fit_are_told_in_a_sentence():
+    tensors, _ = mxfp4()
+    up = "layers.0.experts.up"
+
+    def told(text, changes, **how):
+        said = f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+        with raises(ValueError, said):
+            rpx.torch.from_quantized({**tensors, **changes}, MXFP4, EXPERTS, **{**OF_EXPERTS, **how})
+
+    def scale_of(byte):
+        return {f"{up}_scales": np.full((3, 5, 2), byte, np.uint8)}
+
+    cut = {f"{up}_blocks": tensors[f"{up}_blocks"][:, :, :1]}
+    told(f"{up}: expected 'up_blocks' of uint8[3, 5, 2, 16], got uint8[3, 5, 1, 16]", cut)
+    wide = {f"{up}_scales": tensors[f"{up}_scales"].astype(np.float32)}
+    told(f"{up}: expected 'up_scales' of uint8[3, 5, 2], got float32[3, 5, 2]", wide)
+    told(f"{up}: expected scales from 2 to 252, for 2^-125 to 2^125, in up_scales, got 255", scale_of(255))
+    told(f"{up}: expected scales from 2 to 252, for 2^-125 to 2^125, in up_scales, got 1", scale_of(1))
+    missing = (
+        f"{up}: it is a stack of experts, whose axes nothing tells: layouts={{'up': 'experts:conv1d'}} for (experts, "
+        f"in, out) here, 'experts:kernel' for (experts, out, in)"
+    )
+    told(f"{missing}\n  {missing.replace('layers.0', 'layers.1')}", {}, layouts={"bias": "same", "up": "same"})
+    rest = {f"layers.{i}.experts.up{end}" for i in range(2) for end in ("_scales", "_bias")}
+    said = "from_quantized: the file does not fit this model:\n  "
+    said += "\n  ".join(f"layers.{i}.experts.up: there is no 'up_blocks'" for i in range(2))
+    with raises(ValueError, f"{said}\nCorrect `like`, `names` or `layouts`."):
+        rpx.torch.from_quantized({name: tensors[name] for name in rest}, MXFP4, EXPERTS, **OF_EXPERTS)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_compressed_tensors_by_importance(symmetric):
     codes, scale = RNG.integers(0, 16, (16, 64)), RNG.uniform(0.01, 0.1, (16, 2)).astype(np.float16)
@@ -386,8 +449,8 @@ def test_errors():
         rpx.torch.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
     with raises(
         ValueError,
-        "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors and gguf, by config['quant_method']"
-        ", but got 'fp6'. Pass `quantization_config` of the model's config.json.",
+        "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors, mxfp4 and gguf, by "
+        "config['quant_method'], but got 'fp6'. Pass `quantization_config` of the model's config.json.",
     ):
         rpx.torch.from_quantized({}, {"quant_method": "fp6"}, LIKE)
     with raises(

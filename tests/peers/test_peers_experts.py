@@ -161,3 +161,66 @@ def test_peft_loads_experts_that_are_written(name, chosen, tmp_path):
     want = outputs(with_weights(net, p.fold(raw), name))
     assert np.abs(want - outputs(net)).max() > 0.1
     np.testing.assert_allclose(outputs(loaded), want, atol=1e-5)
+
+
+MODULES = {
+    f"{name}/kernel": f"model.layers.{{i}}.block_sparse_moe.experts.{{j}}.{name}.weight" for name in ("w1", "w2", "w3")
+}
+
+
+def test_files_of_experts_that_are_modules_of_their_own_are_read_by_transformers(tmp_path):
+    net = torch_model("mixtral")
+    fused = ours(net, "mixtral")["experts"]
+    gate, up = jnp.split(fused["gate_up"], 2, axis=-1)
+    params = {name: {"kernel": x} for name, x in {"w1": gate, "w3": up, "w2": fused["down"]}.items()}
+    experts = rpx.to_torch(rpx.Chain(), params, names=MODULES)
+    rest = {
+        name.replace(".mlp.gate.", ".block_sparse_moe.gate."): x.numpy()
+        for name, x in net.state_dict().items()
+        if ".mlp.experts." not in name
+    }
+    save_file({**rest, **experts}, tmp_path / "model.safetensors", {"format": "pt"})
+    net.config.save_pretrained(str(tmp_path))
+    loaded = transformers.MixtralForCausalLM.from_pretrained(str(tmp_path)).eval()
+    np.testing.assert_allclose(outputs(loaded), outputs(net), atol=1e-6)
+    back = rpx.from_torch(rpx.Chain(), experts, params, names=MODULES)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+class Experts(torch.nn.Module):
+    """A layer of experts as modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"w1": torch.nn.Linear(WIDTH, HIDDEN), "w2": torch.nn.Linear(HIDDEN, WIDTH)})
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x):
+        return sum(each["w2"](torch.tanh(each["w1"](x))) for each in self.experts)
+
+
+def test_adapters_of_experts_that_are_modules_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    net, x = torch.nn.Sequential(Experts(), Experts()), torch.randn(3, WIDTH)
+    names = {
+        rf"(w\d)/({end})": rf"{{i}}.experts.{{j}}.\1.{new}" for end, new in (("kernel", "weight"), ("bias", "bias"))
+    }
+    shapes = {"w1": (WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH)}
+    like = {
+        name: {"kernel": jnp.zeros((2, EXPERTS, *shape)), "bias": jnp.zeros((2, EXPERTS, shape[1]))}
+        for name, shape in shapes.items()
+    }
+    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
+    model = adapted(net, target_modules=["w1", "w2"], target_parameters=None)
+    tensors, config = saved(model, tmp_path)
+    p, raw = rpx.from_peft(tensors, config, base, names=names)
+    again, _ = rpx.to_peft(p, raw, names=names)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], each) for name, each in tensors.items())
+    merged = {key: torch.from_numpy(y) for key, y in rpx.to_torch(rpx.Chain(), p.fold(raw), names=names).items()}
+    with torch.no_grad():
+        want = model(x)
+        np.testing.assert_allclose(torch.func.functional_call(net, merged, x), want, atol=1e-5)
+        assert np.abs(want - net(x)).max() > 0.1

@@ -159,3 +159,17 @@ def test_compressed_tensors_by_output(dtype):
     config = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
     got, _ = read({"dense.weight": q, "dense.weight_scale": scale}, config)
     np.testing.assert_array_equal(got, forward.dequantize(q, scale, None, args).float().numpy())
+
+
+def test_experts_of_gpt_oss_in_mxfp4():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (4, 48, 2, 16), np.uint8), rng.integers(2, 253, (4, 48, 2)).astype(np.uint8)
+    blocks[0, 0, 0], scales[0, 0, 0] = 0x80, 0
+    tensors = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
+    like = {"down": jax.ShapeDtypeStruct((4, 64, 48), np.float32)}
+    how = {"names": {"down": "experts.down_proj"}, "layouts": {"down": "experts:conv1d"}}
+    p, raw = rpx.torch.from_quantized(tensors, {"quant_method": "mxfp4"}, like, **how)
+    want = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    for got in (p.apply(raw)["down"], jax.jit(p.apply)(raw)["down"]):
+        np.testing.assert_array_equal(np.asarray(got).view(np.int16), want.view(torch.int16).numpy())

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises
+from grids import mostly_thorough
 from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
@@ -87,6 +88,8 @@ METHODS = {
     "oft of equal blocks": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, block_share=True),
     "oft in a ball": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, coft=True, eps=0.1),
     "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=LINEAR),
+    "beft": lambda: peft.BeftConfig(target_modules=LINEAR),
+    "delora": lambda: peft.DeloraConfig(r=4, target_modules=LINEAR),
     "hira": lambda: peft.HiraConfig(r=4, target_modules=LINEAR),
     "hra": lambda: peft.HRAConfig(r=4, target_modules=LINEAR),
     "adalora": lambda: peft.AdaLoraConfig(init_r=3, target_r=2, lora_alpha=6, total_step=9, target_modules=LINEAR),
@@ -96,6 +99,7 @@ METHODS = {
     "c3a": lambda: peft.C3AConfig(block_size=2, target_modules=LINEAR),
     "fourierft": lambda: peft.FourierFTConfig(n_frequency=9, target_modules=LINEAR),
     "shira": lambda: peft.ShiraConfig(r=1, target_modules=LINEAR),
+    "supertuning": lambda: peft.SupertuningConfig(sparsity=0.9, target_modules=LINEAR),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=LINEAR),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 4], target_modules=["embed"]),
     "ln tuning": lambda: peft.LNTuningConfig(target_modules=["layers.1"]),
@@ -140,6 +144,30 @@ def outputs(model):
 
 def run(params):
     return Net().apply({"params": params}, TOKENS, IMAGES)
+
+
+IN_MEMORY = [name for name in METHODS if name != "shira"]  # whose state dict lacks its places
+
+
+@pytest.mark.parametrize("name", mostly_thorough(IN_MEMORY, "dora", "tokens beside lora", "vera", "whole modules"))
+def test_an_adapter_of_a_model_in_memory_gives_the_same_outputs(name):
+    model = adapted(name)
+    config = model.peft_config["default"].to_dict()
+    p, raw = rpx.from_peft(model.state_dict(), config, base_params(), **READ.get(name, {"names": NAMES}))
+    np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+
+
+def test_one_of_several_adapters_of_a_model_in_memory():
+    model = adapted("patterns")
+    model.add_adapter("other", METHODS["rslora"]())
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.add_(0.1 if ".other." in name else 0.0)
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        config = model.peft_config[name].to_dict()
+        p, raw = rpx.from_peft(model.state_dict(), config, base_params(), adapter=name, names=NAMES)
+        np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)

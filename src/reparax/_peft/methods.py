@@ -1,5 +1,6 @@
 """The PEFT methods by name, and the method for a chain of stages."""
 
+from reparax._peft.beft import BEFTMethod
 from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
 from reparax._peft.lokr import LoKrMethod
@@ -12,7 +13,10 @@ from reparax.matrices import Kronecker
 from reparax.norms import WeightNorm
 from reparax.numbers import Scale
 
-_ALL: tuple[Method, ...] = (LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(), OFTMethod(), Whole(), *ROWS)
+_ALL: tuple[Method, ...] = (
+    *(LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(), OFTMethod(), BEFTMethod(), Whole()),
+    *ROWS,
+)
 METHODS = {method.name: method for method in _ALL}
 
 
@@ -36,6 +40,8 @@ def method_of(node: Marked) -> Method:
             return METHODS["OFT"]
         case Delta(relative=False) if is_of_bias(node):
             return METHODS["LORA"]
+        case Delta(relative=False) if getattr(node.values["x"], "ndim", None) == 1:
+            return METHODS["BEFT"]
         case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Kronecker):
             return METHODS["LOKR"]
         case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Hadamard):

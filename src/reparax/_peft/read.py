@@ -15,6 +15,7 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
 from reparax._peft.ia3 import is_named
+from reparax._peft.live import of_adapter
 from reparax._peft.method import Adapted, Method, acting, require
 from reparax._peft.methods import METHODS
 from reparax._peft.parameters import named_by_parameter
@@ -39,11 +40,12 @@ def from_peft(
     config: Mapping[str, Any],
     like: PyTree,
     *,
+    adapter: str | None = None,
     names: Rules = None,
     layouts: Rules = None,
     roles: PyTree = None,
 ) -> tuple[Parametrization, PyTree]:
-    r"""Reads an adapter that PEFT has saved, as a chain and its raw tree.
+    r"""Reads an adapter that PEFT has saved, or one of a model's ``state_dict()``, as a chain and its raw tree.
 
     The chain begins with ``Freeze()``, so the same values train as in PEFT, but for OFT without a series: for each
     number of PEFT its rotations hold two, in square matrices whose diagonals have no effect. Steps of Adam are the same
@@ -53,17 +55,20 @@ def from_peft(
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
     ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
     ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
-    FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, trainable tokens and VeRA. LN tuning selects by ``Freeze``.
+    DeLoRA, FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, Super-Tuning without ``r``, trainable tokens and
+    VeRA. BEFT is read for biases. LN tuning selects by ``Freeze``.
     LoRA is read for stacks of experts too that are one parameter of torch (``target_parameters``), as one with
     ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train
     beside the adapters. OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are
     refused by name.
 
     Args:
-      tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors.
-      config: The contents of ``adapter_config.json``. A setting that is not known here must have a neutral value, such
-        as None, False or 0.
+      tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of a
+        model in memory, of which the base is left out. SHiRA's lacks the places, which its file has.
+      config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. A setting that is
+        not known here must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
+      adapter: The name of the adapter in a ``state_dict()`` that holds several.
       names: As for :func:`from_torch`: the torch name of a parameter of the base model. Of several stacks of experts
         in one module, PEFT does not write which is which, so each needs a rule of its own, in the order in which the
         module has them: in transformers ``gate_up_proj`` before ``down_proj``.
@@ -100,8 +105,8 @@ def from_peft(
     method = _method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
-    _require_file(method, arrays)
-    arrays = {name: x for name, x in arrays.items() if not is_unused(name)}
+    _require_no_attention(arrays)
+    arrays = {name: x for name, x in of_adapter(arrays, method, config, adapter).items() if not is_unused(name)}
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
         plain = named_by_parameter(arrays, method.suffixes, config, targets)
@@ -143,16 +148,9 @@ def _method(config: Any) -> Method:
     return METHODS[name]
 
 
-def _require_file(method: Method, arrays: Collection[str]) -> None:
-    """Refuses the names of a model in memory, which hold the adapter's own name, and those of torch's attention."""
-    ends = [end.partition(".") for end in method.suffixes]
-    live = "|".join(rf"{head}\.(?!(?:weight|bias)$)[^.]+{re.escape(dot + rest)}" for head, dot, rest in ends)
+def _require_no_attention(arrays: Collection[str]) -> None:
+    """Refuses adapters of torch's attention."""
     for name in arrays:
-        if ends and re.search(rf"\.({live})$", name):
-            raise ValueError(
-                f"from_peft takes the tensors of an adapter's file, but {name!r} is that of a model in memory. Pass "
-                f"`peft.get_peft_model_state_dict(model)`."
-            )
         if ".base_layer.out_proj.lora_" in name:
             raise ValueError(f"from_peft does not read {name!r}: {ATTENTION}. {MERGE}")
 

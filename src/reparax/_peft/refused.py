@@ -2,12 +2,25 @@
 
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
-_FORMULAS = (
-    "ADAMSS BEFT DEFT DELORA FROD GLORA OSF PEANUT PSOFT PVERA RANDLORA ROAD SUPERTUNING TINYLORA UNILORA VBLORA WAVEFT"
-)
+_FORMULAS = {
+    "ADAMSS": "groups of outputs have factors of their own, which the bias shares",
+    "DEFT": "it takes a projection of the base away",
+    "FROD": "it puts a decomposition of all weights together in place of the base",
+    "GLORA": "the weight moves the bias",
+    "OSF": "the file lacks the singular vectors of the base that it replaces",
+    "PEANUT": "the difference is a network of the base",
+    "PSOFT": "the file lacks its factors, singular vectors of the base",
+    "PVERA": "half of its numbers are those of noise in activations",
+    "RANDLORA": "its products share their factors",
+    "ROAD": "it turns pairs of outputs, and the bias with them",
+    "TINYLORA": "its numbers are those of several modules",
+    "UNILORA": "all entries of all factors are picked from one vector",
+    "VBLORA": "its factors are mixed of vectors of one bank",
+    "WAVEFT": "the difference is an inverse wavelet transform",
+}
 _INPUTS = "ADAPTION_PROMPT CARTRIDGE CPT MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING PROMPT_TUNING SHADOW"
 TYPES = {
-    **dict.fromkeys(_FORMULAS.split(), f"no chain of stages has its formula. {MERGE}"),
+    **{name: f"no chain of stages has its formula: {why}. {MERGE}" for name, why in _FORMULAS.items()},
     **dict.fromkeys(_INPUTS.split(), "it adds inputs or activations, so it is no function of the weights."),
     **dict.fromkeys(("LILY", "POLY", "XLORA"), "it mixes adapters by the input, so it is no function of the weights."),
 }

@@ -1,5 +1,6 @@
 """The methods of PEFT that are chains of stages, a row each."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ from jax import Array
 
 from reparax._numerics.linalg import identity
 from reparax._peft.chained import Chained, Part, column, inputs, swapped, turned
-from reparax._peft.method import known
+from reparax._peft.method import Written, known
 from reparax._peft.settings import INDICES, NUMBER, RANK, SEED, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Coefficients, Delta, Gain, LoRA, Reflected, Rotated, Slices
 from reparax.matrices import Blocks, Circulant, Kronecker, LowRank, Orthogonal
+from reparax.norms import Sphere
 from reparax.numbers import Scale
 from reparax.sparse import Freeze
 
@@ -85,6 +87,44 @@ C3A = Chained(
     ),
     lambda target, made: {"block_size": _whole(target)[0] // made["blocks"].shape[0]},
     silent="block_size block_size_pattern",
+)
+
+
+def _of_directions(part: Part, axis: int) -> Part:
+    """A factor of which only the directions of its vectors count, which PEFT divides by 1e-4 if they are shorter."""
+
+    def read(target: Target, x: Any) -> Array:
+        lengths = np.linalg.norm(x, axis=axis)
+        if short := [length for length in lengths if 0 < length < 1e-4]:
+            raise ValueError(f"expected vectors of zeros or of a length of at least 1e-4, got one of {short[0]:.3g}")
+        return part.read(target, x)
+
+    return Part(part.place, read, part.write)
+
+
+_U, _V = (f"@delta/x/@scale/x/@low_rank/{name}/@gain" for name in "uv")
+
+DELORA = Chained(
+    "DELORA",
+    {
+        "delora_A": _of_directions(inputs(f"{_U}/w/@sphere/v"), 1),
+        "delora_B": _of_directions(turned(f"{_V}/w/@sphere/v"), 0),
+        "delora_lambda": Part(f"{_V}/g", lambda _, x: jnp.asarray(x).reshape(()), lambda _, x: x.reshape(1)),
+        "delora_w_norm": Part(f"{_U}/g/@freeze/w"),
+    },
+    lambda target, shapes, config: (
+        Freeze(where="/.*@low_rank/u/@gain/g"),
+        Sphere(along=0, where="/.*@low_rank/u/@gain/w"),
+        Sphere(along=1, where="/.*@low_rank/v/@gain/w"),
+        Gain(axis=0, where="/.*@low_rank/u"),
+        Gain(where="/.*@low_rank/v"),
+        _low_rank(target, r := _size(shapes["delora_A"], 0)),
+        Scale(1 / r),
+        Delta(),
+    ),
+    lambda target, made: {"r": made["low_rank"].rank},
+    {"module_dropout": NUMBER},
+    silent="delora_lambda rank_pattern lambda_pattern",
 )
 
 
@@ -195,14 +235,6 @@ MISS = Chained(
 )
 
 
-def _shira_rank(target: Target, stage: Any) -> int:
-    rank, rest = divmod(stage.count, sum(target.shape))
-    if rest:
-        entries = f"r * {sum(target.shape)} entries for a matrix of shape {target.shape}"
-        raise ValueError(f"PEFT has {entries}, but no equivalent of {stage!r}")
-    return rank
-
-
 def _entries(target: Target, x: Any) -> Array:
     """Rows and columns of a weight (out, in) as those of its matrix (in, out)."""
     if ((x < 0) | (x >= np.array(_whole(target)[::-1])[:, None])).any():
@@ -217,11 +249,54 @@ SHIRA = Chained(
         "shira_indices": Part("@coefficients/index", _entries, lambda _, x: x[:, ::-1].T),
     },
     lambda target, shapes, config: (Coefficients(_size(shapes["shira_weight"], 0), **target.sides),),
-    lambda target, made: {"r": _shira_rank(target, made["coefficients"])},
+    lambda target, made: {"r": made["coefficients"].count // sum(target.shape)},
     silent="mask_type random_seed",
     whole_numbers=("shira_indices",),
     of_stage={"basis": "entries"},
 )
+
+
+def _flat_entries(target: Target, x: Any) -> Array:
+    """Places in a flat weight (out, in) as rows and columns of its matrix (in, out)."""
+    ins, outs = _whole(target)
+    if ((x < 0) | (x >= ins * outs)).any():
+        raise ValueError(f"expected places below {ins * outs}, got others in supertuning_indices")
+    return jnp.asarray(np.stack([x % ins, x // ins], axis=-1), jnp.int32)
+
+
+class _Supertuning(Chained):
+    """The largest or the smallest entries of each matrix, a share of them that is one for all."""
+
+    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
+        counts = {module: each.flags["entries"] for module, each in modules.items()}
+        least = max(count / size for count, size in counts.values())
+        most = min((count + 1) / size for count, size in counts.values())
+        if least >= most:
+            shown = ", ".join(f"{count} of {size} at {module!r}" for module, (count, size) in counts.items())
+            raise ValueError(f"PEFT has one share of entries for all modules, but got {shown}")
+        return {"sparsity": 1 - (least + min(most, 1.0)) / 2, "save_precomputed_indices": True}
+
+
+SUPERTUNING = _Supertuning(
+    "SUPERTUNING",
+    {
+        "supertuning_values": Part("@coefficients/x"),
+        "supertuning_indices": Part(
+            "@coefficients/index", _flat_entries, lambda target, x: x[:, 1] * _whole(target)[0] + x[:, 0]
+        ),
+    },
+    lambda target, shapes, config: (Coefficients(_size(shapes["supertuning_values"], 0), **target.sides),),
+    lambda target, made: {"entries": (made["coefficients"].count, math.prod(target.shape))},
+    {"r": one_of(())},  # which adds LoRA
+    silent="sparsity select_top lora_alpha lora_dropout save_precomputed_indices",
+    whole_numbers=("supertuning_indices",),
+    of_stage={"basis": "entries"},
+)
+
+
+def of_entries(target: Target, stage: Any) -> Chained:
+    """PEFT's method for so many entries: SHiRA if they are those of a rank."""
+    return SUPERTUNING if stage.count % sum(target.shape) else SHIRA
 
 
 def _tokens(target: Target) -> int:
@@ -264,4 +339,4 @@ VERA = Chained(
     banks=("vera_A", "vera_B"),
 )
 
-ROWS = (ADALORA, BOFT, C3A, FOURIERFT, GRALORA, HIRA, HRA, MISS, SHIRA, TOKENS, VERA)
+ROWS = (ADALORA, BOFT, C3A, DELORA, FOURIERFT, GRALORA, HIRA, HRA, MISS, SHIRA, SUPERTUNING, TOKENS, VERA)

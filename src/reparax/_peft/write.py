@@ -18,7 +18,7 @@ from reparax._peft.method import Marked, Method, Whole, Written, known
 from reparax._peft.methods import METHODS, method_of
 from reparax._peft.parameters import wrapped
 from reparax._peft.refused import ATTENTION
-from reparax._peft.rows import TOKENS
+from reparax._peft.rows import SHIRA, SUPERTUNING, TOKENS, of_entries
 from reparax._peft.target import Target
 from reparax._peft.targets import PREFIX, targets_of
 from reparax._stage.leaf import Perturbation
@@ -81,6 +81,9 @@ def to_peft(
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written.values()}
+    if methods == {SHIRA.name, SUPERTUNING.name}:
+        written = {tensor: (SUPERTUNING, SUPERTUNING.write(targets[tensor], nodes[tensor])) for tensor in written}
+        methods = {SUPERTUNING.name}
     if not methods and 0 < len(free) < len(targets):
         methods = {Whole.name}
     tokens = {name: each for name, (method, each) in written.items() if method.name == TOKENS.name}
@@ -207,11 +210,11 @@ def _is_on_outputs(node: Marked, target: Target) -> bool:
 
 
 def _write(node: Marked, target: Target) -> tuple[Method, Written]:
-    method = method_of(node)
+    method = of_entries(target, node.stage) if (made := method_of(node)) is SHIRA else made
     method.require_layout(target)
     written = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
-    wanted = "bias" if BIAS in written.tensors else "weight"
+    wanted = "bias" if written.tensors.keys() & {*method.of_biases} else "weight"
     if not target.experts and (name != wanted or not module):
         raise ValueError(
             f"PEFT adapts the {wanted} of a module, such as 'dense.{wanted}', but this is {target.tensor!r} in torch. "

@@ -16,9 +16,9 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.lineage import lineage_of
 from reparax._numerics.arguments import one_of
-from reparax._torch.axis_order import order, permute, read_layout, write_layout
+from reparax._torch.axis_order import EXPERTS, of_expert, order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry, Index, join, list_entries, require_known
-from reparax._torch.quantized_files import READERS, WRITERS, Matrix, gguf, written
+from reparax._torch.quantized_files import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, written
 from reparax._torch.rules import Rules
 from reparax._torch.shown import shown
 from reparax._torch.tensors import is_finite, read_tensors
@@ -48,13 +48,18 @@ def from_quantized(
     ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
     ``"bitsandbytes"``        nf4, also with rounded scales, and int8                  ``scale number(q)``
     ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
+    ``"mxfp4"``               experts of GPT-OSS                                       ``scale number(q)``
     ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
     ========================  =======================================================  =============================
 
     Weights that the file does not quantize get the dtype of ``like``; those that it does have the dtype of its scales,
-    which is float32 for GGUF and bitsandbytes, and bfloat16 for nvfp4. Inputs that a file has ordered by importance
-    (``desc_act``, ``actorder``) are stored in the order of their scales, and ``order`` says where each one is. What a
-    file says about rounding activations is left out.
+    which is float32 for GGUF and bitsandbytes, and bfloat16 for nvfp4 and mxfp4. Inputs that a file has ordered by
+    importance (``desc_act``, ``actorder``) are stored in the order of their scales, and ``order`` says where each one
+    is. What a file says about rounding activations is left out.
+
+    Experts of GPT-OSS are ``(experts, in, out)`` in torch, where the file has ``..._blocks`` and ``..._scales``. Name
+    them without these ends, ``model.layers.{i}.mlp.experts.gate_up_proj``, and give their layout:
+    ``"experts:conv1d"`` for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
 
     Args:
       tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
@@ -124,9 +129,9 @@ def _require_method(config: Any) -> None:
             f"the model's config.json."
         )
     method = config.get("quant_method")
-    if not isinstance(method, str) or method not in (*READERS, "gguf"):
+    if not isinstance(method, str) or method not in (*READERS, "mxfp4", "gguf"):
         raise ValueError(
-            f"from_quantized reads files of {', '.join(READERS)} and gguf, by config['quant_method'], but got "
+            f"from_quantized reads files of {', '.join(READERS)}, mxfp4 and gguf, by config['quant_method'], but got "
             f"{shown(method)}. Pass `quantization_config` of the model's config.json."
         )
 
@@ -137,7 +142,8 @@ def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, An
         return {"data": (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
     module, _, last = entry.tensor.rpartition(".")
     if last != "weight":
-        return {last: (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
+        ends = ("", *(MXFP4 if config["quant_method"] == "mxfp4" else ()))
+        return {f"{last}{end}": (name, arrays[name]) for end in ends if (name := f"{entry.tensor}{end}") in arrays}
     start = f"{module}." if module else ""
     found = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
     own = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
@@ -154,22 +160,24 @@ def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> t
         x = _plain(entry, held, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
-    turned = order(entry.layout, 2) == (1, 0)
-    axis = 0 if turned else 1
-    if shape[1] % group(numbers.bits)[0]:
-        raise ValueError(f"its {shape[1]} inputs of {numbers.bits} bits fill no whole bytes")
-    values = {name: jnp.asarray(x.T if turned else x) for name, x in matrix.values.items()}
-    values["q"] = packed(values["q"], numbers.bits, axis)
-    block = None if matrix.block in (None, FORMATS[matrix.format].block, shape[1]) else matrix.block
+    turned, (*experts, _, ins) = _outputs(entry) == 1, matrix.values["q"].shape
+    if ins % group(numbers.bits)[0]:
+        raise ValueError(f"its {ins} inputs of {numbers.bits} bits fill no whole bytes")
+    turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
+    values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
+    values["q"] = packed(values["q"], numbers.bits, len(experts) + (not turned))
+    block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _outputs(entry) if by_output or not turned else None
-    stacked = tuple(range(len(entry.index)))
+    stacked = tuple(range(len(entry.index) + len(experts)))
     stage = Stored(matrix.format, block=block, axis=axes, ordered="order" in values, stacked=stacked)
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
 
 def _matrix(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
     rows = (shape[0], shape[-1])
+    if config["quant_method"] == "mxfp4":
+        return mxfp4(held, entry.path, entry.tensor.rpartition(".")[2], shape if _is_stack(entry) else None)
     if config["quant_method"] != "gguf":
         return READERS[config["quant_method"]](held, rows, config) if len(shape) == 2 else None
     types = config.get("types")
@@ -260,7 +268,7 @@ def to_quantized(
         else:
             found[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
             continue
-        turned = order(entry.layout, 2) == (1, 0)
+        turned = _outputs(entry) == 1
         values = {name: entry.part(x) for name, x in held.items()}
         values["q"] = unpacked(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
         rows = {name: np.asarray(x.T if turned else x) for name, x in values.items()}
@@ -268,6 +276,11 @@ def to_quantized(
     return dict(sorted(found.items()))
 
 
+def _is_stack(entry: Entry) -> bool:
+    """Whether an array is a stack of matrices that is one tensor in torch too."""
+    return entry.layout.startswith(EXPERTS)
+
+
 def _outputs(entry: Entry) -> int:
-    """The axis of the outputs of a matrix."""
-    return order(entry.layout, 2)[0]
+    """The axis of the outputs of a matrix: the first of torch's, but the last of its experts in GPT-OSS."""
+    return order(of_expert(entry.layout), 2)[1 if _is_stack(entry) else 0]

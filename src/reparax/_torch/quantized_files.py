@@ -1,7 +1,7 @@
-"""What files of GPTQ, AWQ, bitsandbytes, compressed-tensors and GGUF say about a matrix: a format, codes, and scales.
+"""What files of GPTQ, AWQ, bitsandbytes, compressed-tensors, GPT-OSS and GGUF say: a format, codes, and scales.
 
-Each reader gets the tensors of one matrix ``(out, in)`` and refuses those that do not fit its shape, before it reads
-them. A file's own sizes are compared with the model's, and nothing is made in their size.
+Each reader gets the tensors of one matrix ``(out, in)``, or of a stack of them, and refuses those that do not fit its
+shape, before it reads them. A file's own sizes are compared with the model's, and nothing is made in their size.
 """
 
 import json
@@ -26,7 +26,7 @@ class Matrix:
     Attributes:
       format: The row of the table of formats.
       block: How many inputs share a scale; None for all.
-      values: The raw values, with the axes (out, in), and a code for each entry.
+      values: The raw values, with the axes (out, in), after those of a stack, and a code for each entry.
     """
 
     format: str
@@ -239,6 +239,32 @@ def _nvfp4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
     codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(shape)
     # The library computes in float32 and returns bfloat16, which the unit tells.
     return Matrix("nvfp4-pack", 16, {"q": codes, "scale": scale, "unit": np.ones((1, 1), jnp.bfloat16), "per": divisor})
+
+
+MXFP4 = ("_blocks", "_scales")
+"""What the names of GPT-OSS's tensors end with."""
+
+
+def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None) -> Matrix | None:
+    """GPT-OSS: experts, of which ``shape`` is (experts, in, out): two codes in a byte, the first in the low half."""
+    if not any(f"{name}{end}" in tensors for end in MXFP4):
+        return None
+    if shape is None:
+        raise ValueError(
+            f"it is a stack of experts, whose axes nothing tells: layouts={{{path!r}: 'experts:conv1d'}} for "
+            f"(experts, in, out) here, 'experts:kernel' for (experts, out, in)"
+        )
+    experts, inputs, out = shape
+    count = whole_parts(inputs, 32, "the block of")
+    pairs = take(tensors, f"{name}_blocks", (experts, out, count, 16), "uint8")
+    scale = take(tensors, f"{name}_scales", (experts, out, count), "uint8")
+    # Beyond these, numbers are infinite in bfloat16, or so small that XLA takes them for 0. A block of zeros may have
+    # any small scale.
+    wrong = (scale > 252) | ((scale < 2) & np.any(pairs & 0x77, axis=-1))
+    if np.any(wrong):
+        raise ValueError(f"expected scales from 2 to 252, for 2^-125 to 2^125, in {name}_scales, got {scale[wrong][0]}")
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(experts, out, inputs)
+    return Matrix("mxfp4", 32, {"q": codes, "scale": scale, "unit": np.ones((experts, 1, 1), jnp.bfloat16)})
 
 
 def _bits(config: Mapping[str, Any]) -> int:
