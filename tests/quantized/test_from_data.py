@@ -249,8 +249,8 @@ def test_wrong_fields():
         rpx.Quantize("int4", fit="gptq")
 
 
-@pytest.mark.parametrize("last", [rpx.LoRA(2), rpx.LoRA(2, start="pissa")], ids=repr)
-def test_the_base_of_an_adapter_learns_from_the_data_of_its_array(last):
+@pytest.mark.parametrize("last", [rpx.LoRA(2), rpx.LoRA(2, start="pissa"), rpx.Freeze()], ids=repr)
+def test_the_base_of_an_adapter_and_frozen_weights_learn_from_the_data_of_their_array(last):
     stored = rpx.Stored("int4", block=8, fit="gptq")
     raw = (stored >> last).init({"w": W}, jax.random.key(0), seen={"w": DATA})
     opened = next(iter(last.init({"w": W}, jax.random.key(0))["w"].values()))

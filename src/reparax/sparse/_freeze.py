@@ -65,7 +65,7 @@ class Freeze(Reparametrization):
       {'bias': Array([0.], dtype=float32), 'table': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}}
     """
 
-    raw_values: ClassVar[Values] = {"w": main(fixed=True)}
+    raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
     entrywise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
     _planner: ClassVar[type[Planner]] = _Freezing
