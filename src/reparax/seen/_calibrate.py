@@ -178,25 +178,28 @@ class _Calibration:
 
     @cached_property
     def acting(self) -> dict[str, list[tuple[int, Site]]]:
-        """For each array the sites on it, with the number of their stage in the chain."""
+        """For each array the sites on it, with the index of their stage in the chain."""
         found: dict[str, list[tuple[int, Site]]] = {}
-        for number, layer in enumerate(self.plan.layers):
+        for index, layer in enumerate(self.plan.layers):
             for site in layer.sites:
                 for path in self.paths_of(site):
-                    found.setdefault(path, []).append((number, site))
+                    found.setdefault(path, []).append((index, site))
         return found
 
     def learns(self, path: str) -> bool:
         """Whether an array starts from data."""
-        return any(_learns(self.p[number]) for number, _ in self.acting[path])
+        return any(map(_learns, self.stages_on([path])))
 
-    def stages(self, group: Turn) -> Parametrization:
-        """The part of the chain that acts on a group."""
-        numbers = {number for path in group.paths for number, _ in self.acting[path]}
-        return compose(tuple(self.p[number] for number in sorted(numbers)))
+    def stages_on(self, paths: Iterable[str]) -> list[Parametrization]:
+        """The stages that act on some of these arrays, in the order of the chain."""
+        return [self.p[index] for index in sorted({index for path in paths for index, _ in self.acting[path]})]
+
+    def chain_of(self, turn: Turn) -> Parametrization:
+        """The part of the chain that acts in a turn."""
+        return compose(tuple(self.stages_on(turn.paths)))
 
     def turns(self, where: Any) -> list[Turn]:
-        """The groups, in the order of the program."""
+        """What is compressed at once, in the order of the program."""
         reads: dict[str, First] = {}
         if any(map(self.learns, self.acting)):
             arguments = self._arguments(self.model.arrays, self.batches.first)
@@ -213,17 +216,17 @@ class _Calibration:
         joined = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
         arrays = {path: x for path, x in self.model.arrays.items() if path in self.acting}
         ordered = turns(self.who, reads, arrays, [paths for paths in joined if len(paths) > 1], where)
-        for group in ordered:
-            self._require_steps(group)
+        for turn in ordered:
+            self._require_steps(turn)
         return ordered
 
-    def _require_steps(self, group: Turn) -> None:
+    def _require_steps(self, turn: Turn) -> None:
         """Requires of stages that learn that they take each step of a scan by itself."""
-        for path, axis in group.axes.items():
-            for number, site in self.acting[path] if axis is not None else ():
-                if _learns(self.p[number]) and axis not in getattr(site, "stacked", ()):
+        for path, axis in turn.axes.items():
+            for index, site in self.acting[path] if axis is not None else ():
+                if _learns(self.p[index]) and axis not in getattr(site, "stacked", ()):
                     raise ValueError(
-                        f"{self.who}: {self.p[number]!r} starts all indices of axis {axis} of {path!r} together, but a "
+                        f"{self.who}: {self.p[index]!r} starts all indices of axis {axis} of {path!r} together, but a "
                         f"scan reads one after the other, and each is to start from what those before lost. Write "
                         f"`stacked={axis}` in that stage."
                     )
@@ -233,7 +236,7 @@ class _Calibration:
     def run(self, where: Any, folder: Any) -> PyTree:
         """The raw tree."""
         todo = list(units(self.turns(where)))
-        stepped = {path for group, index in todo if index is not None for path in group.paths}
+        stepped = {path for turn, index in todo if index is not None for path in turn.paths}
         # What is written to in place is a copy.
         effective = {path: jnp.copy(x) if path in stepped else x for path, x in self.model.arrays.items()}
         kept, found = Folder(self.who, folder, self._about(todo) if folder else {}), dict[Names, Any]()
@@ -254,26 +257,26 @@ class _Calibration:
         return {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": shown_units(todo)}
 
     def _started(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
-        """The raw values of a group."""
-        group, index = unit
+        """The raw values of a unit."""
+        turn, index = unit
         seen = self._seen(unit, effective)
         key = self.key if self.key is None or index is None else key_of_step(self.key, index)
-        raw = self.stages(group).init(self.model.tree(self._parts(unit)), key, seen=seen)
+        raw = self.chain_of(turn).init(self.model.tree(self._parts(unit)), key, seen=seen)
         return dict(flatten(gather_boxes(raw)).arrays)
 
     def _parts(self, unit: Unit) -> dict[str, Any]:
-        """The arrays of a group as they were."""
-        group, index = unit
-        return {path: _part(self.model.arrays[path], axis, index) for path, axis in group.axes.items()}
+        """The arrays of a turn as they were."""
+        turn, index = unit
+        return {path: _part(self.model.arrays[path], axis, index) for path, axis in turn.axes.items()}
 
     def _put(self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]) -> None:
-        """Puts the raw values of a group into what was found, and what the network reads of them into its weights."""
-        group, index = unit
+        """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
+        turn, index = unit
         frame = flatten(self.model.tree(self._parts(unit))).frame
         types = self.plan.raw
         empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
-        folded = _Model.of(self.stages(group).fold(nest(Flat(frame, {**raw, **empty})))).arrays
-        for path, axis in group.axes.items():
+        folded = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
+        for path, axis in turn.axes.items():
             effective[path] = folded[path] if index is None else _written(effective[path], folded[path], axis, index)
         for place, x in raw.items():
             like = types.arrays[place]
@@ -309,16 +312,16 @@ class _Calibration:
         return Arguments.of(self.who, self.loss, 0, (self.model.tree(arrays), *args), {})
 
     def _seen(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
-        """What the arrays of a group are multiplied with in the network as it is now; None if none starts from data."""
-        group, index = unit
-        wanted = [path for path in group.paths if self.learns(path)]
+        """What the arrays of a turn are multiplied with in the network as it is now; None if none starts from data."""
+        turn, index = unit
+        wanted = [path for path in turn.paths if self.learns(path)]
         if not wanted:
             return None
         arrays = {path: x for path, x in effective.items() if is_array(x)}
         rest = {path: x for path, x in effective.items() if path not in arrays}
-        if group.paths not in self._counting:
-            self._counting[group.paths] = self._counter(group, wanted, rest)
-        count, total = self._counting[group.paths], None
+        if turn.paths not in self._counting:
+            self._counting[turn.paths] = self._counter(turn, wanted, rest)
+        count, total = self._counting[turn.paths], None
         step = None if index is None else np.int32(index)
         for batch in self.batches:
             total = count(arrays, batch, step, total)
@@ -326,10 +329,9 @@ class _Calibration:
         trees = [self.model.tree(each) for each in total or []]
         return trees[0] if len(trees) == 1 else tuple(trees)
 
-    def _counter(self, group: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
-        """A function that adds what a batch tells of a group."""
-        stages = [self.p[number] for path in wanted for number, _ in self.acting[path]]
-        kinds = {kind for stage in stages if _learns(stage) for kind in stage.collects}
+    def _counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+        """A function that adds what a batch tells of a turn."""
+        kinds = {kind for stage in self.stages_on(wanted) if _learns(stage) for kind in stage.collects}
         ways = [("full" if "full" in kinds else "diagonal", "gradients" in kinds)] if kinds - {"largest"} else []
         ways += [("largest", False)] if "largest" in kinds else []
 
@@ -337,7 +339,7 @@ class _Calibration:
             arguments = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
             traced = arguments.trace()
             roots = {path: i for i, path in enumerate(_paths(arguments), len(traced.inputs) - len(arguments.places))}
-            axes = {path: axis for path, axis in group.axes.items() if index is not None and axis is not None}
+            axes = {path: axis for path, axis in turn.axes.items() if index is not None and axis is not None}
             first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
             found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
             entries = {path: found.entry(roots[path]) for path in wanted}

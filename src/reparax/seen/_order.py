@@ -62,7 +62,7 @@ class Turn:
 
 
 Unit = tuple[Turn, int | None]
-"""A group, and the step of the scan that slices it."""
+"""A turn, and the step of the scan that slices its arrays."""
 
 
 def first_reads(counted: Mapping[tuple[int, ...], Counted], alike: Alike) -> dict[Any, First]:
@@ -90,7 +90,7 @@ def turns(
     together: Iterable[Collection[str]],
     where: Chosen | Sequence[Chosen] | None,
 ) -> list[Turn]:
-    """The groups, in their order.
+    """The turns, in their order.
 
     Args:
       who: The call that errors name.
@@ -111,20 +111,20 @@ def turns(
                 f"{', '.join(map(repr, list(arrays)[:3]))}. Correct it, or leave it out."
             )
     ordered = [paths for _, paths in sorted(found.items(), key=lambda item: _place(item[0], len(patterns)))]
-    return [_group(who, paths, reads, arrays) for paths in _merged(ordered, together)]
+    return [_turn(who, paths, reads, arrays) for paths in _merged(ordered, together)]
 
 
 def units(found: Sequence[Turn]) -> Iterator[Unit]:
-    """Each group; those that a scan slices, a step at a time."""
+    """Each turn; those that a scan slices, a step at a time."""
     done = set[Loop]()
-    for group in found:
-        if group.loop is None:
-            yield group, None
-        elif group.loop not in done:
-            done.add(group.loop)
-            steps = range(group.steps)
-            for i in reversed(steps) if group.loop.reverse else steps:
-                yield from ((each, i) for each in found if each.loop == group.loop)
+    for turn in found:
+        if turn.loop is None:
+            yield turn, None
+        elif turn.loop not in done:
+            done.add(turn.loop)
+            steps = range(turn.steps)
+            for i in reversed(steps) if turn.loop.reverse else steps:
+                yield from ((each, i) for each in found if each.loop == turn.loop)
 
 
 def _patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
@@ -134,7 +134,7 @@ def _patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
 
 
 def _key(path: str, x: Any, read: First | None, patterns: Sequence[Chosen]) -> tuple[Hashable, ...]:
-    """What is equal for arrays of one group."""
+    """What is equal for arrays of one turn."""
     loop = read and read.loop
     for number, pattern in enumerate(patterns):
         if _fits(pattern, path, x):
@@ -162,7 +162,7 @@ def _merged(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -
     return merged
 
 
-def _group(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
+def _turn(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
     loops = {path: read.loop if (read := reads.get(path)) else None for path in paths}
     if other := [path for path in paths if loops[path] != loops[paths[0]]]:
         raise ValueError(
