@@ -179,3 +179,29 @@ def test_no_expert_with_rows_is_an_error():
         "the moments of no example. Pass `rpx.inputs` a batch with data, or leave the array out with `where`.",
     ):
         STAGES["GPTQ"](stacked=0).init({"w": W}, seen={"w": seen["w"]})
+
+
+def of_einsum(w, x, chosen):
+    return jnp.einsum("tk,tkn->tn", x, w[chosen])
+
+
+def of_take(w, x, chosen):
+    return jnp.einsum("tk,tkn->tn", x, jnp.take(w, chosen, axis=0))
+
+
+def of_vmap(w, x, chosen):
+    return jax.vmap(lambda x, e: x @ w[e])(x, chosen)
+
+
+@pytest.mark.parametrize("layer", [of_einsum, of_take, of_vmap])
+def test_matrices_that_are_looked_up_are_no_rows_of_a_table(layer):
+    """Whatever the products see then is told as missing, and no stage starts from it."""
+    seen = rpx.inputs(lambda params, x, e: jnp.sum(jnp.sin(layer(params["w"], x, e))))
+    entry = jax.eval_shape(seen, {"w": W}, X, np.arange(T) % E)["w"]
+    assert entry.reads == ()
+    (told,) = entry.uncounted
+    assert told.startswith("gather reads it with data: ")
+    with pytest.raises(
+        ValueError, match=r"^expected data of this array, but gather reads it with data: .*Leave the array out"
+    ):
+        entry.read("full", W)

@@ -149,13 +149,17 @@ class Lookup:
 
 
 def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
-    """The rows of a weight that an equation takes; None if it does something else."""
+    """The rows of a weight that an equation takes; None if it does something else.
+
+    What is taken from an array of three axes or more are whole matrices, such as one expert for each token. Products
+    read these later, with data that a look-up does not tell, so it is no row of a table.
+    """
     view = view_of(eqn)
     if not isinstance(view, Gather) or not isinstance(args[0], Sum) or isinstance(args[1], Sum):
         return None
     weight, places = args
     axis, offset = view.axis, view.dimension_numbers.offset_dims
-    if axis is None:
+    if axis is None or weight.ndim > 2:
         return None
     others = [i for i in range(weight.ndim) if i != axis]
     rows, n = places.reshape(-1).astype(jnp.int32), weight.shape[axis]
