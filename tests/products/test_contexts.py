@@ -199,6 +199,7 @@ CONTEXTS = {
     "a tied table": lambda: Context(tied, TABLE, IDS),
     "differences of low rank on a tied table": lambda: Context(tied, TABLE, IDS, rpx.LowRank(2) >> rpx.Delta()),
     "scanned layers": lambda: Context(scanned, STACKED, X, STACKED_LORA),
+    "one scanned layer": lambda: Context(scanned, {"w": STACKED["w"][:1]}, X, STACKED_LORA),
     "a recurrent network": lambda: Context(
         recurrent, {"i": normal(32, 32) / 6, "h": normal(32, 32) / 6}, normal(5, 16, 32)
     ),
@@ -242,6 +243,9 @@ CONTEXTS = {
         normal(64, 255),
         rpx.matrices.Circulant() >> rpx.Gain(axis=0),
     ),
+    "one scanned circulant layer": lambda: Context(
+        scanned, {"w": normal(1, 256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant(stacked=0)
+    ),
     "scanned circulant ones": lambda: Context(
         scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant(stacked=0)
     ),
@@ -284,6 +288,7 @@ def close(got, expected, tolerance):
 QUICK = ("a negative weight", "dense")
 OF_A_KIND_OF_ITS_OWN = (
     "a tied table",
+    "one scanned layer",
     "a recurrent network",
     "a choice",
     "one of stacked layers",

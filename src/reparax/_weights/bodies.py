@@ -154,11 +154,14 @@ def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
     stacked: list[Any] = []
     products: list[Product] = []
     for each in x.products:
-        group, *rest = each.axes
+        (group, *rest), factors = each.axes, list(each.factors)
+        if not group:  # an axis of one index has no label
+            stacked += [factor.whole[None] for factor in factors]
+            products.append(Product(tuple(replace(factor, array=None) for factor in factors), tuple(rest)))
+            continue
         if len(group) != 1 or any(group[0] in other for other in rest):
             return None
         (label,) = group
-        factors = list(each.factors)
         for i, factor in enumerate(factors):
             if label in factor.labels:
                 stacked.append(jnp.moveaxis(factor.whole, factor.labels.index(label), 0))
