@@ -10,7 +10,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d%s" % (*sys.version_inf
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 RUN := $(VENV)/bin/python
 # XLA of jax 0.11.1 and newer takes twice as long to compile a small program for a CPU, and the tests compile thousands.
-# `make test-versions` runs them on the newest.
+# `make test-versions` runs those that depend on the version on the newest.
 JAX := 'jax<0.11.1; python_version < "3.15"'
 # Progress is shown, as this takes a while. Python compiles what it imports; to compile all takes longer than the rest.
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile $(JAX)
@@ -35,7 +35,7 @@ test-costs: $(VENV)/test.stamp
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers
 
-# The oldest JAX, and all quick tests on the newest, on the Pythons that are found.
+# What depends on the version of JAX, on the oldest and on the newest, on the Pythons that are found.
 test-versions:
 	.ci/versions
 

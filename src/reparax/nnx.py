@@ -171,12 +171,17 @@ def _expect_pytree(model: Any) -> None:
 
 def _keep(effective: Any, raw: Any) -> None:
     """Gives the raw model what a call has set in the effective one: a cache, what `sow` records, a flag."""
-    made = dict(nnx.iter_modules(effective))
-    for path, module in list(nnx.iter_modules(raw)):
+    made = dict(_modules(effective))
+    for path, module in _modules(raw):
         for name, value in vars(made.get(path, module)).items():
             own = vars(module)
             if not name.startswith("_pytree__") and (name not in own or _is_set(value, own[name])):
                 setattr(module, name, value)
+
+
+def _modules(model: Any) -> list[tuple[Any, nnx.Module]]:
+    """The modules of a model by their paths. flax 0.12.0 has no ``nnx.iter_modules``, and later ones no such method."""
+    return [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Module)]
 
 
 def _is_set(value: Any, before: Any) -> bool:
