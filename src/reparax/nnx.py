@@ -179,7 +179,7 @@ def _keep(effective: Any, raw: Any) -> None:
                 setattr(module, name, value)
 
 
-def _modules(model: Any) -> list[tuple[Any, nnx.Module]]:
+def _modules(model: Any) -> list[tuple[Any, Any]]:
     """The modules of a model by their paths. flax 0.12.0 has no ``nnx.iter_modules``, and later ones no such method."""
     return [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Module)]
 
