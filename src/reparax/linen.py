@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.calls import call
+from reparax._core.calls import call, needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, needs_stream
@@ -74,6 +74,7 @@ class _Parametrized(nn.Module):
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         others = {name: tree for name, tree in variables.items() if name != "fixed"}
+        key = needed_key(self.p, key)
         try:
             return {**others, "params": self.p.apply(self.raw(variables), key)}
         except ValueError as error:

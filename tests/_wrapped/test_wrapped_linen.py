@@ -178,6 +178,16 @@ def test_params_without_their_fixed_values_are_refused() -> None:
             module.apply({"params": params}, X)
 
 
+def test_an_effective_tree_with_noise_asks_for_its_key() -> None:
+    module = rpx.linen.parametrized(MLP(), NOISY)
+    with raises(
+        ValueError,
+        "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers, so it needs a key, but got key=None. Pass a key, "
+        "or evaluate with `p.deterministic`.",
+    ):
+        module.effective(module.start({"params": mlp.tree(*NAMES)}))
+
+
 def test_noise_without_a_stream_says_both_ways() -> None:
     module = rpx.linen.parametrized(MLP(), NOISY)
     variables = module.start({"params": mlp.tree(*NAMES)})

@@ -159,12 +159,10 @@ class _Step:
 
     def _pair(self, a: Labelled, i: int, b: Labelled, j: int) -> Basis:
         """An axis that a product keeps of both operands: it multiplies them entry by entry."""
-        bases = a.basis(i), b.basis(j)
-        return (
-            next(each for each in bases if each != SAME or bases == (SAME, SAME))
-            if SAME in bases
-            else (self._other(a.axes[i], b.axes[j]))
-        )
+        left, right = a.basis(i), b.basis(j)
+        if SAME in (left, right):
+            return right if left == SAME else left
+        return self._other(a.axes[i], b.axes[j])
 
     def _contracted(self, i: int, j: int) -> None:
         a, b = self.operands

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +14,9 @@ from reparax._numerics.arguments import check_number, check_positive_number
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.transformation import Transformation
 
 PAIR = {"mean", "rho"}
-
-
-class Transformation(NamedTuple):
-    """A transformation with optax's interface."""
-
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
 
 
 class IvonState(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -13,20 +12,14 @@ from reparax._core.verbs import opened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
+from reparax._tree.transformation import Transformation
 from reparax._tree.unlike import difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
 
 
-class Projection(NamedTuple):
-    """A transformation with optax's interface."""
-
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
-
-
 @shows_usage
-def projected(p: Parametrization) -> Projection:
+def projected(p: Parametrization) -> Transformation:
     """An optax transformation that projects parameters onto the image of ``p`` after each step.
 
     Use it to train the model's own parameters, without a raw tree. ``optax.chain(optax.adam(1e-3), projected(p))``
@@ -74,4 +67,4 @@ def projected(p: Parametrization) -> Projection:
         back = p.fold(with_any_key(p.deterministic.init)(moved))
         return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
 
-    return Projection(init, update)
+    return Transformation(init, update)
