@@ -86,7 +86,7 @@ def test_the_first_example_runs_where_the_wheel_optax_and_flax_alone_are_install
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[1]
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHON"))}
     outside = {"cwd": tmp_path, "env": settings, "capture_output": True, "text": True}
-    ran = subprocess.run([python, "-I", "-c", f"{example}\nprint(tuned.layers[0].kernel.shape)"], **outside)
+    ran = subprocess.run([python, "-I", "-c", f"{example}\nprint(plain.layers[0].kernel.shape)"], **outside)
     assert (ran.stdout, ran.stderr) == ("(64, 512)\n", "")
     demo = subprocess.run([python, "-I", "-m", "reparax.demo"], **outside)
     assert re.fullmatch(r"The demo needs \w+\. Install it with: pip install 'reparax\[demo\]'\n", demo.stderr)
