@@ -18,15 +18,16 @@ from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 def over_roles(
     who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Planner, Flat, Mapping[Names, Role]], Any]
 ) -> list[Any]:
-    """The stages that ``visit`` returns for each, the last one first.
+    """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    state, found = _start(who, roles), list[Any]()
+    state, found, new = _start(who, roles), list[Any](), list[Any]()
     for stage in reversed(stages):
-        if found:
-            state = state.opened(found[0])
-        found.insert(0, visit(planner(stage), flatten(state.tree), state.known()))
+        for each in reversed(new):
+            state = state.opened(each)
+        new = list(visit(planner(stage), flatten(state.tree), state.known()))
+        found[:0] = new
     return found
 
 
