@@ -1,7 +1,7 @@
 """The law of groups on many random networks, and on all of ``networks.py``, with a planted fault in each.
 
 ``PYTHONPATH=src:tests python -m geometry.many_networks 300`` writes ``benchmarks/results/axis_groups.json`` as it goes.
-It takes some seconds of CPU for each network, so no test runs it; those that do are ``test_random_networks.py`` and
+It compiles each network, so no test runs it; those that do are ``test_random_networks.py`` and
 ``test_groups.py``.
 """
 
