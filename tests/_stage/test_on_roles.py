@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,27 @@ def test_a_norm_of_factors_is_that_of_each_column_of_both():
     left, singular, right = np.linalg.svd(matrix)
     nearest = (left[:, :2] * singular[:2]) @ right[:2]
     np.testing.assert_allclose(q.fold(raw)["query"].reshape(4, 6), nearest, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_among_the_leaves_of_a_model_have_no_roles():
+    model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
+    roles = rpx.roles(lambda model, x: jax.vmap(model)(x))(model, X)
+    q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
+    assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
+    assert rpx.training.muon_dimensions(q, roles).activation is None
+    found = rpx.geometry.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x))(model, X)
+    assert repr(found) == "All axes fit."
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ArrayImpl at "
+        "'layers/0/weight'.",
+    ):
+        rpx.WeightNorm().on(model)
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with str at 'w'.",
+    ):
+        rpx.WeightNorm().on({"w": "outputs"})
 
 
 def test_experts_are_stacked():

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax.typing import ArrayLike
 
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.geometry._groups import Group, Member
 
 
-def permute(params: PyTree, group: Group, order: Array) -> PyTree:
+def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
     """The parameters with all members of a group in another order.
 
     Args:
