@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,18 @@ ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
             rpx.WeightNorm(where="lay.*nel") >> rpx.LowRank(2, where="lay.*nel"),
             "WeightNorm(axis=-1, where='lay.*nel', stacked=0) >> LowRank(2, columns=-2, where='lay.*nel', stacked=0)",
         ),
+        (  # a norm for each column of both factors, which have one path
+            rpx.WeightNorm(where="out|query") >> rpx.LowRank(2, where="query"),
+            "WeightNorm(axis=-1, where='out|query/@low_rank/u') >> "
+            "WeightNorm(axis=(-2, -1), where='query/@low_rank/v') >> LowRank(2, columns=(-2, -1), where='query')",
+        ),
+        (
+            rpx.VarNoise({"query": 0.1, "out": 0.2}, relative="std", axis="outputs", where="out|query")
+            >> rpx.LowRank(2, where="query"),
+            "VarNoise({'query': 0.1, 'out': 0.2}, relative='std', axis=-1, where='out|query/@low_rank/u') >> "
+            "VarNoise({'query': 0.1}, relative='std', axis=(-2, -1), where='query/@low_rank/v') >> "
+            "LowRank(2, columns=(-2, -1), where='query')",
+        ),
         (rpx.Chain(), "Chain()"),
     ],
     ids=repr,
@@ -91,6 +104,39 @@ def test_axes_that_nobody_set_and_words_become_numbers(p, text):
     assert repr(q) == text
     assert rpx.from_json(q.to_json()) == q
     assert q.on(ROLES) == q
+
+
+def test_a_norm_of_factors_is_that_of_each_column_of_both():
+    q = (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).on(ROLES)
+    raw = q.init(PARAMS)
+    u, v = (raw["query"]["@low_rank"][name]["@weight_norm"] for name in "uv")
+    np.testing.assert_allclose(u["g"], np.linalg.norm(u["v"], axis=0, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(v["g"], np.linalg.norm(v["v"], axis=0, keepdims=True), rtol=1e-5)
+    matrix = np.asarray(PARAMS["query"]).reshape(4, 6)
+    left, singular, right = np.linalg.svd(matrix)
+    nearest = (left[:, :2] * singular[:2]) @ right[:2]
+    np.testing.assert_allclose(q.fold(raw)["query"].reshape(4, 6), nearest, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_among_the_leaves_of_a_model_have_no_roles():
+    model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
+    roles = rpx.roles(lambda model, x: jax.vmap(model)(x))(model, X)
+    q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
+    assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
+    assert rpx.training.muon_dimensions(q, roles).activation is None
+    found = rpx.geometry.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x))(model, X)
+    assert repr(found) == "All axes fit."
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ArrayImpl at "
+        "'layers/0/weight'.",
+    ):
+        rpx.WeightNorm().on(model)
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with str at 'w'.",
+    ):
+        rpx.WeightNorm().on({"w": "outputs"})
 
 
 def test_experts_are_stacked():
@@ -187,17 +233,10 @@ def test_what_the_network_does_not_say_is_asked_for():
     assert rpx.WeightNorm(axis=0, where="embed").on(found) == rpx.WeightNorm(axis=0, where="embed")
     with raises(
         ValueError,
-        "Simplex(where='out').on at 'out': along is one axis, but 'vectors' are the axes (-3, -2) of shape (2, 3, 4). "
-        "Give it by number, or leave it out with `where`.",
+        "Simplex(where='out').on at 'out': along is one axis, but the network has 2 for it, (-3, -2) of shape "
+        "(2, 3, 4). Give one by number, or leave the array out with `where`.",
     ):
         rpx.numbers.Simplex(where="out").on(ROLES)
-    with raises(
-        ValueError,
-        "WeightNorm(where='query').on at 'query': two raw values of this array have "
-        "different axes as axis, -1 and (-2, -1). Use a stage for each, with `where` in the words of the raw tree, "
-        "such as 'query/@low_rank/v'.",
-    ):
-        (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).on(ROLES)
     with raises(
         TypeError,
         "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",

@@ -249,8 +249,8 @@ class Parametrization(Static, ABC):
         differ. So do those that nobody set, where the formula says which it means: :class:`WeightNorm` has a norm for
         each output, :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each of the
         stacked arrays. The page "Axes of a network" has the table. What is given by number or by a library's name
-        stays. The result prints, compares and is written as JSON as any other chain; ``init`` and ``apply`` take no
-        roles.
+        stays. Where raw values of one array differ, as both factors of :class:`LowRank` may, a stage becomes several.
+        The result prints, compares and is written as JSON as any other chain; ``init`` and ``apply`` take no roles.
 
         Args:
           roles: ``rpx.roles(loss)(params, batch)``.

@@ -18,15 +18,16 @@ from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 def over_roles(
     who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Planner, Flat, Mapping[Names, Role]], Any]
 ) -> list[Any]:
-    """The stages that ``visit`` returns for each, the last one first.
+    """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    state, found = _start(who, roles), list[Any]()
+    state, found, new = _start(who, roles), list[Any](), list[Any]()
     for stage in reversed(stages):
-        if found:
-            state = state.opened(found[0])
-        found.insert(0, visit(planner(stage), flatten(state.tree), state.known()))
+        for each in reversed(new):
+            state = state.opened(each)
+        new = list(visit(planner(stage), flatten(state.tree), state.known()))
+        found[:0] = new
     return found
 
 
@@ -60,25 +61,31 @@ class _Opened:
         """The role of each raw array, from that of its parameter."""
         known = dict[Names, Role]()
         for place, x in items(self.tree):
-            source, places = self.origins[place]
-            if source in self.first and is_array(x):
+            if is_array(x) and (origin := self.origins[place])[0] in self.first:
+                source, places = origin
                 known[place] = self.first[source].of_value(places, x.shape, x.dtype)
         return known
 
 
-def require_roles(who: str, roles: PyTree) -> PyTree:
-    """The tree itself, if it is one of roles."""
-    for path, role in items(roles):
-        if not isinstance(role, Role):
+def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
+    """The role of each parameter; a model's functions, among its leaves, have none."""
+    leaves = list(items(roles))
+    found = {path: role for path, role in leaves if isinstance(role, Role)}
+    for path, other in leaves:
+        if path not in found and (is_array(other) or not found):
             raise TypeError(
                 f"{who} takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with "
-                f"{type(role).__name__} at {path_text(path)!r}."
+                f"{type(other).__name__} at {path_text(path)!r}."
             )
-    return roles
+    return found
 
 
 def _start(who: str, roles: PyTree) -> _Opened:
     """The types of the parameters."""
-    require_roles(who, roles)
-    tree = jax.tree.map(lambda role: jax.ShapeDtypeStruct(role.shape, role.dtype), roles)
-    return _Opened(tree, keep_origins(tree), dict(items(roles)))
+    known = roles_of(who, roles)
+
+    def type_of(role: Any) -> Any:
+        return jax.ShapeDtypeStruct(role.shape, role.dtype) if isinstance(role, Role) else role
+
+    tree = jax.tree.map(type_of, roles)
+    return _Opened(tree, keep_origins(tree), known)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from reparax._axes.misfit import Misfit
@@ -36,7 +35,7 @@ class _OfMean(Planner):
         self._inner.require_own(tree, path)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
-        return replace(self.stage, stage=self._inner.on(tree, roles))
+        return self._inner.on(tree, roles).deterministic
 
     def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
         return self._inner.misfits(tree, roles)

@@ -1,6 +1,7 @@
 """The stage whose axes are numbers, from what a network does with the axes of each array."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,8 +10,9 @@ from reparax._axes.names import AxisNames
 from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, in_numbers
 from reparax._axes.roles import INPUTS, STACKED, Role, numbered
 from reparax._axes.stacked import one_stacked
+from reparax._core.algebra import compose
 from reparax._stage.selection import Selection
-from reparax._stage.varied import by_path_or_one
+from reparax._stage.varied import ByPath, by_path_or_one
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names
 from reparax._tree.raw import Slot
@@ -28,16 +30,13 @@ class OnRoles(Selection):
         found = {path: stacks.get(path, ()) for path in paths}
         open_ = replace(stage, stacked=by_path_or_one(found, paths, several=True))
         chosen = (type(self)(open_) if stacks else self).present("on", tree)
+        asked = {place: _axes_at(self, slot, roles.get(place), names) for place, slot, names in chosen}
+        if parts := _parts(stage, [(slot, asked[place]) for place, slot, _ in chosen]):
+            return compose(tuple(type(self)(part).on(tree, roles) for part in parts))
         answers: dict[str, dict[str, Any]] = {}
-        for place, slot, names in chosen:
-            for name, axes in _axes_at(self, slot, roles.get(place), names).items():
-                found = answers.setdefault(name, {})
-                if found.setdefault(slot.path, axes) != axes:
-                    raise ValueError(
-                        f"{self.who('on')} at {slot.path!r}: two raw values of this array have different axes as "
-                        f"{name}, {found[slot.path]} and {axes}. Use a stage for each, with `where` in the words of "
-                        f"the raw tree, such as {slot.raw_path!r}."
-                    )
+        for place, slot, _ in chosen:
+            for name, axes in asked[place].items():
+                answers.setdefault(name, {})[slot.path] = axes
         for name, found in answers.items():
             for _, slot, _ in chosen:
                 found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
@@ -60,6 +59,27 @@ class OnRoles(Selection):
                 got = tuple(axis - one.ndim for axis in axes)
                 if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
                     yield Misfit(repr(self.stage), slot.path, field, got, numbers[word], role)
+
+
+def _parts(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
+    """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
+
+    Axes by path are those of arrays, and both factors of one, for example, have its path.
+    """
+    differing, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Slot]]()
+    for slot, axes in asked:
+        known = differing.setdefault(slot.path, [])
+        if axes not in known:
+            known.append(axes)
+        parts.setdefault(known.index(axes), []).append(slot)
+    return [_at_places(stage, slots) for slots in parts.values()] if len(parts) > 1 else []
+
+
+def _at_places(stage: Any, slots: Sequence[Slot]) -> Any:
+    """The stage for these places alone."""
+    paths, held = [slot.path for slot in slots], (stage._varied | stage._by_path).items()
+    numbers = {name: given.of(paths) for name, given in held if isinstance(given, ByPath)}
+    return replace(stage, where="|".join(re.escape(slot.raw_path) for slot in slots), **numbers)
 
 
 def _with(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
@@ -110,8 +130,8 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
         found[name] = _plain(in_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but {axes!r} are the axes {found[name]} of shape {known.shape}. Give it "
-                f"by number, or leave it out with `where`."
+                f"{who}: {name} is one axis, but the network has {len(found[name])} for it, {found[name]} of shape "
+                f"{known.shape}. Give one by number, or leave the array out with `where`."
             )
     return found
 

@@ -45,6 +45,11 @@ class ByPath:
         """The indices of the expressions that match a path."""
         return [i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)]
 
+    def of(self, paths: Sequence[str]) -> ByPath:
+        """The expressions that match some of these paths."""
+        used = sorted({i for path in paths for i in self.matching(path)})
+        return ByPath(tuple(self.patterns[i] for i in used), tuple(self.numbers[i] for i in used))
+
     def at(self, path: str, array: Any) -> Any:
         """The number for the array at ``path``, which one expression matches."""
         del array

@@ -1,8 +1,8 @@
 """What the roles of a network's axes tell of the layouts of its arrays in torch."""
 
 from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
-from reparax._core.over_roles import require_roles
-from reparax._tree.paths import PyTree, items, path_text
+from reparax._core.over_roles import roles_of
+from reparax._tree.paths import PyTree, path_text
 
 _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1,)): "kernel",
@@ -14,7 +14,7 @@ _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
 
 def roles_by_path(roles: PyTree) -> dict[str, Role]:
     """The role of each parameter, by its path; none without roles."""
-    return {} if roles is None else {path_text(path): role for path, role in items(require_roles("roles", roles))}
+    return {} if roles is None else {path_text(path): role for path, role in roles_of("roles", roles).items()}
 
 
 def layout_of(role: Role, count: int) -> str | None:

@@ -13,6 +13,7 @@ from reparax._numerics.imported import imported
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, items, named, path_text
 from reparax.geometry._groups import Group, Member
+from reparax.geometry._permute import permuted
 from reparax.geometry._units import Values, entries, is_plain, require_arrays
 
 SWEEPS = 100
@@ -148,9 +149,5 @@ def _order(
 def _ordered(x: Values, group: Group, path: str, order: Values) -> Values:
     """An array with all axes of a group in another order."""
     for member in (member for member in group.members if member.path == path):
-        places = (*member.steps, member.axis)
-        front = np.moveaxis(x, places, range(len(places)))
-        whole = order.reshape(*order.shape[:-1] or (1,) * len(member.steps), 1, group.size, 1, 1)
-        each = np.take_along_axis(entries(x, member, group), whole, -3)
-        x = np.moveaxis(each.reshape(front.shape), range(len(places)), places)
+        x = permuted(x, member, order)
     return x

@@ -9,7 +9,7 @@ from reparax._programs.equations import elementwise, moves, reductions
 from reparax._programs.equations.contractions import Conv, Dot, Gather
 from reparax._programs.equations.view import View
 from reparax.geometry._labels import Labels
-from reparax.geometry._values import SAME, VECTOR, Along, Axis, Basis, Labelled, Origin, Source
+from reparax.geometry._values import SAME, VECTOR, Along, Axis, Basis, Labelled, Origin, Source, varying
 
 MOVES = (
     *(moves.Broadcast, moves.Transpose, moves.Squeeze, moves.Reshape, moves.Slice, moves.SplitAxis, moves.Unstack),
@@ -98,12 +98,15 @@ class _Step:
 
     def _pointwise(self, i: int, out: Labelled) -> Basis:
         view, each = self.view, [value.basis(i) for value in self.operands]
-        if all(basis == SAME for basis in each):
+        changing = varying(self.operands, [i])
+        if not changing:
             return SAME
+        if len(changing) == 1 and (
+            isinstance(view, elementwise.Multiply) or (isinstance(view, elementwise.Divide) and each[1] == SAME)
+        ):
+            return self._read(i, out, changing[0].basis(i))
         if isinstance(view, elementwise.Multiply):
             return self._multiplied(i, out)
-        if isinstance(view, elementwise.Divide) and each[1] == SAME:
-            return self._read(i, out, each[0])
         if isinstance(view, elementwise.Power) and view.exponent == 2 and each == [VECTOR]:
             return self._read(i, out, Basis(Along.PRODUCT))
         casts = isinstance(view, elementwise.ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact)
@@ -118,10 +121,7 @@ class _Step:
 
     def _multiplied(self, i: int, out: Labelled) -> Basis:
         a, b = self.operands
-        left, right = a.basis(i), b.basis(i)
-        if SAME in (left, right):
-            return self._read(i, out, right if left == SAME else left)
-        if left != VECTOR or right != VECTOR:
+        if a.basis(i) != VECTOR or b.basis(i) != VECTOR:
             return self._other(out.axes[i])
         scale = next((found for found in (self._scale(a, b, i), self._scale(b, a, i)) if found is not None), None)
         return Basis(Along.PRODUCT, scale) if scale else self._read(i, out, Basis(Along.PRODUCT))
@@ -131,7 +131,7 @@ class _Step:
         if weight.kind is not Source.WEIGHT or data.kind is not Source.DATA or not weight.axes[i].in_place:
             return None
         others = [k for k, n in enumerate(self.view.type.shape) if k != i and n > 1]
-        if any(weight.basis(k) != SAME for k in others) or len(weight.axes[i].of) != 1:
+        if varying([weight], others) or len(weight.axes[i].of) != 1:
             return None
         (origin,) = weight.axes[i].of
         return origin

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax.typing import ArrayLike
 
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.geometry._groups import Group, Member
 
 
-def permute(params: PyTree, group: Group, order: Array) -> PyTree:
+def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
     """The parameters with all members of a group in another order.
 
     Args:
@@ -33,7 +33,7 @@ def permute(params: PyTree, group: Group, order: Array) -> PyTree:
       >>> rpx.geometry.permute(params, group, jnp.array([2, 0, 1]))["w"]
       Array([[3., 1., 2.]], dtype=float32)
     """
-    order = jnp.asarray(order)
+    order = order if isinstance(order, np.ndarray) else jnp.asarray(order)
     if order.shape[-1:] != (group.size,) or (order.ndim > 1 and not group.by_step):
         wanted = f"({group.size},)" + (f" or (*steps, {group.size})" if group.by_step else "")
         raise ValueError(f"permute takes an order of shape {wanted} for this group, but got {order.shape}.")
@@ -47,20 +47,17 @@ def permute(params: PyTree, group: Group, order: Array) -> PyTree:
                 f"permute takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
                 f"{got}. Pass the tree from which the groups were read."
             )
-        found[member.path] = _permuted(found[member.path], member, order)
+        found[member.path] = permuted(found[member.path], member, order)
     return treedef.unflatten(found.values())
 
 
-def _permuted(x: Array, member: Member, order: Array) -> Array:
-    """An array with one of its axes in another order."""
+def permuted(x: Any, member: Member, order: Any) -> Any:
+    """An array of JAX or numpy with one of its axes in another order, which may be one for each step."""
     steps = member.steps if order.ndim > 1 else ()
-    size = order.shape[-1]
-
-    def along(x: Array, order: Array) -> Array:
-        blocks = x.reshape(x.shape[0] // (size * member.inner), size, member.inner, -1)
-        return blocks[:, order].reshape(x.shape)
-
-    front = jnp.moveaxis(x, (*steps, member.axis), range(len(steps) + 1))
-    for _ in steps:
-        along = jax.vmap(along)
-    return jnp.moveaxis(along(front, order), range(len(steps) + 1), (*steps, member.axis))
+    places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))
+    front = x.transpose(places)
+    sizes, size = front.shape[: len(steps)], order.shape[-1]
+    outer = front.shape[len(steps)] // (size * member.inner)
+    blocks = front.reshape(*sizes, outer, size, -1)
+    others = (i[..., None].astype(order.dtype) for i in np.ix_(*map(np.arange, (*sizes, outer))))
+    return blocks[*others, order[..., None, :]].reshape(front.shape).transpose(np.argsort(places))

@@ -9,7 +9,7 @@ from reparax._programs.equations.elementwise import Divide, Multiply
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
-from reparax.geometry._values import SAME, Axis, Labelled, Origin, Source, origins
+from reparax.geometry._values import Axis, Labelled, Origin, Source, origins, varying
 
 Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
@@ -116,7 +116,7 @@ def _changing(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
     """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
     if not isinstance(view, Multiply | Divide):
         return operands
-    return [value for value in operands if any(value.basis(i) != SAME for i in range(len(value.axes)))] or operands
+    return varying(operands, range(len(view.type.shape))) or operands
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:

@@ -86,3 +86,11 @@ class Labelled:
 def origins(axes: Iterable[Axis]) -> frozenset[Origin]:
     """The axes of parameters that several axes are."""
     return frozenset[Origin]().union(*(axis.of for axis in axes))
+
+
+def varying(values: Iterable[Labelled], axes: Sequence[int]) -> list[Labelled]:
+    """Those whose entries differ along some of these axes; the others are numbers there.
+
+    A product or a quotient of one such value and numbers is a multiple of it, even where the numbers are data.
+    """
+    return [value for value in values if any(value.basis(i) != SAME for i in axes)]

@@ -1,6 +1,5 @@
 """The law of groups of axes: what a network computes does not depend on the order of its units."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,8 @@ from jax import Array
 
 from reparax._tree.paths import PyTree, named, path_text
 from reparax.geometry import Group, permute
+
+Order = np.ndarray[Any, Any]
 
 ROUNDING = 1e-4
 """The largest change of the outputs, as a share of the largest of them, that is rounding."""
@@ -44,22 +45,23 @@ def check_groups(
       >>> params, x = {"w": jnp.ones((3, 4)), "v": jnp.ones((4, 2))}, jnp.ones((5, 3))
       >>> check_groups(forward, params, x, groups=rpx.axis_groups(forward)(params, x))
     """
-    key = jax.random.key(0) if key is None else key
+    # Drawn and permuted by numpy, as each operation of JAX would be compiled.
+    random = np.random.default_rng(np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key)))
     names, arrays, treedef = named(params)
     paths = list(map(path_text, names))
-    noisy = [_noisy(w, jax.random.fold_in(key, i)) for i, w in enumerate(arrays)]
+    noisy = [_noisy(w, random) for w in arrays]
     compute = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))
     want, shapes = compute(noisy), dict(zip(paths, map(jnp.shape, noisy), strict=True))
 
-    def change(group: Group, order: Array) -> float:
+    def change(group: Group, order: Order) -> float:
         return _distance(compute(jax.tree.leaves(permute(treedef.unflatten(noisy), group, order))), want)
 
     def counts(path: str) -> bool:
-        other = [_noisy(w, key) if each == path else w for each, w in zip(paths, noisy, strict=True)]
+        other = [_noisy(w, random) if each == path else w for each, w in zip(paths, noisy, strict=True)]
         return _distance(compute(other), want) > ROUNDING
 
-    for number, group in enumerate(groups):
-        order = _order(group, shapes, jax.random.fold_in(key, number))
+    for group in groups:
+        order = _order(group, shapes, random)
         if (far := change(group, order)) > ROUNDING:
             raise AssertionError(f"{_name(group)} is no group: permuting it changes outputs by {far:.1g} of them.")
         for member in group.members if len(group.members) > 1 else ():
@@ -70,22 +72,18 @@ def check_groups(
                 )
 
 
-def _noisy(w: Any, key: Array) -> Any:
-    dtype = jnp.result_type(w)
-    return w + 0.3 * jax.random.normal(key, jnp.shape(w), dtype) if jnp.issubdtype(dtype, jnp.floating) else w
+def _noisy(w: Any, random: np.random.Generator) -> Any:
+    if not jnp.issubdtype(jnp.result_type(w), jnp.floating):
+        return w
+    return np.asarray(w) + (0.3 * random.standard_normal(jnp.shape(w))).astype(jnp.result_type(w))
 
 
-def _order(group: Group, shapes: dict[str, tuple[int, ...]], key: Array) -> Array:
+def _order(group: Group, shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> Order:
     """A permutation that leaves no index in place; another one for each step, where steps may differ."""
     steps = {tuple(shapes[member.path][axis] for axis in member.steps) for member in group.members}
     shape = steps.pop() if group.by_step and len(steps) == 1 else ()
-    keys = jax.random.split(key, max(math.prod(shape), 1))
-
-    def cycle(key: Array) -> Array:
-        places = jax.random.permutation(key, group.size)
-        return places[(jnp.argsort(places) + 1) % group.size]
-
-    return jax.vmap(cycle)(keys).reshape(*shape, group.size)
+    places = random.permuted(np.broadcast_to(np.arange(group.size), (*shape, group.size)), axis=-1)
+    return np.take_along_axis(places, (np.argsort(places) + 1) % group.size, axis=-1)
 
 
 def _distance(got: list[Array], want: list[Array]) -> float:

@@ -1,0 +1,136 @@
+"""Channels of a convolutional network on digits, pruned by Wanda's scores: as masks, and cut out by ``shrink``.
+
+``python -m benchmarks.smaller`` writes ``benchmarks/results/smaller.json``. It takes about a minute of CPU.
+"""
+
+import functools
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import reparax as rpx
+from benchmarks.evidence.data import digits
+from benchmarks.timing import machine
+
+FILE = Path(__file__).parent / "results" / "smaller.json"
+SEEDS, STEPS, MORE, BATCH, RATE, TURNS = 5, 400, 100, 64, 1e-3, 30
+LEFT = (1.0, 0.75, 0.5)
+CHANNELS = (1, 32, 64, 64)
+
+Data = tuple[Array, Array]
+
+
+def start(key: Array) -> dict[str, Any]:
+    """Three convolutions with He's weights, and a last layer."""
+    keys = jax.random.split(key, len(CHANNELS))
+    params = {
+        f"conv{i}": {"w": jax.random.normal(keys[i], (3, 3, n, m)) * jnp.sqrt(2 / (9 * n)), "b": jnp.zeros(m)}
+        for i, (n, m) in enumerate(itertools.pairwise(CHANNELS))
+    }
+    n = CHANNELS[-1]
+    return {**params, "last": {"w": jax.random.normal(keys[-1], (n, 10)) * jnp.sqrt(1 / n), "b": jnp.zeros(10)}}
+
+
+def logits(params: Any, x: Array) -> Array:
+    """Channels, of which the last are averaged over each image."""
+    x = x.reshape(-1, 8, 8, 1)
+    for name in (name for name in params if name.startswith("conv")):
+        axes = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(x, params[name]["w"], (1, 1), "SAME", dimension_numbers=axes)
+        x = jax.nn.relu(x + params[name]["b"])
+    return x.mean((1, 2)) @ params["last"]["w"] + params["last"]["b"]
+
+
+def loss(params: Any, x: Array, y: Array) -> Array:
+    """The mean cross-entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y).mean()
+
+
+TX = optax.adam(RATE)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def trained(params: Any, state: Any, key: Array, data: Data, steps: int) -> tuple[Any, Any]:
+    """A network and the optimizer's state after some steps."""
+
+    def step(carry: Any, key: Array) -> tuple[Any, None]:
+        params, state = carry
+        rows = jax.random.randint(key, (BATCH,), 0, len(data[0]))
+        updates, state = TX.update(jax.grad(loss)(params, data[0][rows], data[1][rows]), state)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (params, state), jax.random.split(key, steps))[0]
+
+
+def scores(params: Any, data: Data) -> Any:
+    """The sizes of the weights that read a channel, times the root of its mean square; zero for biases."""
+    seen = jax.jit(rpx.inputs(loss, moments="diagonal"))(params, *data)
+
+    def of(w: Array, sight: Any) -> Array:
+        (read,) = sight.reads
+        return abs(w) * jnp.sqrt(read.each_input(read.moments, w))
+
+    return {
+        name: {"w": of(each["w"], seen[name]["w"]), "b": jnp.zeros_like(each["b"])} for name, each in params.items()
+    }
+
+
+def seconds(trees: list[Any], data: Data) -> list[list[float]]:
+    """For each network the seconds of some steps, taken in turns."""
+    step = jax.jit(lambda params, state, x, y: TX.update(jax.grad(loss)(params, x, y), state))
+    states, taken = list(map(TX.init, trees)), [list[float]() for _ in trees]
+    for turn in range(TURNS + 1):
+        for params, state, each in zip(trees, states, taken, strict=True):
+            begin = time.perf_counter()
+            jax.block_until_ready(step(params, state, data[0][:BATCH], data[1][:BATCH]))
+            each += [time.perf_counter() - begin] if turn else []
+    return taken
+
+
+def measured(left: float) -> dict[str, list[float]]:
+    """For each seed losses, the share of digits that are right, bytes, and the time of a step beside masks."""
+    train, _, test = digits()
+    found: dict[str, list[float]] = {}
+    for key in jax.random.split(jax.random.key(0), SEEDS):
+        of_start, of_steps, of_more = jax.random.split(key, 3)
+        params = start(of_start)
+        params, state = trained(params, TX.init(params), of_steps, train, STEPS)
+        groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.whole]
+        masked = rpx.geometry.prune_units(params, groups, 1 - left, scores(params, train))
+        small = rpx.shrink(rpx.Chain(), masked, groups)
+        of_small = rpx.shrink(rpx.Chain(), state, groups, like=masked)
+        want, got = logits(masked, test[0]), logits(small, test[0])
+        again, _ = trained(small, of_small, of_more, train, MORE)
+        taken = seconds([masked, small], train)
+        row = {
+            "loss": float(loss(small, *test)),
+            "loss after more steps": float(loss(again, *test)),
+            "right": float(jnp.mean(jnp.argmax(logits(again, test[0]), -1) == test[1])),
+            "apart": float(jnp.max(abs(got - want)) / jnp.max(abs(want))),
+            "bytes": sum(x.nbytes for x in jax.tree.leaves(small)),
+            "time beside masks": statistics.median(b / a for a, b in zip(*taken, strict=True)),
+        }
+        for what, value in row.items():
+            found.setdefault(what, []).append(value)
+    return found
+
+
+def main() -> None:
+    """Measures all shares, and writes the file."""
+    cells = {f"{left:.0%} left": measured(left) for left in LEFT}
+    FILE.write_text(json.dumps({**machine(), "cells": cells}, indent=1) + "\n")
+    for name, values in cells.items():
+        told = {what: f"{statistics.mean(x):.4g} ({min(x):.4g} to {max(x):.4g})" for what, x in values.items()}
+        print(f"{name}:", told)
+
+
+if __name__ == "__main__":
+    main()
