@@ -71,9 +71,20 @@ def test_examples_are_as_wide_as_a_page(path):
     assert [line for line in lines if len(line) > 88] == []
 
 
+USERS_LINE = "effective = (rpx.WeightNorm() >> rpx.VarNoise(0.075)).apply(raw, key)"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/notebooks/quickstart.md", "docs/notebooks/noise_text.md"])
+def test_the_line_that_users_ask_for_stands_in_a_jitted_step_with_optax(page):
+    text = (ROOT / page).read_text()
+    steps = re.findall(r"^@jax\.jit\ndef \w*step\(.*?(?=^\S(?!    ))", text, flags=re.DOTALL | re.MULTILINE)
+    assert any(f" {USERS_LINE}\n" in step and "optax.apply_updates(raw, updates)" in step for step in steps)
+
+
 def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
     """The README's example with another chain, and its first loss."""
-    code = re.sub(r"^p = .*", line, first, flags=re.MULTILINE)
+    assert line.startswith("p = rpx.WeightNorm() >> rpx.VarNoise(0.075)  #") or USERS_LINE in first
+    code = re.sub(r"^p = .*", line, first.replace(USERS_LINE, "effective = p.apply(raw, key)"), flags=re.MULTILINE)
     code, steps = re.subn(
         r"^    raw, state, value = step.*", r"\g<0>\n    losses.append(value)", code, flags=re.MULTILINE
     )
@@ -109,8 +120,13 @@ def test_the_readme_is_short_and_names_both_commands():
 def test_the_numbers_of_the_readme_are_those_on_file():
     text = " ".join(README.read_text().split())
     told = found("weight_noise")
-    noise, plain = (reported(told[chosen(told, "text")[way]])["with 3 bits"].mean() for way in (NOISE, PLAIN))
-    assert f"scores {noise:.2f} bits per character, against {plain:.2f} without noise" in text
+    rounded, untouched = (
+        [reported(told[chosen(told, "text")[way]])[what] for way in (NOISE, PLAIN)]
+        for what in ("with 3 bits", "as trained")
+    )
+    noise, plain = (f"{bits.mean():.2f} ± {bits.std(ddof=1) / len(bits) ** 0.5:.2f}" for bits in rounded)
+    assert f"scores {noise} bits per character, against {plain} without noise" in text
+    assert "Not rounded, it scores {:.2f} against {:.2f}".format(*(bits.mean() for bits in untouched)) in text
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
     under, without = (results.median("batches", title, way) for way in ("remat", "apply"))
     assert f"the weights too: at batch 32, 16 layers take {under:.0f} MiB instead of {without:.0f}." in text
