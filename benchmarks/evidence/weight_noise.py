@@ -1,7 +1,7 @@
 """Noise on the weights while training: the network tolerates noise and rounding of its weights better.
 
 Graves, *Practical Variational Inference for Neural Networks*, 2011; Gulati et al., *Conformer*, 2020, arXiv 2005.08100,
-trains so with a standard deviation of 0.075, by the ``variational noise`` of Lingvo.
+uses a standard deviation of 0.075, by the ``variational noise`` of Lingvo.
 
 Protocol:
 Handwritten digits with 128 hidden units, accuracy; Python's documentation with an LSTM of 64 units, bits per character.

@@ -29,11 +29,12 @@ def cells(notebook):
     return [(cell.cell_type, LINK.sub("](", cell.source).strip()) for cell in notebook.cells]
 
 
-def test_there_is_one_for_each_in_the_documentation_in_the_order_of_the_home_page():
+def test_there_is_one_for_each_in_the_documentation_in_the_order_of_the_bar_at_the_left():
     files = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(file[3:].removesuffix(".ipynb") for file in files) == [path.stem for path in SOURCES]
-    home = re.findall(r"notebooks/(\w+)>?$", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)
-    assert files == [f"{number:02}_{name}.ipynb" for number, name in enumerate(home, 1)]
+    lists = "".join((ROOT / "docs" / page).read_text() for page in ("index.md", "more.md"))
+    names = re.findall(r"notebooks/(\w+)>?$", lists, flags=re.MULTILINE)
+    assert files == [f"{number:02}_{name}.ipynb" for number, name in enumerate(names, 1)]
 
 
 def test_the_index_lists_all_by_the_titles_of_their_pages():

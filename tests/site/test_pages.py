@@ -186,7 +186,9 @@ def test_parameters_say_their_types():
     assert not any(re.search(r"\w \(Any\) \W ", page) for page in shown)
 
 
-@pytest.mark.parametrize("page", [page for page in OURS if page.startswith("notebooks/")] + ["stages.html"])
+@pytest.mark.parametrize(
+    "page", [page for page in OURS if page.startswith("notebooks/")] + ["names.html", "stages.html", "which_stage.html"]
+)
 def test_pages_link_to_the_descriptions_of_what_they_name(page):
     text = (SITE / page).read_text()
     assert re.search(r'href="[./]*api/\w+\.html#reparax\.\w+', text[text.index("<article") : text.index("</article>")])
