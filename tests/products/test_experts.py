@@ -177,3 +177,80 @@ def test_a_gradient_inside_of_the_loss_forms_what_it_reads():
     args = *split(LORA), DATA, SIZES
     got, want = (jax.jit(f)(*args) for f in (rpx.factored(meta, (0, 1)), meta))
     np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+EXPERTS = np.random.default_rng(6).integers(E_, size=len(DATA))
+"""The expert of each row."""
+LOOKUPS = {
+    "index": lambda w, e: w[e],
+    "take": lambda w, e: jnp.take(w, e, axis=0),
+    "fill": lambda w, e: w.at[e].get(mode="fill", fill_value=0),
+    "clip": lambda w, e: w.at[e].get(mode="clip"),
+    "two axes": lambda w, e: w[e.reshape(2, -1)].reshape(len(e), *w.shape[1:]),
+    "map": lambda w, e: jax.vmap(lambda i: w[i])(e),
+}
+
+
+def of_lookup(name, x, e, p=LORA):
+    def found(free, fixed):
+        w = p.apply(rpx.combine(free, fixed))["w"]
+        return squares(jnp.nan_to_num(jnp.einsum("tk,tkn->tn", x, LOOKUPS[name](w, e))))
+
+    return found
+
+
+@pytest.mark.parametrize("name", mostly_thorough(LOOKUPS, "index", "map"))
+def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name):
+    def hand(free, fixed):
+        values = rpx.combine(free, fixed)["w"]["@lora"]
+        base = values["@fixed"]["w"]["@freeze"]["@fixed"]["w"]
+        low = jnp.einsum("tk,tkr->tr", DATA, LOOKUPS[name](values["a"], EXPERTS))
+        low = jnp.einsum("tr,trn->tn", low, LOOKUPS[name](values["b"], EXPERTS))
+        return squares(jnp.nan_to_num(jnp.einsum("tk,tkn->tn", DATA, LOOKUPS[name](base, EXPERTS)) + low))
+
+    own, args = of_lookup(name, DATA, EXPERTS), split(LORA)
+    mine, its = (jax.jit(jax.value_and_grad(f)).lower(*args).compile() for f in (rpx.factored(own, (0, 1)), hand))
+    assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine(*args), its(*args))
+    (weight,) = rpx.explain(own, *args, argnums=(0, 1)).weights
+    assert weight.in_factors
+    assert weight.reason.startswith("1 product, 0.")
+
+
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize("stage", mostly_thorough(["one each", "one for all"], "one for all"))
+@pytest.mark.parametrize("name", mostly_thorough(LOOKUPS, "index", "take", "fill"))
+def test_experts_beyond_all_give_what_the_array_gives(name, stage):
+    """Also no gradient, where JAX gives none."""
+    p = rpx.LoRA(4, stacked=0) if stage == "one each" else rpx.LoRA(4, columns=-1)
+    chosen = np.where(np.arange(len(EXPERTS)) % 5 == 0, 50, EXPERTS)
+    own, args = of_lookup(name, DATA, chosen, p), split(p)
+    mine, its = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(own, (0, 1)), own))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)
+
+
+def test_a_fill_value_of_its_own_forms_the_array():
+    def own(free, fixed):
+        w = LORA.apply(rpx.combine(free, fixed))["w"]
+        return squares(jnp.einsum("tk,tkn->tn", DATA, w.at[EXPERTS + 1].get(mode="fill", fill_value=7)))
+
+    mine, its = (jax.jit(jax.value_and_grad(f))(*split(LORA)) for f in (rpx.factored(own, (0, 1)), own))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)
+
+
+def test_matrices_that_are_looked_up_are_data_for_other_weights():
+    """What reads them and a weight forms them, of the factors of those that were chosen, and not the weight."""
+    both = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="table") >> rpx.LoRA(2, where="w")
+    params = {"table": normal(4096, 4, 8).astype(np.float32), "w": normal(64, 64, seed=1).astype(np.float32)}
+    free, fixed = rpx.partition(both.init(params, KEY))
+
+    def own(free, fixed, e):
+        weights = both.apply(rpx.combine(free, fixed))
+        return squares(jnp.tile(weights["table"][e].reshape(len(e), 32), (1, 2)) @ weights["w"])
+
+    args = free, fixed, np.arange(32)
+    table, weight, rows = rpx.explain(own, *args, argnums=(0, 1)).weights
+    assert (table.in_factors, rows.in_factors, weight.in_factors) == (True, False, True)
+    assert (table.type, rows.type) == ("float32[4096, 4, 8]", "float32[32, 4, 8]")
+    mine, its = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(own, (0, 1)), own))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)

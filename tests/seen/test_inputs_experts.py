@@ -117,6 +117,24 @@ def test_gradients_at_their_outputs_are_counted_by_expert(found):
         close(found["w"].reads[0].slopes[e], before.T @ before, 1e-3)
 
 
+def test_sizes_of_each_step_of_a_loop_may_be_data():
+    """Also for gradients, whose moments are those of the step's own groups."""
+    x, sizes = np.stack([X, -2 * X]), np.array([SIZES, [1, 8, 0, 2]], np.int32)
+
+    def loss(params, x, sizes):
+        def step(total, row):
+            return total + jnp.sum(lax.ragged_dot(row[0], params["w"], row[1]) ** 3), None
+
+        return lax.scan(step, 0.0, (x, sizes))[0]
+
+    (read,) = jax.jit(rpx.inputs(loss, gradients=True))({"w": W}, x, sizes)["w"].reads
+    for e in range(E):
+        rows = np.concatenate([of_experts(*each)[e] for each in zip(x, sizes, strict=True)])
+        slope = 3 * (rows @ W[e]) ** 2
+        close(read.second[e], rows.T @ rows, 1e-3)
+        close(read.slopes[e], slope.T @ slope, 1e-3)
+
+
 def test_experts_without_rows_are_told(found):
     assert found["w"].columns[0].startswith("4 x 6 inputs along axis 1 (1 of 4 without data)")
     np.testing.assert_array_equal(found["w"].reads[0].moments[1], np.eye(K))
@@ -193,15 +211,49 @@ def of_vmap(w, x, chosen):
     return jax.vmap(lambda x, e: x @ w[e])(x, chosen)
 
 
-@pytest.mark.parametrize("layer", [of_einsum, of_take, of_vmap])
-def test_matrices_that_are_looked_up_are_no_rows_of_a_table(layer):
-    """Whatever the products see then is told as missing, and no stage starts from it."""
-    seen = rpx.inputs(lambda params, x, e: jnp.sum(jnp.sin(layer(params["w"], x, e))))
+def of_steps(w, x, chosen):
+    """Half of the rows in each step, for each of two layers that are the same."""
+    rows = (x[:10].reshape(2, 5, K), chosen[:10].reshape(2, 5))
+    y = lax.scan(lambda _, row: (0, jnp.einsum("tk,tkn->tn", row[0], w[row[1]])), 0, rows)[1]
+    return jnp.concatenate([y.reshape(10, N), of_einsum(w, x[10:], chosen[10:])])
+
+
+@pytest.mark.parametrize("moments", mostly_thorough(["full", "diagonal", "largest"], "full"))
+@pytest.mark.parametrize("layer", mostly_thorough([of_einsum, of_take, of_vmap, of_steps], of_einsum, of_vmap))
+def test_matrices_that_are_looked_up_have_the_moments_of_their_rows(layer, moments):
+    chosen = np.array([2, 0, 2, 0, 3, 2, 2, 0, 3, 0, 2])
+    gradients = moments != "largest"
+    seen = rpx.inputs(lambda params, x, e: jnp.sum(layer(params["w"], x, e) ** 3), moments=moments, gradients=gradients)
+    entry = jax.jit(seen)({"w": W}, X, chosen)["w"]
+    assert entry.uncounted == ()
+    total = functools.reduce(lambda a, b: a + b, entry.reads) if len(entry.reads) > 1 else entry.reads[0]
+    np.testing.assert_array_equal(total.count, [4, 0, 5, 2])
+    for e in range(E):
+        x = X[chosen == e]
+        slope = 3 * (x @ W[e]) ** 2
+        square = {"full": x.T @ x, "diagonal": (x * x).sum(0)}
+        if moments == "largest":
+            close(total.largest[e], np.abs(x).max(0, initial=0))
+            continue
+        close(total.absolute[e], np.abs(x).sum(0))
+        close(total.second[e], square[moments])
+        close(entry.gradient[e], x.T @ slope, 1e-3)
+        close(total.slopes[e], slope.T @ slope if moments == "full" else (slope * slope).sum(0), 1e-3)
+
+
+def test_matrices_that_are_looked_up_beyond_all_are_no_data():
+    seen = rpx.inputs(lambda params, x, e: jnp.sum(jnp.nan_to_num(of_take(params["w"], x, e))))
+    chosen = np.array([9, -9, 1, 1, 1, 1, 1, 1, 1, 1, 3])
+    (read,) = jax.jit(seen)({"w": W}, X, chosen)["w"].reads
+    np.testing.assert_array_equal(read.count, [0, 8, 0, 1])
+
+
+def test_what_else_reads_matrices_that_are_looked_up_is_told():
+    """No stage starts from a part of the data."""
+    seen = rpx.inputs(lambda params, x, e: jnp.sum(of_einsum(jnp.sin(params["w"]), x, e)))
     entry = jax.eval_shape(seen, {"w": W}, X, np.arange(T) % E)["w"]
     assert entry.reads == ()
     (told,) = entry.uncounted
-    assert told.startswith("gather reads it with data: ")
-    with pytest.raises(
-        ValueError, match=r"^expected data of this array, but gather reads it with data: .*Leave the array out"
-    ):
+    assert told.startswith(("gather reads it with data: ", "dot_general reads it with data: "))
+    with pytest.raises(ValueError, match=r"^expected data of this array, but .* reads it with data: .*Leave the array"):
         entry.read("full", W)

@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import dependence, jaxprs
-from reparax._programs.equations.contractions import Dot
+from reparax._programs.equations.contractions import Dot, Gather
 from reparax._programs.equations.elementwise import (
     Add,
     ConvertType,
@@ -205,4 +205,4 @@ def _is_moved(eqn: JaxprEqn, places: Sequence[int]) -> bool:
     if kind in (Multiply, Divide) and len(places) == 1:
         number = jaxprs.type_of(eqn.invars[1 - places[0]])
         return all(n == 1 for n in number.shape) and (kind, places) != (Divide, [1])
-    return list(places) == [0] and (kind in _MOVES or kind is DynamicSlice)
+    return list(places) == [0] and (kind in _MOVES or kind in (DynamicSlice, Gather))

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from reparax._programs import jaxprs
+from reparax._programs.equations.contractions import Gather
 from reparax._programs.equations.elementwise import ConvertType, Copy, Negate, StopGradient
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.moves import (
@@ -26,6 +27,7 @@ from reparax._programs.equations.moves import (
 )
 from reparax._programs.equations.view import View
 from reparax._weights.dtypes import narrows, stored
+from reparax._weights.lookups import matrices
 from reparax._weights.sums import Factor, Label, Product, Sum, complete
 
 Move = Callable[[Any, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
@@ -198,4 +200,5 @@ _RULES: dict[type[View], Move] = {
     Reverse: _rev,
     Copy: lambda _view, x, _: x,
     Vary: _varied,
+    Gather: matrices,
 }

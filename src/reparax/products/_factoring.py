@@ -7,9 +7,11 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax._programs import jaxprs
+from reparax._programs.equations.contractions import Gather
+from reparax._programs.equations.kinds import kind_of
 from reparax._programs.stand_ins import stand_in
-from reparax._weights import bodies, makers, multiply
-from reparax._weights.facts import Facts
+from reparax._weights import bodies, makers, moves, multiply
+from reparax._weights.facts import Facts, together
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Sum
 from reparax.products import _declared, _uses
@@ -33,6 +35,8 @@ class Factoring:
     def declared(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
+        if kind_of(eqn) is Gather and isinstance(args[0], Sum):
+            return self._looked_up(reader, eqn, args[0], args[1:], facts)
         declares = alone and own.known and _declared.declares(eqn)
         found = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
         if found is None:
@@ -50,7 +54,10 @@ class Factoring:
         return AS_IS if made is None else ([made], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
-        del facts, own
+        del own
+        if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
+            pairs = zip(args, facts, strict=True)
+            args = [x if each.known else reader.array(x, eqn) for x, each in pairs]
         use = _uses.use(eqn, args)
         if use is None:
             return None
@@ -62,6 +69,26 @@ class Factoring:
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
         return multiply.formed(x)
+
+    def _looked_up(
+        self, reader: Reader, eqn: JaxprEqn, weight: Sum, rest: Sequence[Any], facts: Sequence[Facts]
+    ) -> Outs | None:
+        """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
+        outs = moves.moved(eqn, [weight, *rest])
+        if outs is None:
+            return None
+        made = replace(outs[0], root=(*reader.path, id(eqn)))
+        if not self.plan.is_decided:
+            times, parent = reader.times, self.plan.records[weight.root]
+            taken, *ways = _uses.costs_of_lookup(weight, made)
+            read = SumRead(eqn, times, reader.in_formula, *ways)
+            cost = min(times * ways[0], times * ways[1] + parent.forming)
+            origins, parents = facts[0].origins, [weight.root]
+            self.plan.note(
+                made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, formation=read)
+            )
+            self.plan.reads(made, SumRead(eqn, times, in_formula=True, factored=taken))
+        return [multiply.formed(made) if self.plan.forms(made.root) else made], [together(facts)]
 
     def _new(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum

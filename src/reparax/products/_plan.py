@@ -42,6 +42,7 @@ class Record:
       times: How often it is made.
       reads: What reads it, except other sums made from it.
       is_formed: Whether it is formed where it is made.
+      formation: How it reads its parents where it is formed; None if it needs their arrays.
     """
 
     eqn: JaxprEqn
@@ -53,6 +54,7 @@ class Record:
     times: int
     reads: list[SumRead] = field(default_factory=list)
     is_formed: bool = False
+    formation: SumRead | None = None
 
 
 class SumPlan:
@@ -89,7 +91,8 @@ class SumPlan:
             if root not in needed and (formed < factored or (arrays and formed == factored)):
                 record.is_formed = True
                 for parent in record.parents:
-                    self.records[parent].reads.append(SumRead(record.eqn, record.times, in_formula=True))
+                    read = record.formation or SumRead(record.eqn, record.times, in_formula=True)
+                    self.records[parent].reads.append(read)
             elif root in needed or record.reads:
                 needed.update(record.parents)
         self.is_decided = True

@@ -95,7 +95,25 @@ def _matrices(
     return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
 
 
-# ---- rows of a table
+# ---- matrices that an index chooses, and rows of a table
+
+
+def costs_of_lookup(weight: Sum, taken: Sum) -> tuple[float, float, float]:
+    """The cost to take the factors of the chosen matrices; to form these from them; and to take the matrices."""
+    of_factors = sum(
+        (1 if factor.still else 2) * ENTRY * factor.size
+        for before, after in zip(weight.products, taken.products, strict=True)
+        for old, factor in zip(before.factors, after.factors, strict=True)
+        if factor.labels != old.labels
+    )
+    return of_factors, *_of_lookup(weight, taken.shape, taken.products)
+
+
+def _of_lookup(weight: Sum, shape: Sequence[int], taken: Sequence[Product]) -> tuple[float, float]:
+    """The cost to take entries of a weight by its factors, and from its array."""
+    written = ENTRY * entries(shape)
+    table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
+    return written + sum(map(cost, taken)), written + table
 
 
 def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
@@ -140,12 +158,7 @@ def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *offset])
 
-    def both() -> tuple[float, float]:
-        written = ENTRY * entries(out.shape)
-        table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
-        return written + sum(map(cost, costs)), written + table
-
-    return WeightUse(weight, both, array)
+    return WeightUse(weight, lambda: _of_lookup(weight, out.shape, costs), array)
 
 
 def _counting(places: Any) -> Any:

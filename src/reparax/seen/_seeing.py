@@ -182,8 +182,8 @@ class Seeing:
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         totals: Totals = AllRows()
         if found := contraction(eqn, args):
-            product, totals = found.weight, _totals(found)
-            place = self._contracted(weight, found, totals, differs)
+            product = found.weight
+            place, totals = self._contracted(weight, found, differs)
             rows, shared, free = found.rows, found.shared if found.groups is None else [], found.free
         elif taken := lookup(eqn, args):
             place, product = self._looked_up(weight, taken, differs), weight.products[0]
@@ -243,11 +243,12 @@ class Seeing:
         data = [(counts > 0).astype(jnp.float32)] if self.moments == "largest" else [counts, counts]
         return self._add(place, differs, [jnp.sum(counts, axis=1), *data])
 
-    def _contracted(self, weight: Sum, found: Contraction, totals: Totals, differs: frozenset[str]) -> Place | None:
-        product, x = found.weight, lax.stop_gradient(found.data)
+    def _contracted(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> tuple[Place | None, Totals]:
+        """Where the data of a product stand, and how its rows are added."""
+        product, x, totals = found.weight, lax.stop_gradient(found.data), _totals(found)
         array, *rest = product.factors
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return None
+            return None, totals
         numbers = rest[len(self.types[weight.root].shape) :]
         for factor in numbers:
             x = x * factor.array.astype(x.dtype)
@@ -255,7 +256,10 @@ class Seeing:
         shared, summed = ([label for label in array.labels if label in group] for group in groups)
         place = self._place(weight.root, product, shared, summed, is_table=False)
         if place is None:
-            return None
+            return None, totals
+        many, *_ = place.slot.bare.sizes()
+        if place.batch is not None and len(place.batch) > many:  # one of the matrices for each row
+            totals, place = RowsOfGroups(place.batch, many), replace(place, batch=None)
         if place.chosen is not None:
             x = jnp.where(place.chosen, x, jnp.zeros_like(x))
         free = [label for i in found.free for label in product.axes[i]]
@@ -266,19 +270,20 @@ class Seeing:
             sums = [_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
             count = jnp.full(len(sums[0]), copies * x.shape[0], jnp.float32)
             count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
-            return self._add(place, differs, [count, *(copies * each for each in sums)])
+            return self._add(place, differs, [count, *(copies * each for each in sums)]), totals
         x = jnp.repeat(_matrices(x, product, groups, add=True), copies, axis=0)
         wide, count = jnp.abs(x).astype(jnp.float32), totals.count(x)
         count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
         if self.moments == "largest":
-            return self._add(place, differs, [count, totals.largest(wide)])
+            return self._add(place, differs, [count, totals.largest(wide)]), totals
         absolute = totals.total(wide)
         if self.moments == "diagonal":
-            return self._add(place, differs, [count, absolute, totals.total(wide * wide)])
+            return self._add(place, differs, [count, absolute, totals.total(wide * wide)]), totals
         whole, columns = x, place.inputs
         if place.split and columns is not None:
             whole, columns = (lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True) for y in (x, columns))
-        return self._add(place, differs, [count, absolute, _products(totals, x, whole, place.chosen)], columns)
+        seconds = _products(totals, x, whole, place.chosen)
+        return self._add(place, differs, [count, absolute, seconds], columns), totals
 
     def _place(
         self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
@@ -333,7 +338,7 @@ class Seeing:
         zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
         if place.chosen is not None:  # what is not chosen passes no gradient
             zeros = jnp.where(place.chosen, zeros, jnp.zeros_like(zeros))
-        return tapped(y, zeros, lambda slope: second(totals, rows(slope), full=full) / times)
+        return tapped(y, zeros, totals, lambda slope, totals: second(totals, rows(slope), full=full) / times)
 
     def _add(
         self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None

@@ -21,23 +21,26 @@ class Taps:
     slopes: Mapping[Any, Array]
 
 
-def tapped(y: Array, zeros: Array, moments: Callable[[Array], Array]) -> Array:
-    """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y``."""
+def tapped(y: Array, zeros: Array, held: Any, moments: Callable[[Array, Any], Array]) -> Array:
+    """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y`` and of arrays.
+
+    The arrays in ``held`` go along, as those of a step of a loop may not be closed over.
+    """
 
     @jax.custom_vjp
-    def tap(y: Array, zeros: Array) -> Array:
-        del zeros
+    def tap(y: Array, zeros: Array, held: Any) -> Array:
+        del zeros, held
         return y
 
-    def forward(y: Array, zeros: Array) -> tuple[Array, None]:
+    def forward(y: Array, zeros: Array, held: Any) -> tuple[Array, Any]:
         del zeros
-        return y, None
+        return y, held
 
-    def backward(_: None, slope: Array) -> tuple[Array, Array]:
-        return slope, moments(slope)
+    def backward(held: Any, slope: Array) -> tuple[Array, Array, None]:
+        return slope, moments(slope, held), None
 
     tap.defvjp(forward, backward)
-    return tap(y, zeros)
+    return tap(y, zeros, held)
 
 
 jax.tree_util.register_pytree_node(

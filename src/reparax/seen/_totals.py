@@ -1,11 +1,13 @@
 """Sums over rows of data: over all rows, or over those of each group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AllRows:
     """Each row meets all matrices of a batch; data are ``(rows, batch, numbers)``."""
@@ -27,38 +29,48 @@ class AllRows:
         return jnp.einsum("rbk,rbl->bkl", x, columns, precision="highest", preferred_element_type=jnp.float32)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowsOfGroups:
     """Each row meets the matrix of its group; data are ``(rows, 1, numbers)``, and sums ``(groups, numbers)``.
 
+    Where data chose a batch of matrices, ``(rows, batch, numbers)``, all rows of one index are in one group.
+
     Attributes:
-      numbers: The number of the group of each row, ``(rows,)``; a larger one than any for a row that is in none.
+      numbers: The number of the group of each row, or of each index of a batch; any other for one that is in none.
       groups: How many groups there are.
     """
 
     numbers: Array
-    groups: int
+    groups: int = field(metadata={"static": True})
 
     def count(self, x: Array) -> Array:
         return self.total(jnp.ones((*x.shape[:2], 1), jnp.float32))[:, 0]
 
     def total(self, x: Array) -> Array:
-        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].add(x[:, 0])
+        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].add(_flat(x))
 
     def largest(self, x: Array) -> Array:
-        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].max(x[:, 0])
+        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].max(_flat(x))
 
     def products(self, x: Array, columns: Array) -> Array:
         numbers = self._each(x)
         order, sizes = jnp.argsort(numbers), jnp.zeros(self.groups, jnp.int32).at[numbers].add(1)
-        left, right = (side[order, 0].astype(jnp.float32) for side in (x, columns))
+        left, right = (_flat(side)[order].astype(jnp.float32) for side in (x, columns))
         # JAX sums rows by group only where the groups follow each other.
         rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return lax.ragged_dot_general(left, right, sizes, rows, precision=lax.Precision.HIGHEST)
 
     def _each(self, x: Array) -> Array:
         """The numbers for rows of which each is several, which follow each other."""
-        return jnp.repeat(self.numbers, x.shape[0] // max(len(self.numbers), 1))
+        known = (self.numbers >= 0) & (self.numbers < self.groups)
+        numbers = jnp.where(known, self.numbers, self.groups)
+        return jnp.repeat(numbers, x.shape[0] * x.shape[1] // max(len(numbers), 1))
+
+
+def _flat(x: Array) -> Array:
+    """All rows, those of one index of the batch after each other."""
+    return x.swapaxes(0, 1).reshape(-1, x.shape[2])
 
 
 Totals = AllRows | RowsOfGroups

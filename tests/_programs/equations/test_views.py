@@ -207,6 +207,22 @@ def test_another_gather_has_no_axis(function):
     assert the(Gather, function, X, N).axis is None
 
 
+def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
+    assert the(Gather, lambda x, n: jnp.take(x, n[:, 0], 1), X, N).row == (1, 0)
+    view = the(Gather, lambda x, n: jax.vmap(lambda i: x[i])(n[:, 0]), X, N)
+    assert (view.row, view.gone) == ((0, 0), ())
+    view = the(Gather, lambda x, n: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, 1))(n[:, 0]), X, N)
+    assert view.row == (1, 1)
+    numbers = lax.GatherDimensionNumbers((1, 2, 3), (), (0,))
+    assert the(Gather, lambda x, n: lax.gather(x, n[:, :1], numbers, (1, 3, 4)), X, N).row == (0, 0)
+    for other in (
+        lambda x, n: x[n, n],
+        lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
+        lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 2, 4)),
+    ):
+        assert the(Gather, other, X, N).row is None
+
+
 def test_moves_say_where_axes_go():
     assert the(Transpose, lambda x: lax.transpose(x, (2, 0, 1)), X).permutation == (2, 0, 1)
     view = the(Reshape, lambda x: lax.reshape(x, (4, 6), dimensions=(2, 0, 1)), X)

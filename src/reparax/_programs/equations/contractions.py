@@ -158,3 +158,19 @@ class Gather(View):
             return None
         shape = self.operands[0].aval.shape
         return axes[0] if all(sizes[i] == n for i, n in enumerate(shape) if i not in axes) else None
+
+    @property
+    def row(self) -> tuple[int, int] | None:
+        """The axis of the operand of which each slice has one index, and which of the numbers of a place says this one.
+
+        None if slices are not whole along all other axes.
+        """
+        numbers, sizes, shape = self.dimension_numbers, self.slice_sizes, self.operands[0].aval.shape
+        axes = tuple(numbers.start_index_map)
+        parts = [i for i, n in enumerate(shape) if sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
+        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or sizes[parts[0]] != 1:
+            return None
+        # What is whole begins at its first index, if a place beyond is moved inside.
+        if len(axes) > 1 and self.mode != lax.GatherScatterMode.CLIP:
+            return None
+        return parts[0], axes.index(parts[0])

@@ -1,0 +1,85 @@
+"""Whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from reparax._programs.equations.contractions import Gather
+from reparax._weights.sums import Factor, Label, Merged, Product, Sum
+
+
+def matrices(view: Gather, x: Sum, rest: Sequence[Any]) -> Sum | None:
+    """The matrices that a look-up takes from a weight of several; None if it must be formed.
+
+    What is taken from an array of two axes are rows, which nothing multiplies as a weight.
+    """
+    (places,) = rest
+    if x.ndim < 3 or view.row is None or isinstance(places, Sum) or not _fills_all(view):
+        return None
+    axis, column = view.row
+    offset = view.dimension_numbers.offset_dims
+    rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
+    own = [i for i in range(x.ndim) if i not in view.gone]
+
+    def taken(product: Product) -> Product | None:
+        found = _each_row(view, product, axis, rows, places[..., column : column + 1])
+        if found is None:
+            return None
+        axes = {k: () if i == axis else found.axes[i] for k, i in zip(offset, own, strict=True)}
+        others = iter(rows)
+        return replace(found, axes=tuple(axes[k] if k in axes else _axis(next(others)) for k in range(view.type.ndim)))
+
+    return x.each(taken, view.type.shape)
+
+
+def _axis(label: Label) -> Merged:
+    return () if label.size == 1 else (label,)
+
+
+def _fills_all(view: Gather) -> bool:
+    """Whether an entry that no place has is zero or no number: then it is where one of its factors is."""
+    fill = view.fill_value
+    return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
+
+
+def _each_row(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+    """A product of which all factors that depend on an axis are taken at places along it."""
+    group, factors = product.axes[axis], list(product.factors)
+    if len(group) > 1 or sum(label in each for each in product.axes for label in group) > 1:
+        return None
+    if view.mode != lax.GatherScatterMode.CLIP:
+        # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
+        numbers = [i for i, factor in enumerate(factors) if jnp.issubdtype(factor.array.dtype, jnp.inexact)]
+        if not group or not numbers:
+            return None
+        apart = [i for i, factor in enumerate(factors) if group[0] not in factor.labels]
+        for i in apart if set(numbers) <= set(apart) else [i for i in apart if not factors[i].still]:
+            factors[i] = _repeated(factors[i], group[0])
+    return replace(product, factors=tuple(_taken(view, factor, group, rows, places) for factor in factors))
+
+
+def _repeated(factor: Factor, label: Label) -> Factor:
+    array = factor.whole
+    return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
+
+
+def _taken(view: Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+    if not set(along) & set(factor.labels):
+        return factor
+    at = factor.labels.index(along[0])
+    array = jnp.moveaxis(factor.whole, at, 0)
+    behind = range(len(rows), len(rows) + array.ndim - 1)
+    numbers = lax.GatherDimensionNumbers(offset_dims=tuple(behind), collapsed_slice_dims=(0,), start_index_map=(0,))
+    array = lax.gather(
+        array,
+        places,
+        numbers,
+        (1, *array.shape[1:]),
+        mode=view.mode,
+        fill_value=view.fill_value if jnp.issubdtype(array.dtype, jnp.inexact) else None,
+    )
+    return replace(factor, array=array, labels=(*rows, *factor.labels[:at], *factor.labels[at + 1 :]))
