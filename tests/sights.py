@@ -19,7 +19,8 @@ def seen(*batches, shape, axes=(0,), batch=(), full=True):
     x = np.stack(batches).astype(np.float32)
     second = np.einsum("bnk,bnl->bkl", x, x) if full else np.sum(x**2, axis=1)
     count, absolute = np.full(len(x), x.shape[1], np.float32), np.sum(np.abs(x), axis=1)
-    data = map(jnp.asarray, (count, absolute, second))
+    first = jnp.asarray(np.sum(x, axis=1)) if full else None
+    data = jnp.asarray(count), first, jnp.asarray(absolute), jnp.asarray(second)
     return Seen((Read(shape, tuple(range(len(shape))), batch, axes, *data),))
 
 

@@ -1,22 +1,31 @@
 """What ``rpx.calibrate`` needs of memory, a layer at a time: python -m examples.smollm.calibrated [windows] [length].
 
-It runs in a process of its own, as what the system tells is the most that a process ever held.
+One process reads the model's file and leaves arrays in a folder, and another one calibrates: what the system tells is
+the most that a process ever held, and reading takes more than the model.
 """
 
 import argparse
 import datetime
 import functools
 import json
+import multiprocessing
 import resource
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import reparax as rpx
 from benchmarks.timing import machine
 from examples.smollm import compression, files, model, texts, tuning
+from examples.smollm.model import Config, Params
 from examples.smollm.report import RESULTS
 
 STAGE = rpx.Stored("uint4", block=128, fit="gptq", stacked=0, where=compression.KERNELS)
@@ -29,21 +38,42 @@ def held() -> float:
     return size / (MIB if sys.platform == "darwin" else 1024)
 
 
-def measured(windows: int, length: int) -> dict[str, float]:
-    """The most memory with the model alone and with its calibration, the seconds, and the perplexities of new prose."""
+def leave(folder: Path, windows: int, length: int) -> Config:
+    """Writes the weights to a folder, and the windows to learn from and others."""
     reader = files.Reader(files.fetch())
-    params, tokenizer, config = jax.block_until_ready(reader.params()), reader.tokenizer(), reader.config
-    rows = texts.windows("prose", tokenizer, length)
+    for i, x in enumerate(jax.tree.leaves(reader.params())):
+        np.save(folder / f"{i}.npy", x)
+    rows = texts.windows("prose", reader.tokenizer(), length)
     learned, others = rows[::2][:windows], rows[1::2]
-    others = others[:: len(others) // compression.HELD_OUT][: compression.HELD_OUT]
+    np.save(folder / "learned.npy", learned)
+    np.save(folder / "others.npy", others[:: len(others) // compression.HELD_OUT][: compression.HELD_OUT])
+    return reader.config
+
+
+def measured(folder: Path, config: Config) -> dict[str, float]:
+    """The most memory before the calibration and with it, the seconds, and the losses of new prose."""
+    treedef = jax.tree.structure(model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+
+    def read() -> Params:
+        leaves = (jnp.asarray(np.load(folder / f"{i}.npy")) for i in range(treedef.num_leaves))
+        return jax.block_until_ready(treedef.unflatten(leaves))
+
+    params = read()
+    learned, others = (np.load(folder / f"{name}.npy") for name in ("learned", "others"))
     size = sum(x.nbytes for x in jax.tree.leaves(params)) / MIB
     before, begin = held(), time.perf_counter()
     batches = [jnp.asarray(row[None]) for row in learned]
-    raw = rpx.calibrate(STAGE, functools.partial(model.loss, config=config), params, batches)
+    raw = rpx.calibrate(STAGE, functools.partial(model.loss, config=config), params, batches, donate=True)
     took, most = time.perf_counter() - begin, held()
-    losses = {"after": jax.jit(STAGE.fold)(raw), "before": params}
+    losses = {"after": jax.jit(STAGE.fold)(raw), "before": read()}
     found = {f"loss {when}": tuning.held_out(weights, others, config, len(others)) for when, weights in losses.items()}
     return {"model MiB": size, "before MiB": before, "most MiB": most, "seconds": took, **found}
+
+
+def alone(run: Callable[..., Any], *args: Any) -> Any:
+    """What ``run`` returns in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run, *args).result()
 
 
 def main() -> None:
@@ -53,7 +83,10 @@ def main() -> None:
     parser.add_argument("length", nargs="?", type=int, default=compression.LENGTH)
     asked = parser.parse_args()
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    said = {"windows": asked.windows, "length": asked.length, **measured(asked.windows, asked.length)}
+    with tempfile.TemporaryDirectory() as name:
+        config = alone(leave, Path(name), asked.windows, asked.length)
+        found = alone(measured, Path(name), config)
+    said = {"windows": asked.windows, "length": asked.length, **found}
     (RESULTS / "calibrated.json").write_text(json.dumps({"date": today, **machine(), **said}, indent=1) + "\n")
 
 

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 RANK, ALPHA = 3, 6
 DRAW = np.random.default_rng(0)
 MIX = DRAW.standard_normal((12, 12)) * np.geomspace(1, 30, 12)
-HALF = (DRAW.standard_normal((64, 12)) @ MIX).astype(np.float32)
-X = np.concatenate([HALF, -HALF])  # of mean zero, which PEFT takes away for EVA
+X = (DRAW.standard_normal((128, 12)) @ MIX + 20).astype(np.float32)  # PEFT takes the mean away for EVA
 TARGET = DRAW.standard_normal((128, 8)).astype(np.float32)
 
 
@@ -41,9 +40,14 @@ def kernel():
     return jnp.asarray(Net().layer.weight.detach().numpy().T)
 
 
+def read_of(x):
+    sums = jnp.asarray(np.sum(x, axis=0))[None], jnp.asarray(np.sum(np.abs(x), axis=0))[None]
+    return Read((12, 8), (0, 1), (), (0,), jnp.full(1, len(x), jnp.float32), *sums, jnp.asarray(x.T @ x)[None])
+
+
 def start_of(start, gradient=None):
     """Our factors and base, as a kernel's."""
-    read = Read((12, 8), (0, 1), (), (0,), jnp.full(1, 128.0), second=jnp.asarray(X.T @ X)[None])
+    read = read_of(X)
     seen = {"w": Seen((read,), None if gradient is None else jnp.asarray(gradient))}
     raw = rpx.LoRA(RANK, ALPHA, start=start).init({"w": kernel()}, seen=seen)
     held = raw["w"]["@lora"]
@@ -100,7 +104,7 @@ def test_ranks_are_those_that_eva_gives_in_peft(rho):
     drawn = {
         name: np.random.default_rng(i).standard_normal((64, 12)) * size for i, (name, size) in enumerate(sizes.items())
     }
-    data = {name: np.concatenate([x, -x]).astype(np.float32) for name, x in drawn.items()}
+    data = {name: (x + 2).astype(np.float32) for name, x in drawn.items()}
     config = peft.LoraConfig(
         r=RANK, target_modules=[*data], init_lora_weights="eva", eva_config=peft.EvaConfig(rho=rho)
     )
@@ -110,8 +114,7 @@ def test_ranks_are_those_that_eva_gives_in_peft(rho):
         model, loader, prepare_model_inputs_fn=None, prepare_layer_inputs_fn=None, show_progress_bar=False
     )
     theirs = {name.rpartition(".")[2]: len(a) for name, a in found.items()}
-    moments = {name: jnp.asarray(x.T @ x)[None] for name, x in data.items()}
-    seen = {name: Seen((Read((12, 8), (0, 1), (), (0,), jnp.ones(1), second=x),)) for name, x in moments.items()}
+    seen = {name: Seen((read_of(x),)) for name, x in data.items()}
     assert rpx.adapters.eva_ranks(seen, RANK, rho) == theirs
     assert (len(set(theirs.values())) > 1) == (rho > 1)
 

@@ -69,6 +69,48 @@ def test_gptq_with_a_scale_for_each_output_and_another_damping():
     mostly_equal(got, surgery(W, X, lambda w, k: scale, range(K), damping=0.5))
 
 
+def joint(w, x, scales, keep, size, damping=0.01):
+    """SparseGPT with rounding in its loop: what is pruned loses all of itself, and what stays is rounded."""
+    w, kept = w.astype(np.float64).copy(), np.zeros(w.shape, bool)
+    moments = x.astype(np.float64).T @ x / len(x)
+    upper = np.linalg.cholesky(np.linalg.inv(moments + damping * np.mean(np.diag(moments)) * np.eye(len(w)))).T
+    rounded = np.zeros_like(w)
+    for k in range(len(w)):
+        if k % size == 0:
+            kept[k : k + size] = keep(np.abs(w[k : k + size] / np.diag(upper)[k : k + size, None]))
+        rounded[k] = np.where(kept[k], np.clip(np.round(w[k] / scales[k]), -8, 7) * scales[k], 0)
+        w[k:] -= np.outer(upper[k, k:], (w[k] - rounded[k]) / upper[k, k])
+    return rounded
+
+
+def half(scores):
+    return scores > np.sort(scores, axis=None)[scores.size // 2 - 1]
+
+
+def two_of_four(scores):
+    return np.argsort(np.argsort(-scores, axis=0), axis=0) < 2
+
+
+@pytest.mark.parametrize(("sparsity", "keep", "size"), [(0.5, half, 128), ((2, 4), two_of_four, 4)])
+def test_pruning_and_rounding_in_one_pass(sparsity, keep, size):
+    scales = np.repeat(np.max(np.abs(W.reshape(-1, 8, N)), axis=1) / 7, 8, axis=0)
+    got = start(rpx.Stored("int4", block=8, fit="gptq", sparsity=sparsity), W, DATA)[1]
+    mostly_equal(got, joint(W, X, scales, keep, size))
+    in_turn = rpx.Stored("int4", block=8) >> rpx.MagnitudePrune(0.5, fit="sparsegpt")
+    if sparsity == 0.5:
+        later = in_turn.apply(in_turn.init({"w": jnp.asarray(W)}, seen={"w": DATA}))["w"]
+        assert output_error(X, got - W) < 0.95 * output_error(X, np.asarray(later) - W)
+
+
+@pytest.mark.parametrize("name", mostly_thorough(["uint4", "nf4", "nvfp4", "mxfp4", "gguf:q4_0"], "uint4"))
+@pytest.mark.parametrize("sparsity", [0.5, (2, 4)])
+def test_what_is_pruned_is_zero_in_every_format(name, sparsity):
+    got = np.asarray(start(rpx.Stored(name, block=16, fit="gptq", sparsity=sparsity), W, DATA)[1])
+    assert np.sum(got == 0) >= W.size / 2
+    if sparsity != 0.5:
+        assert np.all(np.sum(got.reshape(-1, 4, N) == 0, axis=1) >= 2)
+
+
 FORMATS = {
     "int4": {"block": 8},
     "uint3": {"block": 8},
@@ -257,3 +299,45 @@ def test_the_base_of_an_adapter_and_frozen_weights_learn_from_the_data_of_their_
     base = opened["@fixed"]["w"]
     fixed = next(iter(raw["w"].values()))["@fixed"]["w"]["@stored"]["@fixed"]
     np.testing.assert_array_equal(fixed["q"], start(stored, base, DATA)[0]["q"])
+
+
+SPARSE = {
+    "another fit": (
+        {"sparsity": 0.5},
+        "Stored got sparsity=0.5 with fit='absmax'. Use it with fit='gptq'.",
+    ),
+    "a number": (
+        {"sparsity": 2.0, "fit": "gptq"},
+        "Stored got sparsity=2.0, but takes a share from 0 to 1, or two numbers, such as (2, 4).",
+    ),
+    "more than there are": (
+        {"sparsity": (4, 2), "fit": "gptq"},
+        "Stored got sparsity=(4, 2), but keeps n of every m weights, 1 <= n <= m.",
+    ),
+    "groups in another order": (
+        {"sparsity": (2, 4), "fit": "gptq", "act_order": True},
+        "Stored got sparsity=(2, 4) with act_order=True, in whose order neighbouring inputs are no group. Leave one of "
+        "them out, or give a share, such as sparsity=0.5.",
+    ),
+    "no zero": (
+        {"sparsity": 0.5, "fit": "gptq", "format": "int1"},
+        "Stored got sparsity=0.5, but no code of int1 is zero in all blocks. Leave it out, or use a format with zero, "
+        "such as 'int4'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPARSE)
+def test_sparsity_that_cannot_be(what):
+    fields, text = SPARSE[what]
+    with raises(ValueError, text):
+        rpx.Stored(**{"format": "int4", "block": 8, **fields})
+
+
+def test_groups_that_do_not_fit():
+    with raises(
+        ValueError,
+        "Stored('int4', block=8, fit='gptq', sparsity=(2, 3)).init at 'w': expected a multiple of 3 entries along axis "
+        "0, for sparsity=(2, 3), got shape (32, 12). Leave it out with `where`, or give a share, such as sparsity=0.5.",
+    ):
+        rpx.Stored("int4", block=8, fit="gptq", sparsity=(2, 3)).init({"w": jnp.asarray(W)}, seen={"w": DATA})

@@ -147,18 +147,31 @@ def test_batches_over_eight_devices_are_summed():
 
 @pytest.mark.thorough
 def test_the_moments_of_one_layer_are_in_memory():
-    wide, deep, most = 64, 16, []
-    params = {"w": jnp.asarray(RNG.normal(size=(deep, wide, wide)) / 8, jnp.float32)}
-    before = sum(x.nbytes for x in jax.live_arrays())
-
-    def batches():
-        for _ in range(2):
-            yield np.asarray(RNG.normal(size=(8, wide)), np.float32)
-            most.append(sum(x.nbytes for x in jax.live_arrays()) - before)
-
+    wide, deep = 64, 16
+    w = jnp.asarray(RNG.normal(size=(deep, wide, wide)) / 8, jnp.float32)
+    rows = [np.asarray(RNG.normal(size=(8, wide)), np.float32) for _ in range(2)]
     p = rpx.MagnitudePrune(0.5, fit="sparsegpt", stacked=0)
-    rpx.calibrate(p, lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w["w"])[0], params, batches)
-    assert max(most) < params["w"].nbytes * 4  # weights and masks, what the network reads, and moments of one layer
+
+    def loss(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+
+    def run(*, donate):
+        params, most = {"w": jnp.copy(w)}, []
+        before = sum(x.nbytes for x in jax.live_arrays())
+
+        def batches():
+            for each in rows:
+                yield each
+                most.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+
+        raw = rpx.calibrate(p, loss, params, batches, donate=donate)
+        assert params["w"].is_deleted() == donate
+        return max(most), jax.tree.map(np.asarray, raw)
+
+    (most, raw), (less, same) = run(donate=False), run(donate=True)
+    assert most < 4 * w.nbytes  # weights and masks, what the network reads, and moments of one layer
+    assert less < most - 0.9 * w.nbytes
+    jax.tree.map(np.testing.assert_array_equal, raw, same)
 
 
 @pytest.mark.thorough
@@ -181,6 +194,62 @@ def test_other_groups_by_where():
         x = x + (np.tanh(x @ gptq(GATE[i], x)) * (x @ gptq(UP[i], x))) @ want[-1]
     raw = rpx.calibrate(GPTQ, loss, arrays(PARAMS), BATCHES, where="layers/.*")
     np.testing.assert_allclose(GPTQ.fold(raw)["layers"]["down"], np.stack(want), atol=2e-5)
+
+
+def corrected(w, x, before, share):
+    """Weights that make up for a share of what their inputs lack, in float64."""
+    moments = x.T @ x
+    damped = moments + 0.01 * np.mean(np.diag(moments)) * np.eye(len(w))
+    return w + share * np.linalg.inv(damped) @ (x.T @ (before - x)) @ w
+
+
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=pytest.mark.thorough)])
+def test_errors_of_earlier_layers_are_made_up_for(share):
+    x = before = np.concatenate(BATCHES).astype(np.float64)
+    for i in range(2):
+        gate, up = (gptq(corrected(w[i], x, before, share), x) for w in (GATE, UP))
+        now, then = np.tanh(x @ gate) * (x @ up), np.tanh(before @ GATE[i]) * (before @ UP[i])
+        down = gptq(corrected(DOWN[i], now, then, share), now)
+        x, before = x + now @ down, before + then @ DOWN[i]
+    params = arrays({"layers": jax.tree.map(lambda x: x[:2], PARAMS["layers"]), "head": PARAMS["head"]})
+    raw = rpx.calibrate(GPTQ, loss, params, BATCHES, error_propagation=share)
+    np.testing.assert_allclose(GPTQ.fold(raw)["layers"]["down"][1], down, atol=1e-4)
+
+
+def test_stages_without_second_moments_start_as_they_are():
+    p = rpx.LoRA(2, start="lora_ga", where="layers/up", stacked=0)
+    plain, moved = (
+        rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1], jax.random.key(0), error_propagation=share)
+        for share in (0.0, 1.0)
+    )
+    jax.tree.map(np.testing.assert_array_equal, plain, moved)
+
+
+def test_shares_are_from_zero_to_one_of_a_network_that_is_kept():
+    with raises(ValueError, "calibrate(loss) got error_propagation=1.5, but takes a share from 0 to 1."):
+        rpx.calibrate(BOTH, loss, arrays(PARAMS), BATCHES, error_propagation=1.5)
+    with raises(
+        ValueError,
+        "calibrate(loss) got donate=True with error_propagation=0.5, which compares with the network of params as they "
+        "were. Leave one of them out.",
+    ):
+        rpx.calibrate(BOTH, loss, arrays(PARAMS), BATCHES, error_propagation=0.5, donate=True)
+
+
+def test_experts_have_no_rows_that_two_networks_share():
+    def routed(params, x):
+        x = jnp.tanh(x @ params["first"]) @ params["first"]
+        sizes = jnp.sum(jax.nn.one_hot(jnp.where(x[:, 0] > 0, 1, 0), 2, dtype=jnp.int32), axis=0)
+        return jnp.mean(jax.lax.ragged_dot(x, params["w"], sizes))
+
+    params = {"first": arrays(PARAMS["head"]), "w": jnp.ones((2, D, 4))}
+    with raises(
+        ValueError,
+        "rpx.calibrate got error_propagation for an array whose rows of data are in groups, as those of experts, which "
+        "may be other rows in a network with errors. Leave error_propagation out.",
+    ):
+        p = rpx.Chain((rpx.Stored("int4", where="first"), rpx.Stored("int8", axis=(0, 2), fit="gptq", where="w")))
+        rpx.calibrate(p, routed, params, BATCHES[:1], error_propagation=0.5)
 
 
 def test_starts_that_draw_draw_for_each_layer():

@@ -56,6 +56,7 @@ def found():
 
 def test_dense_layers_and_heads_see_what_a_network_by_hand_returns(found):
     close(only(found["w"]).second[0], ROWS.T @ ROWS)
+    close(only(found["w"]).first[0], ROWS.sum(0))
     close(only(found["w"]).absolute[0], np.abs(ROWS).sum(0))
     close(only(found["v"]).second[0], OUT.T @ OUT)
     close(only(found["g"]).second, np.einsum("rhe,rhf->hef", HEADS, HEADS))

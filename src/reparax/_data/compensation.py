@@ -91,6 +91,18 @@ def compensated(
     return jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:count], found)
 
 
+def propagated(w: Array, moments: Array, cross: Array, share: float, *, percdamp: float = 0.01) -> Array:
+    r"""Weights that make up for errors of their inputs: :math:`W + c \, H^{-1} C W`, for a share c.
+
+    With c = 1, the products with inputs x that have errors are nearest to those of W with the inputs that have none: H
+    is the sum of :math:`x x^\top`, damped as in :func:`compensated`, and C that of x times what it lacks.
+
+    References:
+      Arai and Ichikawa, *Quantization Error Propagation* (QEP), 2025.
+    """
+    return w + share * jnp.linalg.solve(_damped(moments, percdamp), product(cross, w))
+
+
 def _damped(moments: Array, percdamp: float) -> Array:
     """The moments with a diagonal that is larger, so that they are not singular."""
     mean = jnp.mean(jnp.diagonal(moments))

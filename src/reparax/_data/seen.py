@@ -17,6 +17,8 @@ from reparax._tree.sizes import readable, size_in_bytes
 
 MOMENTS = ("full", "diagonal", "largest")
 """What :func:`inputs` may collect."""
+SUMS = ("first", "absolute", "second", "largest", "slopes", "cross")
+"""The entries of :class:`Read` that hold sums over the data."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,15 @@ class Read:
       batch: The axes of ``shape`` of the batch.
       axes: The axes of ``shape`` of the inputs; the others are outputs.
       count: How many examples each matrix has seen, of shape ``(batch,)``.
-      absolute: The sum of the magnitudes of the data, ``(batch, inputs)``.
+      first: The sum of the data, ``(batch, inputs)``, for ``moments="full"``.
+      absolute: The sum of their magnitudes, ``(batch, inputs)``.
       second: The sum of their products, ``(batch, inputs, inputs)``; of their squares, ``(batch, inputs)``, for
         ``moments="diagonal"``, and for the rows of a table, of which each example reads one.
       largest: The largest magnitude, ``(batch, inputs)``, for ``moments="largest"``, which has no other entry.
       slopes: The sum of products of the gradient with respect to the outputs, ``(batch, outputs, outputs)``, or of
         squares, ``(batch, outputs)``; for ``gradients=True``.
+      cross: The sum of products of the data with what they lack, ``(batch, inputs, inputs)``: those of a network
+        before its weights were rounded, less these. For ``error_propagation`` of :func:`calibrate` alone.
     """
 
     shape: tuple[int, ...]
@@ -46,10 +51,12 @@ class Read:
     batch: tuple[int, ...]
     axes: tuple[int, ...]
     count: Any = None
+    first: Any = None
     absolute: Any = None
     second: Any = None
     largest: Any = None
     slopes: Any = None
+    cross: Any = None
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -82,6 +89,12 @@ class Read:
         """
         unit = jnp.eye(self.second.shape[-1]) if self.second.ndim == 3 else jnp.ones(self.second.shape[-1])
         return self._per_example(self.second, unit.astype(self.second.dtype))
+
+    @property
+    def covariance(self) -> Any:
+        """The moments of the data without their mean, as ``moments``."""
+        mean = self._per_example(self.first, jnp.zeros((), self.first.dtype))
+        return self.moments - mean[:, :, None] * mean[:, None, :]
 
     @property
     def mean_squares(self) -> Any:
@@ -165,6 +178,7 @@ class Read:
 
         return replace(
             self,
+            first=ordered(self.first, self.axes, inputs),
             absolute=ordered(self.absolute, self.axes, inputs),
             second=ordered(self.second, self.axes, inputs),
             largest=ordered(self.largest, self.axes, inputs),
@@ -208,7 +222,7 @@ class Seen:
         """The data that a stage needs for ``w``.
 
         Args:
-          moments: ``"full"``, ``"diagonal"``, which ``"full"`` has too, ``"largest"`` or ``"slopes"``.
+          moments: ``"full"``, ``"diagonal"``, which ``"full"`` has too, ``"largest"``, ``"slopes"`` or ``"cross"``.
           w: The array, or its type.
           axes: The axes of the array that the products contract. Default: any.
 
@@ -239,7 +253,8 @@ class Seen:
             )
         self.require_all(what)
         (read,) = fitting
-        held = {"full": read.second, "diagonal": read.second, "largest": read.largest, "slopes": read.slopes}[moments]
+        name = {"full": "second", "diagonal": "second"}.get(moments, moments)
+        held = getattr(read, name)
         if held is None or (moments == "full" and held.ndim == 2):
             argument = "gradients=True" if moments == "slopes" else f"moments={moments!r}"
             raise ValueError(
@@ -300,7 +315,7 @@ class Seen:
         return Seen((*both, *more.values()), gradient, why, uncounted, self.stands_in)
 
 
-for cls, data in {Read: ["count", "absolute", "second", "largest", "slopes"], Seen: ["reads", "gradient"]}.items():
+for cls, data in {Read: ["count", *SUMS], Seen: ["reads", "gradient"]}.items():
     meta = [each.name for each in fields(cls) if each.name not in data]
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
@@ -340,8 +355,7 @@ def require_data(seen: Seen) -> None:
 
 def _filled(read: Read, other: Read | None) -> Read:
     """``read`` with the entries of ``other`` that it lacks."""
-    data = ("absolute", "second", "largest", "slopes")
-    lacking = [name for name in data if other is not None and getattr(read, name) is None]
+    lacking = [name for name in SUMS if other is not None and getattr(read, name) is None]
     return replace(read, **{name: getattr(other, name) for name in lacking})
 
 
@@ -351,7 +365,13 @@ def _any_data(w: Any, axes: Collection[int] | None) -> Read:
     _, inputs, outputs = bare.sizes()
     one, row = jnp.ones((1,)), jnp.ones((1, inputs))
     return replace(
-        bare, count=one, absolute=row, second=jnp.eye(inputs)[None], largest=row, slopes=jnp.eye(outputs)[None]
+        bare,
+        count=one,
+        first=0 * row,
+        absolute=row,
+        second=jnp.eye(inputs)[None],
+        largest=row,
+        slopes=jnp.eye(outputs)[None],
     )
 
 

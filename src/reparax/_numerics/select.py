@@ -30,6 +30,12 @@ def largest(scores: Array, count: Any) -> Array:
     return above | (at & (index < end))
 
 
+def each_column(scores: Array, count: Any) -> Array:
+    """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
+    chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
+    return chosen(scores.mT).mT
+
+
 def _ordered(x: Array) -> Array:
     """Integers in the order of the numbers: floats of one sign are ordered as their bits. Both zeros are equal."""
     whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")

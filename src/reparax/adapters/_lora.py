@@ -41,9 +41,8 @@ class LoRA(RowsAndColumns):
     all layers, as under a scan, give each stage but ``Freeze`` ``stacked=0``. ``rpx.partition(raw)[0]`` is what trains.
 
     With ``start="pissa"``, ``"olora"``, ``"corda"`` and ``"lora_ga"`` the base becomes what is left of W: save the
-    whole raw tree. PEFT's EVA takes the mean of the inputs away before it looks for directions, and may give arrays
-    different ranks; its LoRA-GA leaves A unscaled, and scales B by the gradient's singular values as well. Here LoRA-GA
-    is as in its paper.
+    whole raw tree. PEFT's EVA may give arrays different ranks, :func:`eva_ranks`; its LoRA-GA leaves A unscaled, and
+    scales B by the gradient's singular values as well. Here LoRA-GA is as in its paper.
 
     Args:
       rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
@@ -58,8 +57,8 @@ class LoRA(RowsAndColumns):
         :math:`c A B`.
 
         The others start from data: ``init(params, seen=rpx.inputs(loss, ...)(params, batch))``. ``"eva"``: A has the
-        directions of length 1 in which the inputs are largest, B is zero. ``"corda"``: with the mean C of
-        :math:`x x^T` over the inputs, the ``r`` largest singular values of :math:`C W` move from the base into
+        directions of length 1 in which the inputs vary most around their mean, B is zero. ``"corda"``: with the mean C
+        of :math:`x x^T` over the inputs, the ``r`` largest singular values of :math:`C W` move from the base into
         :math:`c A B`, and C is taken away from A; ``"corda_kpm"`` takes the smallest, to keep what the model knows of
         these data. C gets as much of the identity as its inverse needs. ``"lora_ga"``: of the gradient's singular
         vectors, A has the first ``r`` on the side of the rows, B the next ``r`` on that of the columns, both times

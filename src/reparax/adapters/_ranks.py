@@ -13,8 +13,8 @@ from reparax._tree.paths import PyTree, named, path_text
 def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     r"""Ranks for adapters that start by ``LoRA(..., start="eva")``: more where the inputs vary in more directions.
 
-    For each array, direction i of its inputs explains the part :math:`\lambda_i / \sum_j \lambda_j` of their second
-    moments. Of the directions of all arrays, those that explain most are taken, ``rank`` times the number of arrays
+    For each array, direction i of its inputs explains the part :math:`\lambda_i / \sum_j \lambda_j` of their
+    covariance. Of the directions of all arrays, those that explain most are taken, ``rank`` times the number of arrays
     together, and at most ``rho`` times ``rank`` of one array. An array without any is not adapted. One array that holds
     all layers has one rank: such arrays are left out.
 
@@ -67,12 +67,13 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
 
 
 def _explained(seen: Seen) -> np.ndarray | None:
-    """The part of the moments in each direction, the largest first; None if the array is not read as one matrix."""
+    """The part of the covariance in each direction, the largest first; None if the array is not read as one matrix."""
     if len(seen.reads) != 1:
         return None
     (read,) = seen.reads
     if read.second is None or read.second.ndim < 3 or len(read.second) != 1:
         return None
     seen.require_all("data of this array")
-    values = np.linalg.eigvalsh(np.asarray(read.second[0], np.float64))[::-1]
+    count, first, second = (np.asarray(x[0], np.float64) for x in (read.count, read.first, read.second))
+    values = np.maximum(np.linalg.eigvalsh(second - np.outer(first, first) / max(count, 1))[::-1], 0)
     return values / max(values.sum(), np.finfo(np.float64).tiny)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.seen import Seen, needed
+from reparax._data.seen import Read, Seen, needed
 from reparax._numerics.linalg import identity, no_rank, product
 
 Factors = tuple[Array, Array]
@@ -36,6 +36,17 @@ def _key(x: Array, key: Array, seen: Seen | None) -> Array:
 def _moments(x: Array, key: Array, seen: Seen | None) -> Array:
     """The mean of the products of the rows' inputs."""
     del key
+    return _of_rows_alone(x, seen).moments[0].astype(x.dtype)
+
+
+def _covariance(x: Array, key: Array, seen: Seen | None) -> Array:
+    """The same for inputs without their mean."""
+    del key
+    return _of_rows_alone(x, seen).covariance[0].astype(x.dtype)
+
+
+def _of_rows_alone(x: Array, seen: Seen | None) -> Read:
+    """The data of one matrix whose inputs are the rows."""
     read = needed(seen, "full").read("full", x, axes=(0,))
     matrices, inputs, _ = read.sizes()
     if matrices != 1 or inputs != x.shape[0]:
@@ -43,7 +54,7 @@ def _moments(x: Array, key: Array, seen: Seen | None) -> Array:
             f"expected one input for each of {x.shape[0]} rows, but products read this array as {matrices} matrices of "
             f"{inputs} inputs. Give the axes of these matrices as `stacked`, or leave it out with `where`."
         )
-    return read.moments[0].astype(x.dtype)
+    return read
 
 
 def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:
@@ -82,10 +93,10 @@ def _triangular(x: Array, rank: int, factor: Array, given: None) -> Factors:
     return r[:rank].T, q[:, :rank].T
 
 
-def _explained(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
-    """The directions in which the inputs are largest, and zero."""
+def _explained(x: Array, rank: int, factor: Array, covariance: Array) -> Factors:
+    """The directions in which the inputs vary most, and zero."""
     del factor
-    _, directions = jnp.linalg.eigh(moments)
+    _, directions = jnp.linalg.eigh(covariance)
     return directions[:, ::-1][:, :rank], _zero(x, rank)
 
 
@@ -198,7 +209,7 @@ class Start:
         """What of the data it needs."""
         if self.given is _gradient:
             return ("gradients",)
-        return ("full",) if self.given is _moments else ()
+        return ("full",) if self.given in (_moments, _covariance) else ()
 
 
 STARTS = {
@@ -206,7 +217,7 @@ STARTS = {
     "gaussian": Start(_normal, _key),
     "pissa": Start(_principal, moves=True, refuses=no_rank),
     "olora": Start(_triangular, moves=True, refuses=no_rank),
-    "eva": Start(_explained, _moments, refuses=_of_rows),
+    "eva": Start(_explained, _covariance, refuses=_of_rows),
     "corda": Start(_weighted, _moments, moves=True, refuses=no_rank),
     "corda_kpm": Start(_spared, _moments, moves=True, refuses=no_rank),
     "lora_ga": Start(_descending, _gradient, moves=True, refuses=_of_half),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from reparax.quantized._numbers import Numbers, floating, half_out, half_up, listed, whole
@@ -45,6 +47,13 @@ class Format:
     scales: Scales | None = None
     zero: str = ""
     early: bool = False
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a code is zero in every block."""
+        with jax.ensure_compile_time_eval():
+            code = self.numbers.encode(jnp.zeros(1), None)
+            return self.zero != "offset" and float(self.numbers.decode(code)[0]) == 0
 
 
 NF4 = [

@@ -1,7 +1,6 @@
-"""Rounding that makes up for its own errors: GPTQ."""
+"""Rounding that makes up for its own errors, GPTQ, and pruning in the same pass."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,18 +11,25 @@ from reparax._data.compensation import compensated
 from reparax._data.learned import better
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.select import each_column, largest
 from reparax.quantized._fits import Entries, from_units, in_units
 
 ROWS = 128
-"""The rows of a block whose scales are known beforehand; any number gives the same, up to rounding."""
+"""The rows of a block whose scales are known beforehand: those that share a ranking where a share is pruned.
+
+Otherwise any number gives the same, up to rounding.
+"""
 
 
 def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
-    """The raw values of ``w``; those of rounding to nearest if they happen to be better on the same data."""
+    """The raw values of ``w``; those of rounding to nearest if they happen to be better on the same data.
+
+    Those are then rounded of the largest weights, where some are pruned.
+    """
     round_matrices = _followed if stage._scales_follow else _known
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
     learned = stage._values_of(rounded, stage._held(planned, w.dtype))
-    return better(stage, read, w, learned, stage._plain(w))
+    return better(stage, read, w, learned, stage._plain(_largest(stage, w, read)))
 
 
 def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
@@ -52,17 +58,21 @@ def _known(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     x = widened(w)
     entries = _whole(stage._entries(stage._held(w), stage._blocks(w)), x)
 
+    def plan(block: Array, diagonal: Array, given: tuple[Entries, Array]) -> tuple[Entries, Array]:
+        entries, real = given
+        return entries, _kept(stage, jnp.abs(block / diagonal[:, None]), real)
+
+    def nearest(row: Array, planned: tuple[Entries, Array]) -> Array:
+        entries, kept = planned
+        return jnp.where(kept, _nearest(stage, row, entries), jnp.zeros_like(row))
+
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
-        rounded, _ = compensated(
-            x[order],
-            moments[order][:, order],
-            lambda block, diagonal, given: given,
-            partial(_nearest, stage),
-            given=jax.tree.map(lambda each: each[order], entries),
-            **_sizes(stage, ROWS),
+        given = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
+        rounded, (_, kept) = compensated(
+            x[order], moments[order][:, order], plan, nearest, given=given, **_sizes(stage, _rows(stage))
         )
-        rounded = rounded[jnp.argsort(order)]
+        rounded = jnp.where(kept, rounded, 0 * rounded)[jnp.argsort(order)]
         return jnp.where(jnp.isnan(rounded), rounded, x), rounded  # NaN of the data is not hidden
 
     matrices = {name: read.matrices(each) for name, each in entries.items()}
@@ -72,6 +82,29 @@ def _known(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
 def _nearest(stage: Any, row: Array, entries: Entries) -> Array:
     numbers = stage._format.numbers
     return from_units(numbers.decode(numbers.encode(in_units(row, entries), None)), entries)
+
+
+def _kept(stage: Any, scores: Array, real: Array) -> Array:
+    """Which weights of some rows stay, those with the largest scores; rows that are not real fill up a block."""
+    if stage.sparsity is None:
+        return jnp.ones(scores.shape, bool)
+    scores = jnp.where(real[:, None], scores, -jnp.ones_like(scores))
+    if isinstance(stage.sparsity, float):
+        count = jnp.sum(real, dtype=jnp.float32) * scores.shape[1]
+        return largest(scores, count - jnp.round(stage.sparsity * count))
+    n, m = stage.sparsity
+    return each_column(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
+
+
+def _largest(stage: Any, w: Array, read: Read) -> Array:
+    """The weights of the largest magnitudes, and zeros."""
+    matrices = read.matrices(w)
+    kept = jax.vmap(lambda x: _kept(stage, jnp.abs(widened(x)), jnp.ones(len(x), bool)))(matrices)
+    return read.array(jnp.where(kept, matrices, 0 * matrices), w)
+
+
+def _rows(stage: Any) -> int:
+    return stage.sparsity[1] if isinstance(stage.sparsity, tuple) else ROWS
 
 
 def _sizes(stage: Any, size: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,14 @@ from jax import Array
 from reparax._axes.numbers import other_axes
 from reparax._core.value import argument
 from reparax._data.seen import Seen, needed
-from reparax._numerics.arguments import check_flag, check_known_positive, one_of
+from reparax._numerics.arguments import (
+    check_flag,
+    check_known_number,
+    check_known_positive,
+    check_two,
+    one_of,
+    optional,
+)
 from reparax._numerics.arithmetic import widened
 from reparax._stage.constraint import is_known
 from reparax._tree.raw import OTHER_CHAIN
@@ -24,8 +31,22 @@ from reparax.quantized._packing import group, packed, unpacked
 from reparax.quantized._scaled import Scaled
 
 HALF_MOST = float(jnp.finfo(jnp.float16).max)
+GPTQ = ("gptq", "awq-gptq")
 LEARNED = {"awq": ("diagonal", awq), "gptq": ("full", gptq), "awq-gptq": ("full", awq_gptq)}
 """What finds scales from data, and the moments that it needs."""
+
+
+def _check_sparsity(value: Any, who: str, name: str) -> float | tuple[int, ...]:
+    """A share, or n of every m that stay."""
+    if isinstance(value, tuple | list):
+        n, m = check_two(value, who, name)
+        if n > m:
+            raise ValueError(f"{who} got {name}={value}, but keeps n of every m weights, 1 <= n <= m.")
+        return n, m
+    share = check_known_number(value, who, name)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{who} got {name}={share}, but takes a share from 0 to 1, or two numbers, such as (2, 4).")
+    return share
 
 
 class Stored(Scaled):
@@ -103,6 +124,9 @@ class Stored(Scaled):
         do not move. Default: for four bits, as its authors have it.
       act_order: With GPTQ, whether inputs are rounded in the order of their size, the largest first.
       percdamp: With GPTQ, what is added to the diagonal of the inputs' second moments, in units of its mean.
+      sparsity: With GPTQ, the share of weights that become zero in the same pass, chosen as SparseGPT does, 128 inputs
+        at a time; or ``(n, m)``, where n of every m inputs stay, such as ``(2, 4)``. The scales are those of all
+        weights.
       ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
         The raw value ``order``, int32, of the size of that axis, says which of them each entry is; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
@@ -135,6 +159,7 @@ class Stored(Scaled):
     ordered: bool = argument(check_flag, default=False, kw_only=True)
     act_order: bool = argument(check_flag, default=False, kw_only=True)
     percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
+    sparsity: float | tuple[int, ...] | None = argument(optional(_check_sparsity), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -161,12 +186,22 @@ class Stored(Scaled):
                 f"{who} got rounding='stochastic' with fit={self.fit!r}, which finds the best of the nearest numbers. "
                 f"Leave rounding out, or use fit='absmax'."
             )
-        if self.fit not in ("gptq", "awq-gptq") and (self.act_order or self.percdamp != 0.01):
-            name = "act_order" if self.act_order else "percdamp"
+        given = {"act_order": self.act_order, "percdamp": self.percdamp != 0.01, "sparsity": self.sparsity is not None}
+        for name in (name for name, is_given in given.items() if is_given and self.fit not in GPTQ):
             raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
+        if isinstance(self.sparsity, tuple) and self.act_order:
+            raise ValueError(
+                f"{who} got sparsity={self.sparsity} with act_order=True, in whose order neighbouring inputs are no "
+                f"group. Leave one of them out, or give a share, such as sparsity=0.5."
+            )
+        if self.sparsity is not None and not self._format.has_zero:
+            raise ValueError(
+                f"{who} got sparsity={self.sparsity}, but no code of {self.format} is zero in all blocks. Leave it "
+                f"out, or use a format with zero, such as 'int4'."
+            )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return super().refuse_leaf(w) or self._broken(w)
+        return super().refuse_leaf(w) or self._broken(w) or self._ungrouped(w)
 
     def _refuse(self, w: Array) -> str | None:
         return super()._refuse(w) or self._too_large(w)
@@ -193,7 +228,7 @@ class Stored(Scaled):
     def _scales_follow(self) -> bool:
         """Whether the scales of a block may depend on those of the blocks before it: each stands by itself."""
         alone = self._scales is None or self._scales.dtype in ("exponent", "float16")
-        return isinstance(self._block, int) and alone and not self.act_order
+        return isinstance(self._block, int) and alone and not self.act_order and self.sparsity is None
 
     def _stored(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
         order = {"order": jnp.arange(w.shape[self._cut(w)], dtype=jnp.int32)} if self.ordered else {}
@@ -221,6 +256,17 @@ class Stored(Scaled):
 
     def _packed(self, codes: Array) -> Array:
         return packed(codes, self._format.numbers.bits, self._cut(codes))
+
+    def _ungrouped(self, w: Array) -> str | None:
+        """What is wrong with ``w`` if inputs are pruned in groups, or None."""
+        m = self.sparsity[1] if isinstance(self.sparsity, tuple) else 1
+        cut = self._cut(w)
+        if w.shape[cut] % m == 0:
+            return None
+        return (
+            f"expected a multiple of {m} entries along axis {cut}, for sparsity={self.sparsity}, got shape {w.shape}. "
+            f"Leave it out with `where`, or give a share, such as sparsity=0.5."
+        )
 
     def _too_large(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""

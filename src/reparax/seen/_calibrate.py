@@ -22,12 +22,16 @@ from reparax._core.keys import key_of_step
 from reparax._core.layers import Site
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._core.verbs import followed
+from reparax._data.compensation import propagated
 from reparax._data.seen import ANY, Seen
 from reparax._data.sights import takes_data
+from reparax._numerics.arguments import check_flag, check_known_number
+from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._programs.alike import Alike
 from reparax._programs.call import Arguments, caller
 from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text, types_of_result
 from reparax.seen._inputs import collected, first_look, rehearse
 from reparax.seen._kept import Folder, checksum, shown_units
@@ -46,8 +50,10 @@ def calibrate(
     where: Chosen | Sequence[Chosen] | None = None,
     *,
     folder: str | os.PathLike[str] | None = None,
+    error_propagation: float = 0.0,
+    donate: bool = False,
 ) -> PyTree:
-    """The raw tree of ``params``, as ``p.init`` makes it from data, one group of arrays after the other.
+    r"""The raw tree of ``params``, as ``p.init`` makes it from data, one group of arrays after the other.
 
     Each group starts from what :func:`inputs` counts in a network whose earlier groups are compressed already, so later
     ones make up for what earlier ones lost. The program of the loss tells the order: arrays that multiply the same
@@ -74,6 +80,12 @@ def calibrate(
         array) -> bool``, in a list. One alone is a list of one, so ``".*"`` makes all layers of a scan start one by
         one, and all that no scan slices at once.
       folder: Where to keep what is done. If the call is stopped, the same call goes on where it was.
+      error_propagation: The share of the errors of earlier groups, 0 to 1, for which a group that learns from second
+        moments makes up before it is compressed (QEP): :math:`W + c \, H^{-1} C W`, with the sum H of :math:`x x^\top`
+        over the data and C of :math:`x (x_0 - x)^\top`, where :math:`x_0` are the data of ``params``. The paper takes
+        0.5. Both networks run at once, and their weights are in memory twice.
+      donate: Whether arrays of ``params`` that a scan slices are overwritten, and cannot be used any more; otherwise
+        there is a copy of them.
 
     Raises:
       ValueError: If batches are used up, or a stage joins all layers of a scan.
@@ -90,12 +102,22 @@ def calibrate(
       (16, 8)
 
     References:
-      Frantar, Ashkboos, Hoefler and Alistarh, *GPTQ*, 2023, which starts each layer from the outputs of those before.
+      Frantar, Ashkboos, Hoefler and Alistarh, *GPTQ*, 2023, which starts each layer from the outputs of those before;
+      Arai and Ichikawa, *Quantization Error Propagation: Revisiting Layer-Wise Post-Training Quantization*, 2025.
     """
     require_chains("calibrate(p, loss, params, batches)", p)
     rehearse()
     who = caller("calibrate", loss, 0)
-    return _Calibration(who, p, loss, _Model.of(params), _Batches(who, batches), key).run(where, folder)
+    share = check_known_number(error_propagation, who, "error_propagation")
+    if not 0 <= share <= 1:
+        raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")
+    if share and check_flag(donate, who, "donate"):
+        raise ValueError(
+            f"{who} got donate=True with error_propagation={share}, which compares with the network of params as they "
+            f"were. Leave one of them out."
+        )
+    model, given = _Model.of(params), _Batches(who, batches)
+    return _Calibration(who, p, loss, model, given, key, share, donate=donate).run(where, folder)
 
 
 @dataclass(frozen=True)
@@ -157,9 +179,19 @@ class _Calibration:
     """One call."""
 
     def __init__(
-        self, who: str, p: Parametrization, loss: Callable[..., Any], model: _Model, batches: _Batches, key: Any
+        self,
+        who: str,
+        p: Parametrization,
+        loss: Callable[..., Any],
+        model: _Model,
+        batches: _Batches,
+        key: Any,
+        share: float,
+        *,
+        donate: bool,
     ) -> None:
         self.who, self.p, self.loss, self.model, self.batches, self.key = who, p, loss, model, batches, key
+        self.share, self.donate = share, donate
         self._counting: dict[tuple[str, ...], Any] = {}
 
     # ---- what acts where
@@ -236,8 +268,7 @@ class _Calibration:
         """The raw tree."""
         todo = list(units(self.turns(where)))
         stepped = {path for turn, index in todo if index is not None for path in turn.paths}
-        # What is written to in place is a copy.
-        effective = {path: jnp.copy(x) if path in stepped else x for path, x in self.model.arrays.items()}
+        effective = {path: self._written_to(x) if path in stepped else x for path, x in self.model.arrays.items()}
         kept, found = Folder(self.who, folder, self._about(todo) if folder else {}), dict[Names, Any]()
         with _bar(len(todo)) as advance:
             for number, unit in enumerate(todo):
@@ -249,29 +280,36 @@ class _Calibration:
                 advance()
         return self._whole(found)
 
+    def _written_to(self, x: Any) -> Any:
+        """What is written to in place instead of an array of the user."""
+        return x if self.donate and isinstance(x, jax.Array) else jnp.copy(x)
+
     def _about(self, todo: Sequence[Unit]) -> dict[str, Any]:
         """What must be the same where a calibration goes on."""
         arrays = [x for x in self.model.arrays.values() if is_array(x)]
         key = None if self.key is None else np.asarray(_numbers(self.key)).tolist()
-        return {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": shown_units(todo)}
+        about = {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": shown_units(todo)}
+        return about | {"error_propagation": self.share}
 
     def _started(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
         """The raw values of a unit."""
         turn, index = unit
         seen = self._seen(unit, effective)
         key = self.key if self.key is None or index is None else key_of_step(self.key, index)
-        raw = self.chain_of(turn).init(self.model.tree(self._parts(unit)), key, seen=seen)
+        parts = self._parts(unit, effective)
+        parts = self._propagated(unit, effective, parts) if self.share else parts
+        raw = self.chain_of(turn).init(self.model.tree(parts), key, seen=seen)
         return dict(flatten(gather_boxes(raw)).arrays)
 
-    def _parts(self, unit: Unit) -> dict[str, Any]:
-        """The arrays of a turn as they were."""
+    def _parts(self, unit: Unit, effective: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays of a turn that are not compressed yet."""
         turn, index = unit
-        return {path: _part(self.model.arrays[path], axis, index) for path, axis in turn.axes.items()}
+        return {path: _part(effective[path], axis, index) for path, axis in turn.axes.items()}
 
     def _put(self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]) -> None:
         """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
         turn, index = unit
-        frame = flatten(self.model.tree(self._parts(unit))).frame
+        frame = flatten(self.model.tree(self._parts(unit, effective))).frame
         types = self.plan.raw
         empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
         folded = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
@@ -336,30 +374,102 @@ class _Calibration:
 
         def counted(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
             arguments = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
-            traced = arguments.trace()
-            roots = {path: i for i, path in enumerate(_paths(arguments), len(traced.inputs) - len(arguments.places))}
             axes = {path: axis for path, axis in turn.axes.items() if index is not None and axis is not None}
-            first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
-            found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
-            entries = {path: found.entry(roots[path]) for path in wanted}
+            entries = self._entries(arguments, wanted, moments, axes, index, gradients=gradients)
             return {path: _of_step(entry, axes.get(path), index) for path, entry in entries.items()}
 
         def one(arrays: Mapping[str, Any], batch: Any, index: Any) -> list[Any]:
             return [counted(arrays, batch, index, moments, gradients=gradients) for moments, gradients in ways]
 
-        @functools.partial(jax.jit, donate_argnums=3)
-        def added(arrays: Mapping[str, Any], batch: Any, index: Any, total: list[Any]) -> list[Any]:
-            new = one(arrays, batch, index)
-            both = zip(ways, total, new, strict=True)
-            return [jax.tree.map(jnp.maximum if moments == "largest" else jnp.add, a, b) for (moments, _), a, b in both]
+        return _adding(one, [moments for moments, _ in ways])
 
-        def start(arrays: Mapping[str, Any], batch: Any, index: Any, total: list[Any] | None) -> list[Any]:
-            if total is None:
-                like = jax.eval_shape(one, arrays, batch, index)
-                total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-            return added(arrays, batch, index, total)
+    def _entries(
+        self,
+        arguments: Arguments,
+        wanted: Sequence[str],
+        moments: str,
+        axes: Mapping[str, int],
+        index: Any,
+        *,
+        gradients: bool = False,
+    ) -> dict[str, Seen]:
+        """What one call tells of arrays; of those with an axis, of one index."""
+        traced = arguments.trace()
+        roots = {path: i for i, path in enumerate(_paths(arguments), len(traced.inputs) - len(arguments.places))}
+        first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
+        found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
+        return {path: found.entry(roots[path]) for path in wanted}
 
-        return start
+    # ---- errors of what is compressed already
+
+    def _propagated(self, unit: Unit, effective: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays of a turn, where they make up for a share of the errors in their data."""
+        turn, index = unit
+        wanted = [path for path in turn.paths if any(map(_reads_moments, self.stages_on([path])))]
+        if not wanted:
+            return dict(parts)
+        now = {path: x for path, x in effective.items() if is_array(x)}
+        then = {path: self.model.arrays[path] for path in now if path in self.acting}
+        if (*turn.paths, "cross") not in self._counting:
+            rest = {path: x for path, x in effective.items() if path not in now}
+            self._counting[*turn.paths, "cross"] = self._cross_counter(turn, wanted, rest)
+        count, total = self._counting[*turn.paths, "cross"], None
+        for batch in self.batches:
+            total = count((then, now), batch, None if index is None else np.int32(index), total)
+        return {**parts, **{path: self._moved(path, parts[path], total[0][path]) for path in wanted}}
+
+    def _moved(self, path: str, w: Any, seen: Seen) -> Any:
+        """An array that makes up for a share of the errors in its data."""
+        with locate_errors(f"{self.who} at {path!r}"):
+            read = seen.read("cross", w[None])
+        if read.cross.ndim == 2:  # rows that are looked up have no errors
+            return w
+        x = read.matrices(widened(w)[None])
+        moved = jax.vmap(functools.partial(propagated, share=self.share))(x, read.second, read.cross)
+        return read.array(moved, w[None])[0].astype(w.dtype)
+
+    def _cross_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+        """A function that adds what a batch tells of the errors in the data of a turn."""
+
+        def one(networks: tuple[Mapping[str, Any], Mapping[str, Any]], batch: Any, index: Any) -> list[Any]:
+            then, now = networks
+            both = {path: jnp.stack([then[path], now[path]]) for path in then}
+            others = {**rest, **now}
+
+            def pair(own: PyTree, *args: Any) -> Any:
+                def each(own: PyTree) -> Any:
+                    return self.loss(self.model.tree({**others, **_Model.of(own).arrays}), *args)
+
+                return jax.vmap(each)(own)
+
+            args = batch if type(batch) is tuple else (batch,)
+            arguments = Arguments.of(self.who, pair, 0, (self.model.tree(both), *args), {})
+            axes = {path: 1 + axis for path, axis in turn.axes.items() if index is not None and axis is not None}
+            return [self._entries(arguments, wanted, "cross", axes, index)]
+
+        return _adding(one, ["cross"])
+
+
+def _adding(one: Callable[..., list[Any]], kinds: Sequence[str]) -> Any:
+    """A function that adds what ``one`` finds of kinds of moments to a total, which is None before."""
+
+    @functools.partial(jax.jit, donate_argnums=3)
+    def added(arrays: Any, batch: Any, index: Any, total: list[Any]) -> list[Any]:
+        pairs = zip(kinds, total, one(arrays, batch, index), strict=True)
+        return [jax.tree.map(jnp.maximum if kind == "largest" else jnp.add, a, b) for kind, a, b in pairs]
+
+    def start(arrays: Any, batch: Any, index: Any, total: list[Any] | None) -> list[Any]:
+        if total is None:
+            like = jax.eval_shape(one, arrays, batch, index)
+            total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return added(arrays, batch, index, total)
+
+    return start
+
+
+def _reads_moments(stage: Parametrization) -> bool:
+    """Whether a stage starts from second moments of data."""
+    return _learns(stage) and not {"full", "diagonal"}.isdisjoint(stage.collects)
 
 
 def _learns(stage: Parametrization) -> bool:

@@ -31,6 +31,13 @@ from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
 from reparax.seen._taps import Taps, tapped
 from reparax.seen._totals import AllRows, RowsOfGroups, Totals, second
 
+COLLECTED = {
+    "full": ("count", "first", "absolute", "second"),
+    "diagonal": ("count", "absolute", "second"),
+    "largest": ("count", "largest"),
+    "cross": ("count", "second", "cross"),
+}
+"""The statistics of each kind of moments."""
 ONE = Label(1)
 """A further axis of indices, so that those of one entry are no mere number."""
 
@@ -58,14 +65,13 @@ class CountedRead:
     def zeros(self, moments: str) -> list[Array]:
         """The statistics before any data."""
         batch, inputs, _ = self.bare.sizes()
-        square = (inputs, inputs) if moments == "full" and not self.is_table else (inputs,)
-        sizes = [(batch,), (batch, inputs)] + ([] if moments == "largest" else [(batch, *square)])
-        return [jnp.zeros(size, jnp.float32) for size in sizes]
+        square = () if moments == "diagonal" or self.is_table else ("second", "cross")
+        sizes = [(), *((inputs, inputs) if name in square else (inputs,) for name in COLLECTED[moments][1:])]
+        return [jnp.zeros((batch, *size), jnp.float32) for size in sizes]
 
     def read(self, moments: str, found: Sequence[Array], slopes: Any) -> Read:
         """What was found, in words of the array."""
-        names = ("count", "largest") if moments == "largest" else ("count", "absolute", "second")
-        return replace(self.bare, slopes=slopes, **dict(zip(names, found, strict=True)))
+        return replace(self.bare, slopes=slopes, **dict(zip(COLLECTED[moments], found, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Seeing:
     """Follows arrays, and counts the data that they are multiplied with.
 
     Attributes:
-      moments: What is counted.
+      moments: What is counted; for ``"cross"``, axis 0 of each array is two networks in one program.
       lines: The user's line of each equation.
       state: The statistics of each slot.
       slots: For each slot its number. A first evaluation finds them, and counts nothing.
@@ -240,8 +246,8 @@ class Seeing:
         n = math.prod(label.size for label in rows)
         counts = jnp.zeros(n + 1, jnp.float32).at[found.rows].add(1.0)[None, :n]
         counts = counts if place.chosen is None else jnp.where(place.chosen, counts, 0)
-        data = [(counts > 0).astype(jnp.float32)] if self.moments == "largest" else [counts, counts]
-        return self._add(place, differs, [jnp.sum(counts, axis=1), *data])
+        each = (counts > 0).astype(jnp.float32) if self.moments == "largest" else counts
+        return self._add(place, differs, [jnp.sum(counts, axis=1), *(each for _ in COLLECTED[self.moments][1:])])
 
     def _contracted(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> tuple[Place | None, Totals]:
         """Where the data of a product stand, and how its rows are added."""
@@ -272,6 +278,8 @@ class Seeing:
             count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
             return self._add(place, differs, [count, *(copies * each for each in sums)]), totals
         x = jnp.repeat(_matrices(x, product, groups, add=True), copies, axis=0)
+        if self.moments == "cross":
+            return self._crossed(place, differs, x, totals, alike=rest[0].labels[0] not in groups[0]), totals
         wide, count = jnp.abs(x).astype(jnp.float32), totals.count(x)
         count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
         if self.moments == "largest":
@@ -279,11 +287,28 @@ class Seeing:
         absolute = totals.total(wide)
         if self.moments == "diagonal":
             return self._add(place, differs, [count, absolute, totals.total(wide * wide)]), totals
-        whole, columns = x, place.inputs
-        if place.split and columns is not None:
-            whole, columns = (lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True) for y in (x, columns))
-        seconds = _products(totals, x, whole, place.chosen)
-        return self._add(place, differs, [count, absolute, seconds], columns), totals
+        first, products = totals.total(x.astype(jnp.float32)), self._products(place, totals, x, x)
+        return self._add(place, differs, [count, first, absolute, products], _columns(place)), totals
+
+    def _crossed(self, place: Place, differs: frozenset[str], x: Array, totals: Totals, *, alike: bool) -> Place:
+        """Counts the data of the second network, and how far those of the first one are away."""
+        if not isinstance(totals, AllRows):
+            raise ValueError(
+                "rpx.calibrate got error_propagation for an array whose rows of data are in groups, as those of "
+                "experts, which may be other rows in a network with errors. Leave error_propagation out."
+            )
+        both = jnp.stack([x, x], 1) if alike else x.reshape(x.shape[0], 2, -1, x.shape[2])
+        old, new = (both[:, i].astype(jnp.float32) for i in range(2))
+        count = totals.count(new)
+        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
+        products = [self._products(place, totals, new, other) for other in (new, old - new)]
+        return self._add(place, differs, [count, *products], _columns(place))
+
+    def _products(self, place: Place, totals: Totals, x: Array, y: Array) -> Array:
+        """The products of the entries of rows, all columns of them where shards hold some."""
+        if place.split and place.inputs is not None:
+            y = lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True)
+        return _products(totals, x, y, place.chosen)
 
     def _place(
         self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
@@ -293,16 +318,18 @@ class Seeing:
         shape, of, kinds, parts = list[int](), list[int](), list[str](), list[Array | None]()
         steps, chosen = list[int](), None
         at, wanted = self.only.get(root, (None, None))
+        gone = {at, 0} if self.moments == "cross" else {at}
         for axis, (size, index) in enumerate(zip(sizes, product.factors[1 : 1 + len(sizes)], strict=True)):
             own = index.labels[:-1]
             if size > 1 and math.prod(label.size for label in own) == 1:
                 steps.append(axis)
             if axis == at:
                 chosen = index.array.reshape(()) == wanted
+            if axis in gone:
                 size, own = 1, ()
             each = ["summed" if x in summed else "shared" if x in shared else "free" for x in own]
             is_whole = all(label.whole for label in own) and math.prod(label.size for label in own) == size
-            if is_whole and not is_table and axis != at:
+            if is_whole and not is_table and axis not in gone:
                 shape += [label.size for label in own]
                 kinds += each
                 parts += [None for _ in own]
@@ -313,7 +340,7 @@ class Seeing:
                     return None
                 shape.append(size)
                 kinds.append(next(iter(known), "shared" if size > 1 else "free"))
-                parts.append(None if is_whole or axis == at else index.array[..., 0])
+                parts.append(None if is_whole or axis in gone else index.array[..., 0])
             of += [axis] * (len(shape) - len(of))
         places = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
         batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in places)
@@ -400,6 +427,13 @@ def _totals(found: Contraction) -> Totals:
     for label in (label for label in held if label in indices):
         number, groups = number * label.size + indices[label], groups * label.size
     return RowsOfGroups(jnp.where(found.groups < many, number, groups), groups)
+
+
+def _columns(place: Place) -> Array | None:
+    """The numbers of the columns of products of a place, also those that other shards hold."""
+    if place.split and place.inputs is not None:
+        return lax.all_gather(place.inputs, place.split, axis=0, tiled=True)
+    return place.inputs
 
 
 def _products(totals: Totals, x: Array, columns: Array, chosen: Array | None) -> Array:

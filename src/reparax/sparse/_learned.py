@@ -10,7 +10,6 @@ from jax import Array
 from reparax._data.compensation import compensated
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import largest
 
 MOMENTS = {"wanda": "diagonal", "sparsegpt": "full"}
 """The moments that a way to find masks needs."""
@@ -33,12 +32,6 @@ def require_fit(stage: Any) -> None:
 def collects(fit: str) -> tuple[str, ...]:
     """What a way to find masks needs of the data."""
     return (MOMENTS[fit],) if fit in MOMENTS else ()
-
-
-def each_column(scores: Array, count: Any) -> Array:
-    """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
-    chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
-    return chosen(scores.mT).mT
 
 
 def wanda(w: Array, read: Read, keep: Callable[[Array], Array]) -> tuple[Array, Array]:

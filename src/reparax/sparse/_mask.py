@@ -14,10 +14,11 @@ from reparax._data.learned import better
 from reparax._data.seen import Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
+from reparax._numerics.select import each_column
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
-from reparax.sparse._learned import FITS, MOMENTS, collects, each_column, require_fit, sparsegpt, wanda
+from reparax.sparse._learned import FITS, MOMENTS, collects, require_fit, sparsegpt, wanda
 
 
 def masking(w: Array, kept: Array) -> dict[str, Array]:

@@ -16,12 +16,12 @@ from reparax._data.seen import Read, Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
-from reparax._numerics.select import largest
+from reparax._numerics.select import each_column, largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._learned import FITS, INPUTS, MOMENTS, collects, each_column, require_fit, sparsegpt, wanda
+from reparax.sparse._learned import FITS, INPUTS, MOMENTS, collects, require_fit, sparsegpt, wanda
 from reparax.sparse._mask import masked, masking
 
 

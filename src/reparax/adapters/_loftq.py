@@ -1,0 +1,113 @@
+"""Adapters that start from the error of what stores their base: LoftQ."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax._core.algebra import Parametrization, compose
+from reparax._numerics.arguments import check_positive_whole
+from reparax._numerics.arithmetic import widened
+from reparax._tree.flat import Flat, flatten, nest
+from reparax._tree.paths import Names, PyTree, path_text
+from reparax.adapters._lora import LoRA
+from reparax.adapters._starts import STARTS
+
+FACTORS = [("@lora", "a"), ("@lora", "b")]
+
+
+def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, steps: int = 1) -> PyTree:
+    r"""The raw tree of ``params``, where adapters make up for what their base loses: LoftQ.
+
+    In each step the base becomes what the chain stores of :math:`W - c A B`, such as its nearest numbers in four bits,
+    and :math:`c A B` the matrix of the rank nearest to what W has more, by the largest singular values, split evenly.
+    Before the first step the product is zero. So ``p.init`` starts at the rounded model, and this nearer to ``params``.
+
+    Args:
+      p: A chain that ends with :class:`LoRA`, one or several, such as ``Freeze() >> Stored("nf4", block=64) >>
+        LoRA(8)``. The rank is at most the smaller side of the matrix.
+      params: The model's parameters.
+      key: As for ``init``; the start of the factors is replaced, so it matters for other stages alone.
+      steps: How often both are found in turn; 1 in PEFT.
+
+    Returns:
+      A raw tree of ``p``, as ``p.init(params, key)`` returns it.
+
+    Raises:
+      ValueError: If the chain does not end with ``LoRA``, or an earlier stage acts on its factors.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> params = {"w": jax.random.normal(jax.random.key(0), (16, 8))}
+      >>> p = rpx.Freeze() >> rpx.Stored("int2", block=8) >> rpx.LoRA(2)
+      >>> raw = rpx.adapters.loftq(p, params, steps=5)
+      >>> rounded = p.fold(p.init(params, jax.random.key(0)))
+      >>> error = jnp.linalg.norm(p.fold(raw)["w"] - params["w"])
+      >>> bool(error < 0.8 * jnp.linalg.norm(rounded["w"] - params["w"]))
+      True
+
+    References:
+      Li, Yu, Liang, He, Karampatziakis, Chen and Zhao, *LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language
+      Models*, 2024.
+    """
+    steps = check_positive_whole(steps, "loftq", "steps")
+    adapters = _adapters(p)
+    key = jax.random.key(0) if key is None else key
+    principal = compose(tuple(replace(stage, start="pissa") for stage in adapters))
+    wanted = target = flatten(params)
+    for step in range(steps):
+        raw = flatten(p.init(nest(target), key))
+        rest = _less(wanted, _without_factors(p, raw))
+        parts = flatten(principal.init(nest(rest)))
+        factors = {place: x for place, x in parts.arrays.items() if place[-2:] in FACTORS}
+        if lost := [place for place in factors if place not in raw.arrays]:
+            raise ValueError(
+                f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes "
+                f"it. Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
+            )
+        if step + 1 < steps:
+            zeros = {place: jnp.zeros_like(x) for place, x in parts.arrays.items() if place not in factors}
+            moved = flatten(principal.fold(nest(replace(parts, arrays=parts.arrays | zeros))))
+            less = _less(wanted, {root: moved.arrays[root] for root in {parts.root(place) for place in factors}})
+            target = _like(less.arrays, wanted)
+    return nest(_like(factors, raw))
+
+
+def _adapters(p: Parametrization) -> list[LoRA]:
+    """The stages whose factors are found."""
+    found = [stage for stage in p if isinstance(stage, LoRA)]
+    if not found or not isinstance(tuple(p)[-1], LoRA):
+        raise ValueError(
+            f"loftq takes a chain that ends with LoRA, such as `Freeze() >> Stored('nf4', block=64) >> LoRA(8)`, but "
+            f"got {p!r}."
+        )
+    if moving := [stage for stage in found if STARTS[stage.start].moves]:
+        raise ValueError(
+            f"loftq got {moving[0]!r}, whose start moves a part of the weights into the factors as well. Leave start "
+            f"out."
+        )
+    return found
+
+
+def _without_factors(p: Parametrization, raw: Flat) -> Mapping[Names, Any]:
+    """The effective arrays, where no adapter adds anything."""
+    zeros = {place: jnp.zeros_like(x) for place, x in raw.arrays.items() if place[-2:] == FACTORS[1]}
+    return flatten(p.fold(nest(replace(raw, arrays={**raw.arrays, **zeros})))).arrays
+
+
+def _less(tree: Flat, others: Mapping[Names, Any]) -> Flat:
+    """The tree with these arrays taken away from its own, in float32 where that is more."""
+    less = {at: widened(tree.arrays[at]) - widened(x) for at, x in others.items() if _is_real(tree.arrays[at])}
+    return replace(tree, arrays={**tree.arrays, **less})
+
+
+def _is_real(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _like(new: Mapping[Names, Any], tree: Flat) -> Flat:
+    """The tree with new arrays of its own dtypes."""
+    own = {at: new[at].astype(x.dtype) if at in new and _is_real(x) else x for at, x in tree.arrays.items()}
+    return replace(tree, arrays=own)
