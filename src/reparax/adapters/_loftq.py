@@ -57,6 +57,7 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
     key = jax.random.key(0) if key is None else key
     principal = compose(tuple(replace(stage, start="pissa") for stage in adapters))
     wanted = target = flatten(params)
+    raw, factors = wanted, dict[Names, Any]()
     for step in range(steps):
         raw = flatten(p.init(nest(target), key))
         rest = _less(wanted, _without_factors(p, raw))
@@ -69,7 +70,7 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
             )
         if step + 1 < steps:
             zeros = {place: jnp.zeros_like(x) for place, x in parts.arrays.items() if place not in factors}
-            moved = flatten(principal.fold(nest(replace(parts, arrays=parts.arrays | zeros))))
+            moved = flatten(principal.fold(nest(replace(parts, arrays={**parts.arrays, **zeros}))))
             less = _less(wanted, {root: moved.arrays[root] for root in {parts.root(place) for place in factors}})
             target = _like(less.arrays, wanted)
     return nest(_like(factors, raw))

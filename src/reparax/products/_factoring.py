@@ -11,7 +11,7 @@ from reparax._programs.equations.contractions import Gather
 from reparax._programs.equations.kinds import kind_of
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, makers, moves, multiply
-from reparax._weights.facts import Facts, together
+from reparax._weights.facts import Facts, combined_facts
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Sum
 from reparax.products import _declared, _uses
@@ -88,7 +88,7 @@ class Factoring:
                 made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, formation=read)
             )
             self.plan.reads(made, SumRead(eqn, times, in_formula=True, factored=taken))
-        return [multiply.formed(made) if self.plan.forms(made.root) else made], [together(facts)]
+        return [multiply.formed(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
 
     def _new(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum

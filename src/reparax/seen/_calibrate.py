@@ -413,10 +413,12 @@ class _Calibration:
         if (*turn.paths, "cross") not in self._counting:
             rest = {path: x for path, x in effective.items() if path not in now}
             self._counting[*turn.paths, "cross"] = self._cross_counter(turn, wanted, rest)
-        count, total = self._counting[*turn.paths, "cross"], None
+        count: Callable[..., list[Any]] = self._counting[*turn.paths, "cross"]
+        total: list[Any] | None = None
         for batch in self.batches:
             total = count((then, now), batch, None if index is None else np.int32(index), total)
-        return {**parts, **{path: self._moved(path, parts[path], total[0][path]) for path in wanted}}
+        (seen,) = total or [{}]
+        return {**parts, **{path: self._moved(path, parts[path], seen[path]) for path in wanted}}
 
     def _moved(self, path: str, w: Any, seen: Seen) -> Any:
         """An array that makes up for a share of the errors in its data."""
