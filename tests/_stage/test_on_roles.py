@@ -274,6 +274,8 @@ SHAPED = [
     rpx.norms.PoincareBall(outside="project"),
     rpx.sparse.NofM(2, 4),
     rpx.MagnitudePrune(0.5, axis="inputs"),
+    rpx.sparse.RandomPrune(0.5, axis="inputs"),
+    rpx.sparse.GlobalPrune(0.5),
     rpx.Gain(axis="outputs"),
     rpx.adapters.Slices((0, 2)),
     rpx.numbers.Simplex(outside="project"),
@@ -295,28 +297,74 @@ SHAPED = [
 ]
 
 
+EYE, IN_HALF = np.eye(4, dtype=np.float32), np.diag(np.float32([1, 1, 0, 0]))
+CONSTRAINED = [
+    (rpx.matrices.Symmetric(), EYE),
+    (rpx.matrices.Skew(), 0 * EYE),
+    (rpx.matrices.PositiveDefinite(), EYE),
+    (rpx.matrices.PositiveSemidefinite(2), IN_HALF),
+    (rpx.matrices.Hurwitz(), -EYE),
+    (rpx.matrices.Invertible(), EYE),
+    (rpx.matrices.SpecialLinear(), EYE),
+    (rpx.matrices.Triangular(), EYE),
+    (rpx.matrices.Toeplitz(), EYE),
+    (rpx.matrices.Circulant(), EYE),
+    (rpx.matrices.Diagonal(), EYE),
+    (rpx.matrices.BlockDiagonal(2), EYE),
+    (rpx.matrices.SpecialOrthogonal(), EYE),
+    (rpx.matrices.Stiefel(), EYE[:, :2]),
+    (rpx.matrices.Grassmann(), EYE[:, :2]),
+    (rpx.matrices.AlmostOrthogonal(), normal(4, 6, seed=8)),
+    (rpx.matrices.FixedRank(2), IN_HALF),
+    (rpx.adapters.Coefficients(2), normal(4, 6, seed=8)),
+    (rpx.LowRank(1, stacked=(0, 1)) >> rpx.matrices.Blocks((2, 2)), normal(4, 6, seed=8)),
+]
+"""Stages of which not every array is an image, each with one that is."""
+
+
+def after_a_step(p, network, w):
+    """The weights after a step of gradient descent on raw values, for a chain that takes its axes from the network."""
+    q = p.on(rpx.roles(network)({"w": w}, X)).deterministic
+    raw = q.init({"w": w}, jax.random.key(3))
+
+    @jax.jit
+    def step(raw):
+        free, fixed = rpx.partition(raw)
+        grads = jax.grad(lambda free: jnp.sum(network(q.apply(rpx.combine(free, fixed)), X) ** 2))(free)
+        return q.apply(rpx.combine(jax.tree.map(lambda x, g: x - 0.01 * g, free, grads), fixed))
+
+    return step(q.update(raw))["w"]
+
+
+def in_out(params, x):
+    return x @ params["w"]
+
+
+def out_in(params, x):
+    return x @ params["w"].T
+
+
+def require_equal_steps(p, w):
+    one, other = after_a_step(p, in_out, w), after_a_step(p, out_in, w.T)
+    np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
+    return one
+
+
 @pytest.mark.parametrize(
     "p", mostly_thorough(SHAPED, rpx.WeightNorm(), rpx.SpectralNorm(), rpx.norms.Sphere(), rpx.LoRA(2)), ids=repr
 )
 def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
-    w, key = normal(4, 6, seed=8), jax.random.key(3)
+    w = normal(4, 6, seed=8)
+    assert not np.allclose(require_equal_steps(p, w), w, atol=1e-4)
 
-    def after_a_step(network, params):
-        q = p.on(rpx.roles(network)(params, X)).deterministic
-        raw = q.init(params, key)
 
-        @jax.jit
-        def step(raw):
-            free, fixed = rpx.partition(raw)
-            grads = jax.grad(lambda free: jnp.sum(network(q.apply(rpx.combine(free, fixed)), X) ** 2))(free)
-            return q.apply(rpx.combine(jax.tree.map(lambda x, g: x - 0.01 * g, free, grads), fixed))
-
-        return step(q.update(raw))["w"]
-
-    one = after_a_step(lambda params, x: x @ params["w"], {"w": w})
-    other = after_a_step(lambda params, x: x @ params["w"].T, {"w": w.T})
-    np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
-    assert not np.allclose(one, w, atol=1e-4)
+@pytest.mark.parametrize("name", mostly_thorough([repr(p) for p, _ in CONSTRAINED], "Toeplitz()"))
+def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
+    ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
+    q = p.on(rpx.roles(in_out)({"w": start}, X))
+    free, fixed = rpx.partition(q.init({"w": start}, jax.random.key(3)))
+    moved = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape, seed=9), free)
+    require_equal_steps(p, np.asarray(q.apply(rpx.combine(moved, fixed))["w"]))
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

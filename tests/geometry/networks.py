@@ -326,11 +326,12 @@ def ragged_experts():
 
 
 def branches():
-    """What a condition chooses, and a loop of unknown length."""
+    """What a condition chooses, and a loop of a length that data tell."""
 
     def forward(params, x, flag):
         x = jax.lax.cond(flag, lambda x: x @ params["a"], lambda x: jnp.sin(x @ params["b"].T), x)
-        x = jax.lax.while_loop(lambda x: jnp.sum(x) > 10, lambda x: jnp.tanh(x @ params["loop"]), x)
+        start = flag.astype(jnp.int32) + 1, x
+        _, x = jax.lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, jnp.tanh(s[1] @ params["loop"])), start)
         return x @ params["last"]
 
     params = {"a": normal(4, 6), "b": normal(6, 4), "loop": normal(6, 6), "last": normal(6, 2)}

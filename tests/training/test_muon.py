@@ -111,6 +111,19 @@ def test_main_values_that_are_matrices_have_their_axes_and_all_else_has_none(p, 
     assert leaves == jax.tree.structure(jax.eval_shape(q.init, PARAMS, jax.random.key(0)))
 
 
+def test_arrays_that_are_used_in_several_ways_or_in_part_go_to_adam():
+    params = {"tied": normal(10, 4, seed=1), "summed": normal(3, 4, 4, seed=2), "plain": normal(4, 4, seed=3)}
+
+    def forward(params, tokens):
+        x = jnp.tanh(params["tied"][tokens] @ params["summed"].sum(0))  # nothing says what the first axis is
+        return x @ params["plain"] @ params["tied"].T
+
+    roles = rpx.roles(forward)(params, X)
+    assert (roles["tied"].inputs, roles["tied"].outputs) == ((0, 1), (0, 1))
+    assert (roles["summed"].inputs, roles["summed"].outputs) == ((1,), (2,))
+    assert muon_values(muon_dimensions(rpx.Chain(), roles)) == {"plain": ((0,), (1,))}
+
+
 def test_a_step_is_that_of_each_head_of_each_layer_as_a_matrix_of_its_own():
     p = rpx.WeightNorm(where="layers/heads").on(ROLES)
     found = muon_dimensions(p, ROLES, where="layers/heads", per_head=True)

@@ -1,7 +1,7 @@
 """The stage whose axes are numbers, from what a network does with the axes of each array."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,9 +27,7 @@ class OnRoles(Selection):
         stage, slots = self.stage, tree.slots(bases=self.stage._takes_base)
         paths = [slot.path for slot in slots.values()]
         stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked(stage, slot, roles.get(at)))}
-        found = {path: stacks.get(path, ()) for path in paths}
-        open_ = replace(stage, stacked=by_path_or_one(found, paths, several=True))
-        chosen = (type(self)(open_) if stacks else self).present("on", tree)
+        chosen = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
         asked = {place: _axes_at(self, slot, roles.get(place), names) for place, slot, names in chosen}
         if parts := _parts(stage, [(slot, asked[place]) for place, slot, _ in chosen]):
             return compose(tuple(type(self)(part).on(tree, roles) for part in parts))
@@ -82,6 +80,12 @@ def _at_places(stage: Any, slots: Sequence[Slot]) -> Any:
     return replace(stage, where="|".join(re.escape(slot.raw_path) for slot in slots), **numbers)
 
 
+def _with_stacked(planner: Selection, stacks: Mapping[str, Any], paths: Sequence[str]) -> Selection:
+    """The planner of the stage with these stacked axes, by path; with none for other paths."""
+    every = {path: stacks.get(path, ()) for path in paths}
+    return type(planner)(replace(planner.stage, stacked=by_path_or_one(every, paths, several=True)))
+
+
 def _with(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
     return replace(stage, **{name: by_path_or_one(found, paths, several=several) for name, found in answers.items()})
 
@@ -123,9 +127,10 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
     if not (words := _words(stage)):
         return found
     who = f"{planner.who('on')} at {slot.path!r}"
-    if why := _unusable(known):
+    stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, names)
+    if why := _unusable(known, stacked):
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
-    numbers = numbered(known, known.stacked if "stacked" in found else find_axes(stage.stacked, names))
+    numbers = numbered(known, stacked)
     for name, axes in words.items():
         found[name] = _plain(in_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
@@ -136,13 +141,13 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
     return found
 
 
-def _unusable(role: Role) -> str:
-    """Why words mean nothing for an array, and what to do; empty if they mean something."""
+def _unusable(role: Role, stacked: Collection[int]) -> str:
+    """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
     if role.why:
         return f"the network does not multiply it with data ({role.why}). Give its axes by number"
     if role.ambiguous:
         return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
-    if unknown := role.unknown():
+    if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
         return f"nothing says what the network does with axes {unknown} of shape {role.shape}. Give the axes by number"
     return ""
 

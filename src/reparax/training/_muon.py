@@ -86,7 +86,7 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
 def _is_matrix(role: Role, sides: Collection[Collection[int]]) -> bool:
     """Whether a network reads an array as matrices of several rows and columns, and in no other way."""
     several = all(prod(role.shape[axis] for axis in axes) > 1 for axes in sides)
-    return several and not (role.why or role.is_table or role.ambiguous or role.unknown())
+    return several and not (role.is_table or role.ambiguous or role.unknown())
 
 
 def _chosen(where: Any, parameters: Collection[str]) -> Collection[str]:
