@@ -37,6 +37,7 @@ REPEATS = {
     "seen": 10,
     "local": 10,
     "hosted": 1,
+    "experts": 1,
     "normality": 1000,
 }
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
@@ -105,6 +106,11 @@ TARGETS = (
     *(
         Target("factored", f"LoRA, {name}: ms", "by hand", 1.05, "factored")
         for name in ("4 layers of 1024, batch 2048", "the same, scanned", "transformer")
+    ),
+    *(
+        Target("experts", f"LoRA on experts, {name}: {what}", "by hand", 1.1, "factored")
+        for name in ("ragged_dot", "masks", "w[expert]", *(f"{name}, TPU v5p" for name in ("ragged_dot", "w[expert]")))
+        for what in ("GFLOP", "temporary MiB")
     ),
     *(Target("overhead", f"{network}, weight norm, step", "by hand") for network in NETWORKS),
 )

@@ -186,6 +186,10 @@ def check_inputs(network):
         want = moments(x, network.chosen[i], network.kept(i), network.experts)
         if network.ways[i] in (mapped_experts, scanned_experts):
             want = moments(x, np.zeros(network.rows), network.kept(i), 1)
+        if network.ways[i] is one_hot:  # a matrix of all experts, of whose inputs each row has those of its own
+            blocks = np.zeros((network.experts, x.shape[1]) * 2)
+            blocks[np.arange(network.experts), :, np.arange(network.experts)] = want[2]
+            want = [want[0], want[1].reshape(1, -1), blocks.reshape(1, *[network.experts * x.shape[1]] * 2)]
         assert not seen[name].uncounted, seen[name].uncounted
         (read,) = seen[name].reads
         if network.ways[i] not in (one_hot, *DROP):  # places without a row are rows of zeros
