@@ -293,6 +293,17 @@ def test_gradients_are_collected_where_a_stage_needs_them():
     np.testing.assert_allclose(got["a"] @ got["b"], want["a"] @ want["b"], atol=1e-4)
 
 
+def test_a_terminal_shows_how_many_groups_are_done(monkeypatch, capsys):
+    p = rpx.MagnitudePrune(0.5, fit="wanda", where="layers/up", stacked=0)
+    rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1])
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1])
+    shown = capsys.readouterr().err
+    assert "calibrate" in shown
+    assert f"{L}/{L}" in shown
+
+
 USED_UP = (
     "calibrate(loss) passes over the batches several times, but got the same iterator for two passes, of type "
     "list_iterator. Pass a list, or a function that returns a new iterator: `lambda: ...`."

@@ -417,7 +417,8 @@ class _Calibration:
         count, total = self._counting[*turn.paths, "cross"], None
         for batch in self.batches:
             total = count((then, now), batch, None if index is None else np.int32(index), total)
-        return {**parts, **{path: self._moved(path, parts[path], total[0][path]) for path in wanted}}
+        (entries,) = total or [{}]
+        return {**parts, **{path: self._moved(path, parts[path], seen) for path, seen in entries.items()}}
 
     def _moved(self, path: str, w: Any, seen: Seen) -> Any:
         """An array that makes up for a share of the errors in its data."""
