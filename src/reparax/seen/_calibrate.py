@@ -282,8 +282,9 @@ class _Calibration:
         return self._whole(found)
 
     def _written_to(self, x: Any) -> Any:
-        """What is written to in place instead of an array of the user."""
-        return x if self.donate and isinstance(x, jax.Array) else jnp.copy(x)
+        """What is written to in place instead of an array of the user; one that has several paths is copied anyway."""
+        alone = sum(each is x for each in self.model.arrays.values()) == 1
+        return x if self.donate and alone and isinstance(x, jax.Array) else jnp.copy(x)
 
     def _about(self, todo: Sequence[Unit]) -> dict[str, Any]:
         """What must be the same where a calibration goes on."""
