@@ -129,21 +129,31 @@ def rounded(p: rpx.Parametrization) -> dict[str, Any]:
     return {**losses(jax.jit(p.fold)(raw)), "bytes": size}
 
 
-@functools.cache
-def seen() -> tuple[Any, float]:
-    """What each kernel is multiplied with, and the seconds that this takes."""
+@functools.lru_cache(1)
+def seen(draw: int) -> tuple[Any, float]:
+    """What each kernel is multiplied with in a draw of windows, and the seconds that this takes."""
     params, tokenizer, config = loaded()
     begin = time.process_time()
-    found = jax.block_until_ready(compression.seen_in(params, compression.windows(tokenizer)[0], config))
+    found = jax.block_until_ready(compression.seen_in(params, compression.windows(tokenizer, draw)[0], config))
     return found, time.process_time() - begin
 
 
-def compressed(p: rpx.Parametrization) -> dict[str, Any]:
-    """The loss of weights that learned from data, and what that costs."""
+def compressed(p: rpx.Parametrization, draw: int) -> dict[str, Any]:
+    """The loss of weights that learned from a draw of windows, and what that costs."""
     params, tokenizer, config = loaded()
-    weights, costs = compression.compressed(p, params, seen()[0])
+    weights, costs = compression.compressed(p, params, seen(draw)[0])
     rows = compression.windows(tokenizer)[1]
-    return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen()[1]}
+    return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen(draw)[1]}
+
+
+def compression_cells() -> dict[str, Cell]:
+    """All ways once, and those that learn from windows for each draw of them."""
+    made = {name: once(functools.partial(compressed, p, 0)) for name, p in compression.STAGES.items()}
+    for draw in range(1, compression.DRAWS):
+        for name, p in compression.STAGES.items():
+            if name.rpartition(", ")[2] in compression.FROM_DATA:
+                made[f"{name}, draw {draw}"] = once(functools.partial(compressed, p, draw))
+    return made
 
 
 @functools.lru_cache(1)
@@ -273,7 +283,7 @@ def planned(fun: Any, *args: Any) -> dict[str, Any]:
 
 
 TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
-    "compression": lambda: {name: once(functools.partial(compressed, p)) for name, p in compression.STAGES.items()},
+    "compression": compression_cells,
     "memory": memory_cells,
     "moments": moments_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},

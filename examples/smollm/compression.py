@@ -13,6 +13,10 @@ from examples.smollm import model, texts
 from examples.smollm.model import Config, Params
 
 LENGTH, LEARNED, HELD_OUT, KERNELS = 257, 16, 8, "layers/.*/kernel"
+DRAWS = 3
+"""How often windows to learn from are drawn; no two draws have one in common."""
+FROM_DATA = ("AWQ", "GPTQ", "GPTQ by size", "Wanda", "SparseGPT")
+"""The ways that learn from windows."""
 BITS = [(bits, block) for bits in (4, 3) for block in (128, 64)]
 FITS: dict[str, dict[str, Any]] = {
     "rounding": {},
@@ -37,11 +41,13 @@ STAGES: dict[str, rpx.Parametrization] = {
 """All numbers have zeros, as in the papers. Kernels of all layers are one array, so stages say ``stacked=0``."""
 
 
-def windows(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Windows of prose from all over the text: those that stages learn from, and others."""
+def windows(tokenizer: Any, draw: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of prose from all over the text: a draw of those that stages learn from, and others."""
     rows = texts.windows("prose", tokenizer, LENGTH)
     learned, others = rows[::2], rows[1::2]
-    return learned[:: len(learned) // LEARNED][:LEARNED], others[:: len(others) // HELD_OUT][:HELD_OUT]
+    step = len(learned) // LEARNED
+    first = draw * step // DRAWS
+    return learned[first::step][:LEARNED], others[:: len(others) // HELD_OUT][:HELD_OUT]
 
 
 def seen_in(params: Params, rows: np.ndarray, config: Config) -> Any:

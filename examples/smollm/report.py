@@ -160,27 +160,34 @@ def rounding_table() -> str:
     return markdown(["layers stored as", "MiB", "perplexity of prose", "of programs"], rows)
 
 
+def compression_losses() -> dict[str, dict[str, list[float]]]:
+    """For each setting and way the loss of each draw of windows that is on file."""
+    made: dict[str, dict[str, list[float]]] = {}
+    for name, cell in found("compression", RESULTS).items():
+        setting, _, way = name.partition(", draw ")[0].rpartition(", ")
+        made.setdefault(setting, {}).setdefault(way, []).append(float(cell["old"][0]))
+    return made
+
+
 def compression_tables() -> str:
     """Perplexities of kernels in a few bits, and of pruned ones: a row for each setting, a column for each way."""
-    cells = found("compression", RESULTS)
-    ways: dict[str, dict[str, str]] = {}
-    for name, cell in cells.items():
-        setting, _, way = name.rpartition(", ")
-        ways.setdefault(setting, {})[way] = f"{np.exp(cell['old'][0]):.1f}"
+    ways = {
+        setting: {way: _perplexity(losses) for way, losses in row.items()}
+        for setting, row in compression_losses().items()
+        if setting
+    }
     bits = {setting: row for setting, row in ways.items() if "bits" in setting}
-    masks = {setting: row for setting, row in ways.items() if setting and "bits" not in setting}
+    masks = {setting: row for setting, row in ways.items() if "bits" not in setting}
     return "\n\n".join(_perplexities(rows) for rows in (bits, masks))
 
 
 def compression_order() -> str:
     """A line for each setting: its ways from the least perplexity on, after that of the model as downloaded."""
-    cells = found("compression", RESULTS)
-    losses = {name: float(cell["old"][0]) for name, cell in cells.items()}
-    settings = dict.fromkeys(name.rpartition(", ")[0] for name in losses if name != UNTOUCHED)
-    lines = [f"{UNTOUCHED}: {np.exp(losses[UNTOUCHED]):.1f}"]
-    for setting in settings:
-        ways = sorted((value, name.rpartition(", ")[2]) for name, value in losses.items() if name.startswith(setting))
-        lines.append(f"{setting}: {' < '.join(way for _, way in ways)}")
+    ways = compression_losses()
+    (before,) = ways.pop("")[UNTOUCHED]
+    lines = [f"{UNTOUCHED}: {np.exp(before):.1f}"]
+    for setting, losses in ways.items():
+        lines.append(f"{setting}: {' < '.join(sorted(losses, key=lambda way: float(np.mean(losses[way]))))}")
     return "\n".join(lines)
 
 
@@ -189,7 +196,7 @@ def compression_costs() -> str:
     cells = found("compression", RESULTS)
     ways: dict[str, list[str]] = {}
     for name in cells:
-        ways.setdefault(name.rpartition(", ")[2], []).append(name)
+        ways.setdefault(name.partition(", draw ")[0].rpartition(", ")[2], []).append(name)
     rows = [
         [
             way,
@@ -200,6 +207,12 @@ def compression_costs() -> str:
         if way != UNTOUCHED
     ]
     return markdown(["way", "seconds of a processor", "temporary MiB"], rows)
+
+
+def _perplexity(losses: list[float]) -> str:
+    """The perplexity of the mean loss over draws, and the least and the largest of all."""
+    mean, least, most = (float(np.exp(each(losses))) for each in (np.mean, np.min, np.max))
+    return f"{mean:.1f}" if len(losses) == 1 else f"{mean:.1f} ({least:.1f} to {most:.1f})"
 
 
 def _perplexities(rows: dict[str, dict[str, str]]) -> str:

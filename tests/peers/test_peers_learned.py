@@ -9,6 +9,7 @@ import pytest
 from sights import correlated, seen
 
 import reparax as rpx
+from reparax._data.compensation import propagated
 
 gptq_core = pytest.importorskip("qwix.contrib.gptq_core")
 awq_core = pytest.importorskip("qwix.contrib.awq_core")
@@ -66,6 +67,20 @@ def test_awq(name, block):
     assert np.ptp(factors) > 0.1
     want = (gptq_core.qarray.dequantize(theirs) / factors).T
     assert np.mean(np.abs(got - want) > 1e-4) < 0.01
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_weights_that_make_up_for_errors_of_their_inputs(share):
+    qep_core = pytest.importorskip("qwix.contrib.qep_core")
+    w, x = weights(), correlated(400, K)
+    now = np.round(x * 2) / 2
+    with jax.numpy_rank_promotion("allow"):
+        stats = qep_core.compute_qep_stats(jnp.asarray(now.T), jnp.asarray(x.T))
+        held = (stats["hessian"], stats["hessian_delta"])
+        want = qep_core.weight_correct(jnp.asarray(w.T), *held, correction_factor=share).T
+    got = propagated(jnp.asarray(w), held[0], held[1].T, share)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert np.max(np.abs(np.asarray(want) - w)) > 1e-2
 
 
 def test_smooth_scales():

@@ -87,6 +87,20 @@ def test_eva_is_that_of_peft():
     np.testing.assert_array_equal(w, theirs[2])
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_loftq_is_the_loop_of_peft_with_our_rounding(steps):
+    split = pytest.importorskip("peft.utils.loftq_utils")._low_rank_decomposition
+    w, stored = kernel(), rpx.Stored("nf4", block=4)
+    residual = w
+    for _ in range(steps):
+        base = stored.fold(stored.init({"w": residual}))["w"]
+        found = split(torch.from_numpy(np.array(w - base).T), reduced_rank=RANK)
+        residual = w - jnp.asarray((found["L"] @ found["R"]).numpy().T)
+    raw = rpx.adapters.loftq(stored >> rpx.LoRA(RANK), {"w": w}, steps=steps)["w"]["@lora"]
+    up_to_sign(raw["a"], found["R"].numpy().T, 0, atol=1e-4)
+    up_to_sign(raw["b"], found["L"].numpy().T, 1, atol=1e-4)
+
+
 class Two(torch.nn.Module):
     """Layers with inputs of their own, of which few directions are large and many."""
 

@@ -174,6 +174,15 @@ def test_the_moments_of_one_layer_are_in_memory():
     jax.tree.map(np.testing.assert_array_equal, raw, same)
 
 
+def test_an_array_with_two_paths_is_not_overwritten():
+    p, twice = rpx.MagnitudePrune(0.5, fit="wanda", where="layers/.*", stacked=0), jnp.asarray(UP)
+    params = {"layers": {"gate": twice, "up": twice, "down": jnp.asarray(DOWN)}, "head": arrays(PARAMS["head"])}
+    want = rpx.calibrate(p, loss, jax.tree.map(jnp.copy, params), BATCHES[:1])
+    got = rpx.calibrate(p, loss, params, BATCHES[:1], donate=True)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert [x.is_deleted() for x in (twice, params["layers"]["down"])] == [False, True]
+
+
 @pytest.mark.thorough
 def test_steps_in_reverse_start_with_the_last():
     def backwards(params, x):
@@ -291,6 +300,17 @@ def test_gradients_are_collected_where_a_stage_needs_them():
         seen=rpx.inputs(loss, moments="diagonal", gradients=True)(arrays(PARAMS), np.concatenate(BATCHES)),
     )["layers"]["up"]["@lora"]
     np.testing.assert_allclose(got["a"] @ got["b"], want["a"] @ want["b"], atol=1e-4)
+
+
+def test_a_terminal_shows_how_many_groups_are_done(monkeypatch, capsys):
+    p = rpx.MagnitudePrune(0.5, fit="wanda", where="layers/up", stacked=0)
+    rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1])
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    rpx.calibrate(p, loss, arrays(PARAMS), BATCHES[:1])
+    shown = capsys.readouterr().err
+    assert "calibrate" in shown
+    assert f"{L}/{L}" in shown
 
 
 USED_UP = (

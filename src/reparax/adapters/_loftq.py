@@ -1,5 +1,7 @@
 """Adapters that start from the error of what stores their base: LoftQ."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -56,24 +58,31 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
     adapters = _adapters(p)
     key = jax.random.key(0) if key is None else key
     principal = compose(tuple(replace(stage, start="pissa") for stage in adapters))
-    wanted = target = flatten(params)
-    raw, factors = wanted, dict[Names, Any]()
-    for step in range(steps):
+    wanted = flatten(params)
+
+    def step(target: Flat) -> tuple[Flat, Flat]:
+        """What the chain makes of the target, and what is left of the weights, as factors."""
         raw = flatten(p.init(nest(target), key))
-        rest = _less(wanted, _without_factors(p, raw))
-        parts = flatten(principal.init(nest(rest)))
-        factors = {place: x for place, x in parts.arrays.items() if place[-2:] in FACTORS}
-        if lost := [place for place in factors if place not in raw.arrays]:
-            raise ValueError(
-                f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes "
-                f"it. Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
-            )
-        if step + 1 < steps:
-            zeros = {place: jnp.zeros_like(x) for place, x in parts.arrays.items() if place not in factors}
-            moved = flatten(principal.fold(nest(replace(parts, arrays={**parts.arrays, **zeros}))))
-            less = _less(wanted, {root: moved.arrays[root] for root in {parts.root(place) for place in factors}})
-            target = _like(less.arrays, wanted)
+        return raw, flatten(principal.init(nest(_less(wanted, _without_factors(p, raw)))))
+
+    raw, parts = step(wanted)
+    for _ in range(steps - 1):
+        less = _less(wanted, _products(principal, parts))
+        raw, parts = step(_like(less.arrays, wanted))
+    factors = {place: x for place, x in parts.arrays.items() if place[-2:] in FACTORS}
+    if lost := [place for place in factors if place not in raw.arrays]:
+        raise ValueError(
+            f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes it. "
+            f"Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
+        )
     return nest(_like(factors, raw))
+
+
+def _products(principal: Parametrization, parts: Flat) -> Mapping[Names, Any]:
+    """The products of factors."""
+    zeros = {place: x if place[-2:] in FACTORS else jnp.zeros_like(x) for place, x in parts.arrays.items()}
+    made = flatten(principal.fold(nest(replace(parts, arrays=zeros)))).arrays
+    return {root: made[root] for root in {parts.root(place) for place in zeros if place[-2:] in FACTORS}}
 
 
 def _adapters(p: Parametrization) -> list[LoRA]:

@@ -96,11 +96,13 @@ class Stored(Scaled):
     have a unit in common, or with ``act_order``, they are found beforehand. ``fit="awq"`` multiplies each input's
     weights by a power of the input's mean magnitude before rounding, the best of twenty, and holds the inverse as
     ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only.
-    ``fit="awq-gptq"`` takes these powers, and then rounds as GPTQ does. All minimize the squared error of outputs,
-    :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``. On the same data, it is at
-    most that of ``fit="absmax"``, and that of GPTQ with AWQ's powers at most that of AWQ. The axis that is cut into
-    blocks must be the one that products contract. Rounding a second time may give other numbers. Without data too, it
-    may move scales in their last bits, and with ``fit="rms"`` the codes.
+    ``fit="awq-gptq"`` takes these powers, and then rounds as GPTQ does. With ``sparsity``, GPTQ prunes in the same
+    pass, as SparseGPT does: a zero is one more number to round to, and what follows makes up for both. All minimize the
+    squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``. On
+    the same data, it is at most that of ``fit="absmax"`` (with ``sparsity``, of the largest weights), and that of GPTQ
+    with AWQ's powers at most that of AWQ. The axis that is cut into blocks must be the one that products contract.
+    Rounding a second time may give other numbers. Without data too, it may move scales in their last bits, and with
+    ``fit="rms"`` the codes.
 
     ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
     few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
@@ -151,7 +153,8 @@ class Stored(Scaled):
       version 1.0, 2023; Dettmers, Lewis, Shleifer and Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*,
       2022; Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023; Frantar, Ashkboos,
       Hoefler and Alistarh, *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers*, 2023;
-      Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, *AWQ: Activation-aware Weight Quantization*, 2024.
+      Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, *AWQ: Activation-aware Weight Quantization*, 2024;
+      Frantar and Alistarh, *SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot*, 2023.
     """
 
     fit: str = argument(one_of(*FITS, *LEARNED), default="absmax", kw_only=True)

@@ -281,8 +281,9 @@ class _Calibration:
         return self._whole(found)
 
     def _written_to(self, x: Any) -> Any:
-        """What is written to in place instead of an array of the user."""
-        return x if self.donate and isinstance(x, jax.Array) else jnp.copy(x)
+        """What is written to in place instead of an array of the user; one that has several paths is copied anyway."""
+        alone = sum(each is x for each in self.model.arrays.values()) == 1
+        return x if self.donate and alone and isinstance(x, jax.Array) else jnp.copy(x)
 
     def _about(self, todo: Sequence[Unit]) -> dict[str, Any]:
         """What must be the same where a calibration goes on."""
@@ -417,8 +418,8 @@ class _Calibration:
         total: list[Any] | None = None
         for batch in self.batches:
             total = count((then, now), batch, None if index is None else np.int32(index), total)
-        (seen,) = total or [{}]
-        return {**parts, **{path: self._moved(path, parts[path], seen[path]) for path in wanted}}
+        (entries,) = total or [{}]
+        return {**parts, **{path: self._moved(path, parts[path], seen) for path, seen in entries.items()}}
 
     def _moved(self, path: str, w: Any, seen: Seen) -> Any:
         """An array that makes up for a share of the errors in its data."""

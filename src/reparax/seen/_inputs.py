@@ -69,8 +69,8 @@ def inputs(
     r"""A function of the same arguments as ``fun`` that returns what each weight is multiplied with.
 
     The result is a tree like the parameters with a :class:`Seen` in the place of each array: for each way in which
-    products contract it, the number of examples, and the sums :math:`\sum |x|` and :math:`\sum x x^\top` over the data.
-    Stages that start from data take it, as in ``p.init(params, key, seen=seen)``.
+    products contract it, the number of examples, and the sums over them: :math:`\sum x`, :math:`\sum |x|` and
+    :math:`\sum x x^\top`. Stages that start from data take it, as in ``p.init(params, key, seen=seen)``.
 
     It reads the jaxpr of ``fun``, so it works with any network. Weights are followed through transposes, reshapes,
     casts, slices and multiples, through ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to
