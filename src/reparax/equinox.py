@@ -29,7 +29,7 @@ class Parametrized(eqx.Module):
     ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it as any module.
 
     ``eqx.is_array`` finds these integers, and optax refuses them, as those of any module: where values do not train,
-    filter by ``eqx.is_inexact_array``.
+    filter by ``eqx.is_inexact_array``, for averages and casts too.
 
     A chain with noise needs ``key``, with which the model draws too if it takes one, by name or by position. Under
     ``jax.vmap`` over examples, one key outside is one draw for all of them:
@@ -44,6 +44,7 @@ class Parametrized(eqx.Module):
       p: The chain.
       key: A key for starts that are random.
       seen: What weights are multiplied with, as for ``p.init``.
+      raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
@@ -63,12 +64,14 @@ class Parametrized(eqx.Module):
     """The raw tree, with integers in the place of values that do not train."""
     p: Any = eqx.field(static=True)
 
-    def __init__(self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None) -> None:
+    def __init__(
+        self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None, raw: PyTree = None
+    ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
         self.p = checked("rpx.equinox.Parametrized", model, p)
-        if p.random_start and key is None:
+        if p.random_start and key is None and raw is None:
             raise needs_start(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hidden(p.init(model, key, seen=seen))
+        self.values = _hidden(p.init(model, key, seen=seen) if raw is None else raw)
 
     @property
     def raw(self) -> Any:
@@ -126,10 +129,21 @@ class _Bits(eqx.Module):
     dtype: Any = eqx.field(static=True)
 
     def shown(self) -> Array:
+        if self.bits.dtype != _unsigned(self.dtype):
+            raise TypeError(
+                f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
+                f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
+                "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
+            )
         if jnp.issubdtype(self.dtype, jnp.complexfloating):
             real = jnp.finfo(self.dtype).dtype
             return jax.lax.complex(*jnp.unstack(jax.lax.bitcast_convert_type(self.bits, real), axis=-1))
         return jax.lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    """The integers that hold the bits of a number, or of each part of a complex one."""
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def _has_arrays(x: PyTree) -> bool:
@@ -147,8 +161,7 @@ def _hidden(raw: PyTree) -> PyTree:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
-        unsigned = jnp.dtype(f"uint{jnp.finfo(parts.dtype).bits}")
-        return _Bits(jax.lax.bitcast_convert_type(parts, unsigned), jnp.dtype(x.dtype))
+        return _Bits(jax.lax.bitcast_convert_type(parts, _unsigned(parts.dtype)), jnp.dtype(x.dtype))
 
     return jax.tree.map(hidden, raw, labels(raw))
 

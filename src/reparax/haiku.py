@@ -7,9 +7,10 @@ import inspect
 from typing import Any, ClassVar
 
 from reparax._core.algebra import Parametrization
+from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.chains import checked, needs_fixed, needs_start, needs_stream
 from reparax._wrapped.collections import joined, parted
 
 hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
@@ -31,6 +32,8 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
 
     * ``start(params, state, key=None, seen=None)``: raw ``params``, or both, from those of the plain network.
     * ``raw(params, state)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
+    * ``replace(params, state, raw)``: raw ``params``, or both, with another raw tree, such as that of
+      ``rpx.calibrate``.
     * ``effective(params, state, key=None)`` and ``fold(params, state)``: parameters of the plain network, of one draw
       and without noise.
     * ``update(params, state, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
@@ -119,6 +122,9 @@ class _WithoutState(_Shared, hk.Transformed):
     def raw(self, params: PyTree) -> PyTree:
         return params
 
+    def replace(self, _: PyTree, raw: PyTree) -> PyTree:
+        return raw
+
     def effective(self, params: PyTree, key: Any = None) -> PyTree:
         return self.p.apply(params, key)
 
@@ -145,25 +151,38 @@ class _WithState(_Shared, hk.TransformedWithState):
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
-        free, fixed = parted(self._start(params, key, seen))
-        return free, state | ({_FIXED: fixed} if fixed else {})
+        return self.replace(params, state, self._start(params, key, seen))
+
+    def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
+        free, fixed = parted(raw)
+        return free, _own(state) | ({_FIXED: fixed} if fixed else {})
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
         return joined(params, state.get(_FIXED, {}))
 
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
-        own = {name: x for name, x in state.items() if name != _FIXED}
-        return self.p.apply(self.raw(params, state), key), own
+        key = needed_key(self.p, key)
+        try:
+            return self.p.apply(self.raw(params, state), key), _own(state)
+        except ValueError as error:
+            if _FIXED in state:
+                raise
+            write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
+            raise needs_fixed(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         return self.deterministic.effective(params, state)
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
-        free, fixed = parted(self.p.update(self.raw(params, state), key, grads))
-        return free, state | ({_FIXED: fixed} if fixed else {})
+        return self.replace(params, state, self.p.update(self.raw(params, state), key, grads))
 
 
 _FIXED = "~fixed"
+
+
+def _own(state: PyTree) -> dict[str, Any]:
+    """The network's own state."""
+    return {name: x for name, x in state.items() if name != _FIXED}
 
 
 def _rng_of(apply: Any, *args: Any, **kwargs: Any) -> Any:

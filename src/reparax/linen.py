@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.calls import call, needed_key
+from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, needs_stream
+from reparax._wrapped.chains import checked, needs_fixed, needs_stream
 from reparax._wrapped.collections import joined, parted
 
 nn: Any = imported("flax.linen", "rpx.linen", "flax")
@@ -36,6 +36,7 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
 
     * ``start(variables, key=None, seen=None)``: raw variables from those of the plain module, such as a checkpoint.
     * ``raw(variables)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
+    * ``replace(variables, raw)``: variables with another raw tree, such as that of ``rpx.calibrate``.
     * ``effective(variables, key=None)`` and ``fold(variables)``: variables of the plain module, of one draw and without
       noise.
     * ``update(variables, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
@@ -66,32 +67,33 @@ class _Parametrized(nn.Module):
     p: Any
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
-        free, fixed = parted(self.p.init(variables["params"], key, seen=seen))
-        return {**variables, "params": free} | ({"fixed": fixed} if fixed else {})
+        return self.replace(variables, self.p.init(variables["params"], key, seen=seen))
+
+    def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
+        free, fixed = parted(raw)
+        return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
     def raw(self, variables: PyTree) -> PyTree:
         return joined(variables.get("params", {}), variables.get("fixed", {}))
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
-        others = {name: tree for name, tree in variables.items() if name != "fixed"}
         key = needed_key(self.p, key)
         try:
-            return {**others, "params": self.p.apply(self.raw(variables), key)}
+            return {**_others(variables), "params": self.p.apply(self.raw(variables), key)}
         except ValueError as error:
             if "fixed" in variables:
                 raise
-            raise ValueError(
-                f"{call(self.p, 'apply')} cannot read the collection 'params' alone: there is no collection 'fixed', "
-                'where values that do not train are. Pass both, `module.apply({**variables, "params": params}, x)`; '
-                "variables of the plain module begin by `module.start(variables)`."
-            ) from error
+            write = (
+                'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '
+                "`module.start(variables)`."
+            )
+            raise needs_fixed(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 
     def fold(self, variables: PyTree) -> dict[str, Any]:
         return self.deterministic.effective(variables)
 
     def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
-        free, fixed = parted(self.p.update(self.raw(variables), key, grads))
-        return {**variables, "params": free} | ({"fixed": fixed} if fixed else {})
+        return self.replace(variables, self.p.update(self.raw(variables), key, grads))
 
     @property
     def deterministic(self) -> Any:
@@ -141,6 +143,11 @@ class _Parametrized(nn.Module):
         if self.scope.parent is None:
             return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}
         return {name: self.make_rng(name) for name in self.scope.rngs}
+
+
+def _others(variables: PyTree) -> dict[str, Any]:
+    """The collections that a chain leaves as they are."""
+    return {name: tree for name, tree in variables.items() if name not in ("params", "fixed")}
 
 
 @functools.cache

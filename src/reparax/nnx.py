@@ -18,6 +18,9 @@ from reparax.training import labels
 nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
 
 
+_WITH_RNGS = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"
+
+
 class Free(nnx.Param):
     """A raw value that trains, in a :class:`Parametrized` model: ``nnx.Optimizer(model, tx, wrt=rpx.nnx.Free)``."""
 
@@ -45,15 +48,17 @@ class Parametrized(nnx.Module):
     with the flags of the model's own layers.
 
     Attributes of the model are those of the effective one, made anew, so what you change inside of ``model.l1`` is a
-    copy: change ``model.raw.l1``.
+    copy: change ``model.raw.l1``. Other raw values go in by ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
-      model: The model. Its other variables become those of the wrapped one.
+      model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
+        variables become those of the wrapped one.
       p: The chain.
       rngs: ``nnx.Rngs`` or one of its streams, for noise, and for starts that are random, which draw from ``params``.
       variable: The type of variables that train, one that trainers choose by: ``nnx.LoRAParam`` for adapters.
       deterministic: Whether to replace noise by its mean.
       seen: What weights are multiplied with, as for ``p.init``.
+      raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -78,17 +83,25 @@ class Parametrized(nnx.Module):
         variable: type[Any] = Free,
         deterministic: bool = False,
         seen: PyTree = None,
+        raw: Any = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
         self.p = checked("rpx.nnx.Parametrized", model, p)
         _expect_pytree(model)
         start, noise = _stream(rngs, "params"), _stream(rngs, "noise")
-        if p.random_start and start is None:
-            raise needs_start(p, "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))")
-        key = start() if p.random_start else None
+        if raw is None:
+            if p.random_start and start is None:
+                raise needs_start(p, _WITH_RNGS)
+            key = start() if p.random_start else None
+            raw = _through(lambda tree: p.init(tree, key, seen=seen), model)
+        elif type(raw) is not type(model):
+            raise TypeError(
+                f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
+                f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
+            )
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _through(lambda tree: _named_by_role(p.init(tree, key, seen=seen), variable), model)
+        raw = _through(lambda tree: _with_types_by_training(tree, variable), raw)
         self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,12 +114,22 @@ class Parametrized(nnx.Module):
         return attribute(self, held, name, has_arrays=_has_variables, run=self._called, read=self.effective)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does."""
+        """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
+
+        Raises:
+          ValueError: If it would be a part with parameters, as the chain starts them.
+        """
         held = vars(self).get("raw")
-        if held is not None and name not in vars(self) and name in vars(held):
-            setattr(held, name, value)
-        else:
+        if held is None or name in vars(self) or name not in vars(held):
             super().__setattr__(name, value)
+        elif any(isinstance(x, nnx.Param) for x in _variables(value)):
+            raise ValueError(
+                f"rpx.nnx.Parametrized holds raw values, so {name!r} cannot become {type(value).__name__}, which holds "
+                f"parameters. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
+                "`model = rpx.nnx.Parametrized(model, p)`."
+            )
+        else:
+            setattr(held, name, value)
 
     def effective(self) -> Any:
         """The model of one draw, with the wrapped one's other variables: to call it several times with the same noise.
@@ -114,12 +137,10 @@ class Parametrized(nnx.Module):
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
         """
-        p, key = self.p.deterministic if self.deterministic else self.p, None
-        if p.stochastic:
-            if self.rngs is None:
-                give = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"
-                raise needs_stream(p, "none", give, "`model.deterministic = True`")
-            key = self.rngs()
+        p = self.p.deterministic if self.deterministic else self.p
+        if p.stochastic and self.rngs is None:
+            raise needs_stream(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+        key = self.rngs() if p.stochastic else None
         return _through(lambda tree: p.apply(_of_model(tree), key), self.raw)
 
     def fold(self) -> Any:
@@ -212,16 +233,12 @@ def _is_place(x: object) -> bool:
     return _is_variable(x) or holds_markers(x) or isinstance(x, _Hidden)
 
 
-def _nodes(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_variable)
+def _variables(tree: PyTree) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
 
 
 def _has_variables(tree: PyTree) -> bool:
-    return any(map(_is_variable, _nodes(tree)))
-
-
-def _variables(tree: PyTree) -> list[Any]:
-    return [x for x in _nodes(tree) if _is_variable(x)]
+    return bool(_variables(tree))
 
 
 def _held(variable: Any) -> Any:
@@ -249,25 +266,26 @@ def _through(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
     return outdef.unflatten([outs[x.at] if isinstance(x, _Hidden) else x for x in outs])
 
 
-def _named_by_role(raw: PyTree, variable: type[Any]) -> PyTree:
-    """A raw tree whose variables have types that say which of them train."""
+def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
+    """A raw tree whose variables have types that say which of them train; :func:`_of_model` is the inverse."""
 
-    def named(node: Any, label: Any) -> Any:
+    def typed(node: Any, label: Any) -> Any:
         if not _is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
         return kind.from_metadata(_held(node), {**node.get_metadata(), _PLAIN: type(node)})
 
-    return jax.tree.map(named, raw, labels(raw), is_leaf=_is_variable)
+    return jax.tree.map(typed, raw, labels(raw), is_leaf=_is_variable)
 
 
 def _of_model(raw: PyTree) -> PyTree:
     """The raw tree with variables of the model's own types."""
 
     def plain(node: Any) -> Any:
-        if not _is_variable(node) or _PLAIN not in node.get_metadata():
+        if not _is_variable(node):
             return node
         metadata = dict(node.get_metadata())
-        return metadata.pop(_PLAIN).from_metadata(_held(node), metadata)
+        own = nnx.Param if isinstance(node, Free | Fixed) else type(node)  # as `nnx.update` forgets metadata
+        return metadata.pop(_PLAIN, own).from_metadata(_held(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=_is_variable)

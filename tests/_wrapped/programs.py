@@ -38,4 +38,6 @@ def placed(tree: Any) -> Any:
         spec = Spec() if cut is None else Spec(*([None] * cut), "all")
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, tree)
+    split = jax.tree.map(place, tree)
+    assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(split) if isinstance(x, jax.Array))
+    return split

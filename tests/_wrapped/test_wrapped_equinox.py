@@ -36,6 +36,10 @@ class MLP(eqx.Module):
     def hidden(self, x: Array) -> Array:
         return jnp.tanh(self.l1(x))
 
+    @staticmethod
+    def doubled(x: int) -> int:
+        return 2 * x
+
     def __call__(self, x: Array, *, key: Array | None = None) -> Array:
         return self.l2(self.dropout(self.hidden(x), key=key))
 
@@ -107,6 +111,24 @@ def test_fixed_values_of_each_type_come_back() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), back, arrays)
 
 
+def test_an_average_or_a_cast_of_what_does_not_train_is_refused() -> None:
+    wrapped = rpx.equinox.Parametrized(model(), rpx.Freeze(where="l1/.*") >> P)
+    arrays = eqx.filter(wrapped, eqx.is_array)
+    with jax.numpy_dtype_promotion("standard"):
+        halved = jax.tree.map(lambda x: 0.5 * x, arrays)
+    for changed, got in (
+        (halved, "float32"),
+        (jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays), "bfloat16"),
+    ):
+        with raises(
+            TypeError,
+            "rpx.equinox.Parametrized stores values that do not train as integers of their bits, float32 as uint32, "
+            f"but got {got}: a cast or an average of all arrays has changed them. Take `eqx.filter(model, "
+            "eqx.is_inexact_array)`, which leaves them out.",
+        ):
+            eqx.combine(changed, wrapped)(X[0])
+
+
 def test_noise_comes_from_the_key_and_one_key_is_one_draw_for_all_examples(key: Array) -> None:
     wrapped = rpx.equinox.Parametrized(model(), NOISY)
     got = jax.vmap(functools.partial(wrapped, key=key))(X)
@@ -154,6 +176,7 @@ def test_copies_and_pickles_hold_the_same_values() -> None:
 def test_attributes_are_those_of_the_model() -> None:
     wrapped = rpx.equinox.Parametrized(model(), P)
     assert wrapped.width == 4
+    assert rpx.equinox.Parametrized(model(), NOISY).doubled(2) == 4  # reads no weights, so it needs no key
     np.testing.assert_allclose(wrapped.l1.weight, mlp.W1.T, rtol=1e-6)
     with raises(AttributeError, "'Parametrized' object has no attribute 'depth'"):
         _ = wrapped.depth

@@ -98,6 +98,29 @@ def test_without_fixed_values_the_state_is_that_of_the_network(key: Array) -> No
     np.testing.assert_allclose(network.fold(params, state)[0]["l1"]["w"], mlp.W1, rtol=1e-6)
 
 
+def test_params_without_their_fixed_values_are_refused() -> None:
+    network = rpx.haiku.parametrized(hk.transform_with_state(forward), rpx.Freeze(where="l1/.*") >> mlp.P)
+    params, _ = network.start(mlp.tree(*NAMES), {})
+    for given in (params, mlp.tree(*NAMES)):
+        with raises(
+            ValueError,
+            "(Freeze(where='l1/.*') >> WeightNorm()).apply cannot read `params` alone: there is no '~fixed' in the "
+            "state, where values that do not train are. Pass the state of `network.init`; parameters of the plain "
+            "network begin by `network.start`.",
+        ):
+            network.apply(given, {}, None, X)
+
+
+def test_an_effective_tree_with_noise_asks_for_its_key() -> None:
+    network = rpx.haiku.parametrized(hk.transform_with_state(forward), NOISY)
+    with raises(
+        ValueError,
+        "(WeightNorm() >> VarNoise(0.1)).apply draws random numbers, so it needs a key, but got key=None. Pass a key, "
+        "or evaluate with `p.deterministic`.",
+    ):
+        network.effective(*network.start(mlp.tree(*NAMES), {}))
+
+
 def test_the_key_is_read_where_something_is_drawn_and_other_pairs_are_refused() -> None:
     network = rpx.haiku.parametrized(hk.transform(forward), mlp.P)
     assert network.init(42, X).keys() == {"l1", "l2"}  # as `hk.transform` takes it

@@ -203,6 +203,16 @@ def test_methods_and_attributes_are_those_of_the_model() -> None:
         _ = wrapped.depth
 
 
+def test_a_part_with_parameters_is_not_set_in_the_place_of_raw_values() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), rpx.WeightNorm(where="l1/kernel"))
+    with raises(
+        ValueError,
+        "rpx.nnx.Parametrized holds raw values, so 'l2' cannot become Linear, which holds parameters. Change the plain "
+        "model and wrap it: `model = model.fold()`, `model.l2 = ...`, `model = rpx.nnx.Parametrized(model, p)`.",
+    ):
+        wrapped.l2 = nnx.Linear(4, 5, rngs=nnx.Rngs(1))
+
+
 class WithNames(nnx.Module):
     """A model with attributes of the names of ours, and with what a call makes: a cache, a flag, a list."""
 

@@ -8,8 +8,6 @@ import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from grids import mostly_thorough
@@ -96,43 +94,37 @@ def test_a_model_of_each_library_reads_what_apply_gives(name: str) -> None:
     assert [int(size) for size in sizes] == [len(jax.tree.leaves(free))] * 4
 
 
-def test_noise_of_each_library_without_a_stream_is_refused_by_name() -> None:
-    p, params = rpx.VarNoise(0.1), {"w": jnp.ones(2)}
-    calls = [
-        (lambda: rpx.nnx.Parametrized(NnxModel(params), p)(), "none"),
-        (lambda: rpx.linen.parametrized(LinenModel(lambda: params), p).apply({"params": params}), "no stream 'noise'"),
-        (lambda: rpx.equinox.Parametrized(EquinoxModel(params), p)(), "key=None"),
-        (lambda: rpx.haiku.parametrized(haiku_pair(params), p).apply(params, {"~fixed": {}}, None), "rng=None"),
-    ]
-    for run, got in calls:
-        with pytest.raises(ValueError, match=f"needs a stream, but got {got}. Give one, `.*`, or evaluate with `"):
-            run()
-
-
-def loss(model: Any) -> jax.Array:
-    (w,) = jax.tree.leaves(model())
-    return jnp.sum(jnp.tanh(jnp.ones((1, w.shape[0])) @ w))
-
-
-@pytest.mark.parametrize("transform", [rpx.remat, rpx.factored])
-def test_transforms_read_losses_that_call_such_a_model(transform: Any) -> None:
-    p, params = rpx.LowRank(1), {"w": jnp.asarray(np.outer(np.arange(1, 5), np.arange(1, 4)) / 9, jnp.float32)}
+def calls_without_stream(p: Any, params: Any) -> dict[str, Any]:
+    """The models of all libraries, started with a key, and called without a stream, by what they say that they got."""
+    start = jax.random.key(3)
+    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3))
     module = rpx.linen.parametrized(LinenModel(lambda: params), p)
-    variables = module.start({"params": params})
+    variables = module.start({"params": params}, start)
+    of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start)
+    network = rpx.haiku.parametrized(haiku_pair(params), p)
+    state = network.start(params, {}, start)
+    return {
+        "none": of_nnx,
+        "no stream 'noise'": lambda: module.apply(variables),
+        "key=None": of_equinox,
+        "rng=None": lambda: network.apply(*state, None)[0],
+    }
 
-    def of_linen(free: Any) -> jax.Array:
-        return loss(lambda: module.apply({**variables, "params": free}))
 
-    graph, state = nnx.split(rpx.nnx.Parametrized(NnxModel(params), p))
-    for f, raw in [(of_linen, variables["params"]), (lambda state: loss(nnx.merge(graph, state)), state)]:
-        got, want = (jax.jit(jax.grad(g))(raw) for g in (transform(f), f))
-        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", mostly_thorough(cases.CASES, *QUICK))
+def test_a_model_without_a_stream_runs_if_nothing_is_drawn_and_else_is_refused_by_name(name: str) -> None:
+    p, make = cases.CASES[name]
 
+    def refused(params: Any) -> None:
+        for got, call in calls_without_stream(p, params).items():
+            with pytest.raises(ValueError, match=f"needs a stream, but got {got}. Give one, `.*`, or evaluate with `"):
+                call()
 
-def test_inputs_finds_what_a_wrapped_model_multiplies() -> None:
-    x = jnp.asarray(np.arange(6.0).reshape(3, 2), jnp.float32)
-    layer = rpx.linen.parametrized(nn.Dense(2, use_bias=False), rpx.WeightNorm())
-    variables = layer.start({"params": {"kernel": jnp.eye(2)}})
-    seen = rpx.inputs(lambda free, x: jnp.sum(layer.apply({"params": free}, x) ** 2))(variables["params"], x)
-    want = np.asarray(x).T @ np.asarray(x) / 3
-    np.testing.assert_allclose(seen["kernel"].reads[0].moments[0], want, rtol=1e-5)
+    def same(p: Any, params: Any) -> Any:
+        return [call() for call in calls_without_stream(p, params).values()], p.apply(p.init(params, jax.random.key(3)))
+
+    if p.stochastic:
+        jax.eval_shape(refused, make())
+    got, want = jax.eval_shape(lambda params: same(p.deterministic, params), make())
+    for each in got:
+        chex.assert_trees_all_equal_shapes_and_dtypes(each, want)

@@ -1,6 +1,7 @@
 """The memory of arrays, as readable text."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 
 
 def size_in_bytes(x: Any) -> int:
-    """The size of an array, abstract or concrete; for a PRNG key, the size of its words."""
+    """The size of what has the shape and the dtype of an array; for a PRNG key, the size of its words."""
     of_one = _size_of_key(x.dtype) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype.itemsize
-    return x.size * of_one
+    return math.prod(x.shape) * of_one
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Attributes of a model that is held in another."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ def attribute(
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
     if name in own:
         return getattr(read(), name) if has_arrays(own[name]) else own[name]
+    if isinstance(inspect.getattr_static(type(held), name), staticmethod | classmethod):
+        return shared  # reads no arrays, so it needs no draw
     if isinstance(shared, property):
         return getattr(read(), name)
     return functools.partial(run, name) if callable(shared) else shared

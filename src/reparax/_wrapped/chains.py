@@ -24,6 +24,14 @@ def needs_stream(p: Parametrization, what: str, give: str, mean: str) -> ValueEr
     )
 
 
+def needs_fixed(p: Parametrization, given: str, missing: str, write: str) -> ValueError:
+    """The error for values that train, without those that do not."""
+    return ValueError(
+        f"{call(p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do not train are. "
+        f"{write}"
+    )
+
+
 def needs_start(p: Parametrization, give: str) -> ValueError:
     """The error for a chain whose start is random, without a key."""
     return ValueError(f"{call(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")

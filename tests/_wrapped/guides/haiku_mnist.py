@@ -1,5 +1,7 @@
 """The program of haiku's MNIST example, on small images that it makes: a loss with L2, Adam, averaged parameters."""
 
+from typing import Any, NamedTuple
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -12,40 +14,51 @@ batches = [{"image": images[i : i + 16], "label": labels[i : i + 16]} for i in r
 TRACED, losses = [], []
 
 
-def net_fn(batch):
+class TrainingState(NamedTuple):
+    params: Any
+    avg_params: Any
+    opt_state: Any
+
+
+def net_fn(images):
     mlp = hk.Sequential([hk.Flatten(), hk.Linear(16), jax.nn.relu, hk.Linear(10)])
-    return mlp(batch["image"])
+    return mlp(images)
 
 
-net = hk.without_apply_rng(hk.transform(net_fn))
-opt = optax.adam(0.005)
+network = hk.without_apply_rng(hk.transform(net_fn))
+optimiser = optax.adam(0.005)
 
 
 def loss(params, batch):
-    logits = net.apply(params, batch)
-    l2_loss = 0.5 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
-    softmax_xent = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    return softmax_xent + 1e-4 * l2_loss
+    batch_size, *_ = batch["image"].shape
+    logits = network.apply(params, batch["image"])
+    labels = jax.nn.one_hot(batch["label"], 10)
+    l2_regulariser = 0.5 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+    log_likelihood = jnp.sum(labels * jax.nn.log_softmax(logits))
+    return -log_likelihood / batch_size + 1e-4 * l2_regulariser
 
 
 @jax.jit
-def update(params, opt_state, batch):
+def evaluate(params, batch):
+    logits = network.apply(params, batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+@jax.jit
+def update(state, batch):
     TRACED.append("update")
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, opt_state = opt.update(grads, opt_state)
-    return optax.apply_updates(params, updates), opt_state, value
+    value, grads = jax.value_and_grad(loss)(state.params, batch)
+    updates, opt_state = optimiser.update(grads, state.opt_state)
+    params = optax.apply_updates(state.params, updates)
+    avg_params = optax.incremental_update(params, state.avg_params, step_size=0.1)
+    return TrainingState(params, avg_params, opt_state), value
 
 
-@jax.jit
-def ema_update(params, avg_params):
-    return optax.incremental_update(params, avg_params, step_size=0.1)
-
-
-params = avg_params = net.init(jax.random.key(42), batches[0])
-opt_state = opt.init(params)
+initial_params = network.init(jax.random.key(0), batches[0]["image"])
+initial_opt_state = optimiser.init(initial_params)
+state = TrainingState(initial_params, initial_params, initial_opt_state)
 
 for batch in batches:
-    params, opt_state, value = update(params, opt_state, batch)
-    avg_params = ema_update(params, avg_params)
+    state, value = update(state, batch)
     losses.append(float(value))
-losses.append(float(loss(avg_params, batches[0])))
+losses.append(float(evaluate(state.avg_params, batches[0])))

@@ -1,5 +1,6 @@
-"""The program of flax's guide to LoRA: a base is taken over, and `nnx.LoRAParam` alone is differentiated and moved."""
+"""The program of the LoRA of flax's optimization cookbook: layers get adapters, and `nnx.LoRAParam` alone is moved."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -8,34 +9,36 @@ rng = np.random.default_rng(0)
 inputs, targets = rng.normal(size=(2, 64, 8)).astype(np.float32)
 batches = [{"x": inputs[i : i + 16], "y": targets[i : i + 16]} for i in range(0, 64, 16)]
 TRACED, losses = [], []
+rngs = nnx.Rngs(0)
 
 
-class MLP(nnx.Module):
-    def __init__(self, rngs):
-        self.linear1 = nnx.Linear(8, 16, rngs=rngs)
-        self.linear2 = nnx.Linear(16, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.linear2(nnx.relu(self.linear1(x)))
+def make_model(rngs):
+    return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))
 
 
-model = MLP(nnx.Rngs(0))
-model.linear1 = nnx.LoRA(8, 2, 16, base_module=model.linear1, rngs=nnx.Rngs(1))
-optimizer = nnx.Optimizer(model, optax.adamw(0.01, weight_decay=0.1), wrt=nnx.LoRAParam)
+def loss_fn(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
 
 
-def loss_fn(model, batch):
-    return optax.l2_loss(model(batch["x"]), batch["y"]).mean()
+def add_rank2_lora(_, node):
+    if isinstance(node, nnx.Linear):
+        return nnx.LoRA(node.in_features, 2, node.out_features, base_module=node, rngs=rngs)
+    return node
+
+
+base_model = make_model(rngs)
+model = nnx.recursive_map(add_rank2_lora, base_model)
+optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
 
 
 @nnx.jit
-def train_step(model, optimizer, batch):
+def train_step(model, optimizer, x, y):
     TRACED.append("train_step")
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, x, y)
     optimizer.update(model, grads)
     return loss
 
 
 for batch in batches:
-    losses.append(float(train_step(model, optimizer, batch)))
-losses.append(float(loss_fn(model, batches[0])))
+    losses.append(float(train_step(model, optimizer, batch["x"], batch["y"])))
+losses.append(float(loss_fn(model, batches[0]["x"], batches[0]["y"])))

@@ -1,4 +1,6 @@
-"""The program of flax's MNIST tutorial, on small images that it makes: model, optimizer, metrics, steps and loop."""
+"""The program of flax's MNIST tutorial, on small images that it makes: views, streams in the call, metrics."""
+
+from functools import partial
 
 import numpy as np
 import optax
@@ -12,13 +14,18 @@ TRACED, losses = [], []
 
 class CNN(nnx.Module):
     def __init__(self, *, rngs):
-        self.conv = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
+        self.conv1 = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
+        self.batch_norm1 = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout1 = nnx.Dropout(rate=0.025)
+        self.avg_pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
         self.linear1 = nnx.Linear(128, 16, rngs=rngs)
+        self.dropout2 = nnx.Dropout(rate=0.025)
         self.linear2 = nnx.Linear(16, 10, rngs=rngs)
 
-    def __call__(self, x):
-        x = nnx.avg_pool(nnx.relu(self.conv(x)), window_shape=(2, 2), strides=(2, 2))
-        x = nnx.relu(self.linear1(x.reshape(x.shape[0], -1)))
+    def __call__(self, x, rngs=None):
+        x = self.avg_pool(nnx.relu(self.batch_norm1(self.dropout1(self.conv1(x), rngs=rngs))))
+        x = x.reshape(x.shape[0], -1)
+        x = nnx.relu(self.dropout2(self.linear1(x), rngs=rngs))
         return self.linear2(x)
 
 
@@ -27,17 +34,17 @@ optimizer = nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param)
 metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
 
 
-def loss_fn(model, batch):
-    logits = model(batch["image"])
+def loss_fn(model, batch, rngs=None):
+    logits = model(batch["image"], rngs)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits=logits, labels=batch["label"]).mean()
     return loss, logits
 
 
 @nnx.jit
-def train_step(model, optimizer, metrics, batch):
+def train_step(model, optimizer, metrics, rngs, batch):
     TRACED.append("train_step")
     grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
-    (loss, logits), grads = grad_fn(model, batch)
+    (loss, logits), grads = grad_fn(model, batch, rngs)
     metrics.update(loss=loss, logits=logits, labels=batch["label"])
     optimizer.update(model, grads)
 
@@ -48,10 +55,14 @@ def eval_step(model, metrics, batch):
     metrics.update(loss=loss, logits=logits, labels=batch["label"])
 
 
+train_model = nnx.view(model, deterministic=False, use_running_average=False)
+eval_model = nnx.view(model, deterministic=True, use_running_average=True)
+rngs = nnx.Rngs(0)
+
 for batch in batches:
-    train_step(model, optimizer, metrics, batch)
+    train_step(train_model, optimizer, metrics, rngs, batch)
     losses.append(float(metrics.compute()["loss"]))
     metrics.reset()
 
-eval_step(model, metrics, batches[0])
+eval_step(eval_model, metrics, batches[0])
 losses.append(float(metrics.compute()["loss"]))

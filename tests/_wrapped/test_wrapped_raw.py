@@ -1,0 +1,137 @@
+"""Raw trees that other roads made, in wrapped models and back: a calibrated one, and that of the road of functions."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from flax import nnx
+from grids import mostly_thorough
+
+import reparax as rpx
+
+X = jnp.asarray(np.linspace(-1, 1, 32).reshape(8, 4) ** 3, jnp.float32)
+W = jnp.asarray(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1, jnp.float32)
+STORED = rpx.Stored("int8", fit="gptq")  # integers, scales, and nothing that trains
+
+
+class Road(NamedTuple):
+    """The road of functions for one layer, and how its raw tree goes into the wrapped model and comes back."""
+
+    params: Any
+    call: Callable[[Any, Any], Any]
+    wrapped: Callable[[Any, Any], tuple[Callable[[Any], Any], Any]]
+    """From a chain and a raw tree: the wrapped model with it, and the raw tree of that model."""
+
+
+def of_nnx() -> Road:
+    plain = nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(0))
+    plain.kernel[...] = W
+
+    def wrapped(p: Any, raw: Any) -> Any:
+        model = rpx.nnx.Parametrized(nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(1)), p, raw=raw)
+        assert not p.random_start or len(jax.tree.leaves(nnx.state(model, rpx.nnx.Fixed))) == 1
+        return model, model.raw
+
+    return Road(plain, lambda plain, x: plain(x), wrapped)
+
+
+def of_linen() -> Road:
+    layer = nn.Dense(3, use_bias=False)
+
+    def wrapped(p: Any, raw: Any) -> Any:
+        module = rpx.linen.parametrized(layer, p)
+        variables = module.replace({**layer.init(jax.random.key(1), X), "other": {"count": 1}}, raw)
+        assert variables["other"] == {"count": 1}
+        return lambda x: module.apply(variables, x), module.raw(variables)
+
+    return Road({"kernel": W}, lambda params, x: layer.apply({"params": params}, x), wrapped)
+
+
+def of_equinox() -> Road:
+    plain = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(0))
+    plain = eqx.tree_at(lambda plain: plain.weight, plain, W.T)
+
+    def wrapped(p: Any, raw: Any) -> Any:
+        other = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(1))
+        model = rpx.equinox.Parametrized(other, p, raw=raw)
+        return jax.vmap(model), model.raw
+
+    return Road(plain, lambda plain, x: jax.vmap(plain)(x), wrapped)
+
+
+def of_haiku() -> Road:
+    layer = hk.transform(lambda x: hk.Linear(3, with_bias=False, name="l")(x))
+
+    def wrapped(p: Any, raw: Any) -> Any:
+        network = rpx.haiku.parametrized(layer, p)
+        params = network.replace(layer.init(jax.random.key(1), X), raw)
+        return lambda x: network.apply(params, None, x), network.raw(params)
+
+    return Road({"l": {"w": W}}, lambda params, x: layer.apply(params, None, x), wrapped)
+
+
+def of_haiku_with_state() -> Road:
+    layer = hk.transform_with_state(lambda x: hk.Linear(3, with_bias=False, name="l")(x))
+
+    def wrapped(p: Any, raw: Any) -> Any:
+        network = rpx.haiku.parametrized(layer, p)
+        params, state = layer.init(jax.random.key(1), X)
+        both = network.replace(params, {**state, "other": {"count": 1}}, raw)
+        assert both[1]["other"] == {"count": 1}
+        return lambda x: network.apply(*both, None, x)[0], network.raw(*both)
+
+    return Road({"l": {"w": W}}, lambda params, x: layer.apply(params, {}, None, x)[0], wrapped)
+
+
+EACH = mostly_thorough([of_nnx, of_linen, of_equinox, of_haiku, of_haiku_with_state], of_linen)
+
+
+def assert_same_on_both_roads(road: Road, p: Any, raw: Any) -> None:
+    """The wrapped model computes what the road of functions does, and gives the raw tree back."""
+    model, back = road.wrapped(p, raw)
+    np.testing.assert_allclose(model(X), road.call(p.apply(raw), X), rtol=1e-5, atol=1e-6)
+    given = jax.tree.leaves(raw)
+    assert len(given) > 1
+    for got, want in zip(jax.tree.leaves(back), given, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("library", EACH)
+def test_a_calibrated_raw_tree_goes_into_a_wrapped_model_and_back(library: Any) -> None:
+    road = library()
+    raw = rpx.calibrate(STORED, lambda params, x: jnp.sum(road.call(params, x) ** 2), road.params, [(X,)])
+    model, _ = road.wrapped(STORED, raw)
+    assert np.abs(np.asarray(model(X) - X @ W)).max() > 1e-4  # it is rounded
+    assert_same_on_both_roads(road, STORED, raw)
+
+
+@pytest.mark.parametrize("library", EACH)
+def test_a_raw_tree_of_the_road_of_functions_goes_into_a_wrapped_model_and_back(library: Any) -> None:
+    road, p = library(), rpx.Freeze() >> rpx.LoRA(2)
+    raw = jax.tree.map(lambda x: x + 0.1, p.init(road.params, jax.random.key(0)))  # else a factor is zero
+    assert_same_on_both_roads(road, p, raw)
+
+
+def test_values_of_a_split_model_go_into_a_wrapped_nnx_model_and_modules_of_other_classes_are_refused() -> None:
+    plain, p = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rpx.Freeze() >> rpx.LoRA(2)
+    raw = p.init(nnx.state(plain), jax.random.key(0))
+    with raises(
+        TypeError,
+        "rpx.nnx.Parametrized takes a raw tree that is a Linear, as `p.init(model)` gives it, but got State. Values "
+        "alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`.",
+    ):
+        rpx.nnx.Parametrized(plain, p, raw=raw)
+    for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (rpx.nnx.Free, raw)):
+        model = rpx.nnx.Parametrized(plain, p, rngs=nnx.Rngs(1), variable=variable)
+        nnx.update(model.raw, values)
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model.raw)), nnx.to_pure_dict(raw))
+        np.testing.assert_allclose(model(X), plain(X), rtol=1e-5, atol=1e-6)
+        assert type(model.fold().kernel) is nnx.Param
