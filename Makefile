@@ -55,13 +55,13 @@ example: $(VENV)/examples.stamp
 	$(RUN) -m examples.smollm
 
 docs: $(VENV)/docs.stamp
-	$(RUN) -m sphinx -E -W --keep-going -j auto -q docs docs/_build/html
+	$(RUN) -m sphinx -E -W --keep-going -j auto docs docs/_build/html
 	$(RUN) -m pytest -q -rs -o addopts= tests/site
 	@echo 'The home page is docs/_build/html/index.html.'
 
 # Merging streams is left to the script: where a page is written too, it says twice what comes in two parts.
 notebooks: $(VENV)/docs.stamp
-	$(RUN) -m sphinx -E -W --keep-going -j auto -q -b dummy -D nb_merge_streams=0 docs docs/_build/dummy
+	$(RUN) -m sphinx -E -W --keep-going -j auto -b dummy -D nb_merge_streams=0 docs docs/_build/dummy
 	$(RUN) notebooks
 
 # What could be published: nothing is sent anywhere.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bs4 import BeautifulSoup, NavigableString
 from docutils import nodes
+from jupyter_client.connect import ConnectionFileMixin
 from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
 from sphinx.util import logging
@@ -45,6 +46,7 @@ napoleon_attr_annotations = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # pages show what `benchmarks` and `examples` have on file
+ConnectionFileMixin.transport.default_value = "ipc"  # kernels warn of TCP, each in a line of the log
 nb_execution_mode = "force"
 nb_execution_timeout = 3600  # seconds for a cell, of which none needs more than one minute: this ends what hangs
 nb_execution_raise_on_error = False

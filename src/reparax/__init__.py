@@ -1,6 +1,8 @@
-"""Functional parametrization for JAX: parameters as the optimizer moves them, and as the model reads them.
+"""Functional parametrization for JAX: one line defines how weights are computed from the trained parameters.
 
-Here is what most programs use. A family has these and the rest:
+``p = rpx.WeightNorm() >> rpx.VarNoise(0.075)``, ``raw = p.init(params)``, and ``p.apply(raw, key)`` in the loss.
+
+The names that most programs use are here. Their families have more, and ``help(rpx.norms)`` lists them:
 
 ``rpx.norms``      lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
 ``rpx.noise``      noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
@@ -10,22 +12,22 @@ Here is what most programs use. A family has these and the rest:
 ``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
-``rpx.training``   what trains of a raw tree, and its optimizer: ``partition``, ``optimizer``, ``transfer``, ``merge``
+``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``, ``merge``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
-``rpx.products``   products that never form the weight: ``factored``, ``explain``
-``rpx.draws``      noise of each example's own: ``local``
-``rpx.seen``       the data that weights multiply: ``inputs``, ``calibrate``
+``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
+``rpx.draws``      separate noise for each example: ``local``
+``rpx.seen``       statistics of the data that weights multiply: ``inputs``, ``calibrate``
 ``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``Rotate``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
-``rpx.nnx``        a flax nnx model that is its chain too, for trainers that own the loss: ``Parametrized``
+``rpx.nnx``        a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
 ``rpx.linen``      the same for flax linen: ``parametrized``
 ``rpx.equinox``    the same for equinox: ``Parametrized``
 ``rpx.haiku``      the same for haiku: ``parametrized``
 ``rpx.stage``      for stages of your own: ``Reparametrization``, ``argument``, ``main``
-``reparax.testing``  the laws, which your stages keep; imported by itself
+``reparax.testing``  the laws that your stages must keep; import it explicitly
 
-``nnx``, ``linen``, ``equinox`` and ``haiku`` are imported when you name them, as each needs its library.
+``nnx``, ``linen``, ``equinox`` and ``haiku`` are imported on first use, because each needs its library.
 """
 
 import importlib as _importlib

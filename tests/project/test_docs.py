@@ -1,6 +1,8 @@
 """Every Python block of the README runs, and the API pages have every name. `make docs` runs the notebooks."""
 
+import dataclasses
 import doctest
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -17,7 +19,7 @@ from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
 import reparax as rpx
 from benchmarks.evidence.record import found
-from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported
+from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported, verdict
 from benchmarks.shown import Results
 from reparax.testing import check_laws
 
@@ -42,7 +44,13 @@ def blocks() -> list[str]:
 def test_notebooks_are_short(path):
     text = path.read_text()
     tasks = text.count("\n### ") if path.stem == "recipes" else 0  # one cell for each, or two
-    assert 0 < text.count("```{code-cell}") <= 12 + tasks
+    assert 0 < text.count("```{code-cell}") <= 13 + tasks
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_something_to_change(path):
+    (cell,) = re.findall(r"## Try it\n\n[^`#][^#]*?```\{code-cell\}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+    assert re.search(r"^for .* in (\(|.*, )", cell, flags=re.MULTILINE)  # two or three values
 
 
 def test_the_bar_at_the_left_has_at_most_twenty_entries_and_leads_to_all_pages():
@@ -77,14 +85,14 @@ USERS_LINE = "effective = (rpx.WeightNorm() >> rpx.VarNoise(0.075)).apply(raw, k
 @pytest.mark.parametrize("page", ["README.md", "docs/notebooks/quickstart.md", "docs/notebooks/noise_text.md"])
 def test_the_line_that_users_ask_for_stands_in_a_jitted_step_with_optax(page):
     text = (ROOT / page).read_text()
-    steps = re.findall(r"^@jax\.jit\ndef \w*step\(.*?(?=^\S(?!    ))", text, flags=re.DOTALL | re.MULTILINE)
+    steps = re.findall(r"^@jax\.jit\ndef \w*step\(.*?(?=^\S)", text, flags=re.DOTALL | re.MULTILINE)
     assert any(f" {USERS_LINE}\n" in step and "optax.apply_updates(raw, updates)" in step for step in steps)
 
 
 def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
     """The README's example with another chain, and its first loss."""
-    assert line.startswith("p = rpx.WeightNorm() >> rpx.VarNoise(0.075)  #") or USERS_LINE in first
-    code = re.sub(r"^p = .*", line, first.replace(USERS_LINE, "effective = p.apply(raw, key)"), flags=re.MULTILINE)
+    of_p = re.sub(r"^p = .*", line, first.replace(USERS_LINE, "effective = p.apply(raw, key)"), flags=re.MULTILINE)
+    code = first if line in first else of_p
     code, steps = re.subn(
         r"^    raw, state, value = step.*", r"\g<0>\n    losses.append(value)", code, flags=re.MULTILINE
     )
@@ -127,6 +135,8 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     noise, plain = (f"{bits.mean():.2f} ± {bits.std(ddof=1) / len(bits) ** 0.5:.2f}" for bits in rounded)
     assert f"scores {noise} bits per character, against {plain} without noise" in text
     assert "Not rounded, it scores {:.2f} against {:.2f}".format(*(bits.mean() for bits in untouched)) in text
+    (share,) = re.findall(r"better than noise alone in (\d of \d)\.", verdict(told))
+    assert f"Weight norm adds to it in {share} comparisons." in text
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
     under, without = (results.median("batches", title, way) for way in ("remat", "apply"))
     assert f"the weights too: at batch 32, 16 layers take {under:.0f} MiB instead of {without:.0f}." in text
@@ -361,3 +371,13 @@ def test_the_list_of_the_first_version_has_a_line_for_each_thing_and_names_it_on
 
 def test_the_citation_names_this_version():
     assert f"\nversion: {rpx.__version__}\n" in CITATION.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name, x in PUBLIC.items() if name not in TYPES and inspect.isclass(x)])
+def test_a_stage_says_what_it_raises_for_each_argument_that_it_checks(name):
+    cls = PUBLIC[name]
+    own = dataclasses.fields(cls) if issubclass(cls, rpx.Parametrization) and dataclasses.is_dataclass(cls) else ()
+    raises = (cls.__doc__ or "").partition("Raises:\n")[2].partition("\n\n")[0]
+    checked = [field.name for field in own if rpx.stage.argument in field.metadata]
+    shared = {"where", "stacked", "rows", "columns", "outside"}  # as Perturbation, LowRank and Constraint say
+    assert [each for each in checked if each not in shared and f"``{each}``" not in raises] == []

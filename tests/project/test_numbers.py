@@ -202,6 +202,22 @@ def test_the_best_rates_over_widths():
     assert all(float(here) < float(there) for here, there in list(zip(*losses, strict=True))[1:])
 
 
+def test_what_noise_and_norm_do_on_text():
+    text = page("notebooks/noise_text")
+    rows = re.findall(
+        r"^(.+?) +([\d.]+) as trained, ([\d.]+) with noise of \S+, ([\d.]+) in 3 bits", printed("noise_text"), re.M
+    )
+    kept, noisy, few = ({name: float(row[n]) for name, *row in rows} for n in range(3))
+    assert "noise costs a little on undisturbed weights, and pays off as soon as weights are disturbed" in text
+    assert kept["plain"] < kept["noise"] < kept["plain"] + 0.2
+    assert noisy["noise"] < noisy["plain"]
+    assert few["noise"] < few["plain"]
+    assert "weight norm helps here, with and without noise" in text
+    assert all(of["norm"] < of["plain"] and of["norm, noise"] < of["noise"] for of in (kept, noisy, few))
+    assert "at three bits the plain network is highest" in text
+    assert max(few, key=few.get) == "plain"
+
+
 def test_the_loss_of_the_transformer():
     (last,) = cut(page("notebooks/transformer"), r"The training loss over 150 steps falls to ([\d.]+);")
     (loss,) = re.findall(r"loss ([\d.]+) after 150 steps", printed("transformer"))

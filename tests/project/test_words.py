@@ -1,4 +1,4 @@
-"""One word is one thing: the glossary of CONTRIBUTING, and the names of classes."""
+"""One word is one thing: the glossary of the page on the code, and the names of classes."""
 
 import ast
 import re
@@ -12,7 +12,9 @@ import reparax as rpx
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(rpx.__file__).parent
 ROWS = re.findall(
-    r"^\| (?!word|---)(.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    r"^\| (?!word|---)(.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$",
+    (ROOT / "docs" / "architecture.md").read_text(),
+    re.MULTILINE,
 )
 TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 

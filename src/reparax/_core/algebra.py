@@ -93,6 +93,11 @@ class Parametrization(Static, ABC):
           seen: What each array is multiplied with, as :func:`inputs` finds it, for stages that start from data; for
             several kinds of moments a tuple of such trees. Each stage gets the entry of its own array. Stages behind
             it in the chain pass it on for main values that have the axes of their array.
+
+        Raises:
+          TypeError: If ``params`` is no tree of arrays, or ``key`` no key.
+          ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
+            or ``params`` is a raw tree.
         """
         if key is None and self.random_start:
             raise ValueError(
@@ -116,8 +121,12 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used. Nothing else will do:
-            data are for the model, which reads the effective tree.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used. Data are for
+            the model, which reads the effective tree.
+
+        Raises:
+          TypeError: If ``raw`` is no tree of arrays, or ``key`` no key, such as data.
+          ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
         """
         require_no_references(self, "apply", raw)
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
@@ -136,6 +145,10 @@ class Parametrization(Static, ABC):
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
+
+        Raises:
+          TypeError: If ``key`` is no key.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
@@ -149,6 +162,9 @@ class Parametrization(Static, ABC):
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base: for the
         new base, the same numbers mean another direction. Restart the optimizer with
         ``tx.init(raw)``, or rebase rarely.
+
+        Raises:
+          ValueError: If ``raw`` is not a raw tree of this chain.
         """
         return spread_like(raw, nest(rebased(self._parts, flatten(gather_boxes(raw)))))
 
@@ -158,6 +174,9 @@ class Parametrization(Static, ABC):
 
         A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each
         stage computes its own from its raw values, without the noise of earlier stages. With no penalties it is 0.
+
+        Raises:
+          ValueError: If ``raw`` is not a raw tree of this chain.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -357,6 +376,9 @@ class Chain(Parametrization):
 
     Args:
       stages: The stages. A chain among them is replaced by its stages.
+
+    Raises:
+      TypeError: If ``stages`` has the wrong type.
 
     Example:
       >>> import reparax as rpx

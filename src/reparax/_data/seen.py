@@ -192,7 +192,7 @@ class Read:
 
 @dataclass(frozen=True, repr=False)
 class Seen:
-    """What one array was multiplied with, as :func:`inputs` finds it. Its repr tells inputs and bytes.
+    """What one array was multiplied with, as :func:`inputs` finds it. Its repr shows inputs and bytes.
 
     Attributes:
       reads: For each way in which products contract the array, the data; a tied table has two.

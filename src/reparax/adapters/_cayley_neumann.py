@@ -31,6 +31,10 @@ class CayleyNeumann(RowsAndColumns):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
+    Raises:
+      TypeError: If ``degree`` has the wrong type.
+      ValueError: If ``degree`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.adapters.CayleyNeumann(2)

@@ -33,6 +33,10 @@ class Coefficients(RowsAndColumns):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 
+    Raises:
+      TypeError: If ``count`` or ``scale`` has the wrong type.
+      ValueError: If ``count`` is out of range, or if ``basis`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.adapters.Coefficients(10, "fourier", scale=150.0)

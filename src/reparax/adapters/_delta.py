@@ -32,6 +32,10 @@ class Delta(Reparametrization):
         and scales.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      TypeError: If ``relative`` or ``strength`` has the wrong type.
+      ValueError: If ``strength`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.LowRank(1) >> rpx.Delta()

@@ -29,6 +29,10 @@ class Gain(Reparametrization):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``axis`` has the wrong type.
+      ValueError: If ``axis`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.Gain(axis=-1)

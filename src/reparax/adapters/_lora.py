@@ -73,6 +73,10 @@ class LoRA(RowsAndColumns):
         and equinox, pass ``rows=1``.
       columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
 
+    Raises:
+      TypeError: If ``rank`` or ``alpha`` has the wrong type.
+      ValueError: If ``rank`` is out of range, or if ``divisor`` or ``start`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)

@@ -39,6 +39,10 @@ class Reflected(RowsAndColumns):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 
+    Raises:
+      TypeError: If ``count`` has the wrong type.
+      ValueError: If ``count`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.adapters.Reflected(4)

@@ -31,6 +31,10 @@ class Rotated(RowsAndColumns):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 
+    Raises:
+      TypeError: If ``blocks`` or ``shared`` has the wrong type.
+      ValueError: If ``blocks`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2)

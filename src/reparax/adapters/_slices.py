@@ -37,6 +37,10 @@ class Slices(Reparametrization):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``index`` or ``axis`` has the wrong type.
+      ValueError: If ``index`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.adapters.Slices((0, 2))

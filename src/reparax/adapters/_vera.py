@@ -38,6 +38,10 @@ class VeRA(RowsAndColumns):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 
+    Raises:
+      TypeError: If ``rank``, ``start`` or ``seed`` has the wrong type.
+      ValueError: If ``rank`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> raw = (rpx.Freeze() >> rpx.adapters.VeRA(256)).init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})

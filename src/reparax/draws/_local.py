@@ -53,7 +53,7 @@ class Local(Reports):
 
 
 def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
-    r"""``fun`` with noise of each example's own, without weights of each example's own.
+    r"""``fun`` with separate noise for each example, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
     batch, so their gradients err together. In a product :math:`x w`, each row of x sees a Gaussian vector with the mean

@@ -22,7 +22,7 @@ SWEEPS = 100
 
 @shows_usage
 def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: PyTree = None) -> PyTree:
-    r"""The second network with its units in the order of those of the first that they are most like.
+    r"""The second network with its units permuted to match those of the first.
 
     Networks that were trained from different starts have their units in different orders, so that the mean of their
     weights computes nothing. Units of a group can be permuted without any change of what a network computes. With the

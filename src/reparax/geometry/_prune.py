@@ -17,7 +17,7 @@ from reparax.geometry._units import Values, along_axes, entries, is_plain, mappe
 
 @shows_usage
 def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: PyTree = None) -> PyTree:
-    r"""Parameters in which all members of each group are zero for a share of its indices, those with the least scores.
+    r"""Parameters in which all members of each group are zero for a share of its indices, those with the lowest scores.
 
     The score of an index is the sum of the scores of all entries of all members there. With
     :math:`|w_{ij}| \, \sqrt{E[x_i^2]}` for the weights that read a unit, and zero elsewhere, these are Wanda's scores

@@ -43,7 +43,7 @@ def _entries(groups: Any, who: str, name: str) -> tuple[Turned, ...]:
 
 
 class Rotate(Joint):
-    r"""Weights held in a basis that was turned: along each axis of a group, :math:`w_k = \sum_j v_j Q_{kj}`.
+    r"""Weights stored in a rotated basis: along each axis of a group, :math:`w_k = \sum_j v_j Q_{kj}`.
 
     The orthogonal matrix Q is one for all members of a group, and stays. The effective arrays are those of the model,
     and the raw ones are turned, so that earlier stages act on these: ``Stored("int4", block=64) >> Rotate(groups)``
@@ -64,7 +64,7 @@ class Rotate(Joint):
       seed: What random matrices are drawn from.
 
     Raises:
-      TypeError: If ``groups`` is not some groups.
+      TypeError: If ``groups`` is not some groups, or ``seed`` is no integer.
       ValueError: If the axes of a group cannot be turned, or ``start`` is not one of these.
 
     Example:

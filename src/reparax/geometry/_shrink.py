@@ -38,7 +38,7 @@ ROUNDING = 1e-5
 
 @shows_usage
 def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
-    """The raw tree of a smaller network that computes the same: what counts for nothing is cut out of all arrays.
+    """The raw tree of a smaller network that computes the same: units that contribute nothing are removed.
 
     An index of a group is cut if each product that sums along its axis has a term of zero there: all weights that read
     the unit are zero, or all that make it and every function between, such as ``relu`` or ``gelu`` without a bias,

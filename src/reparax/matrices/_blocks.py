@@ -31,6 +31,10 @@ class Blocks(RowsAndColumns, Constraint):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
+    Raises:
+      TypeError: If ``shape`` has the wrong type.
+      ValueError: If ``shape`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.matrices.Circulant(stacked=(0, 1)) >> rpx.matrices.Blocks((1, 2))

@@ -86,6 +86,9 @@ class PositiveDefinite(RowsAndColumns, Constraint):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.matrices.PositiveDefinite()
@@ -159,6 +162,9 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      TypeError: If ``rank`` has the wrong type.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

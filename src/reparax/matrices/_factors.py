@@ -41,6 +41,10 @@ class LowRank(RowsAndColumns, Constraint):
         there are several row axes, the raw values have them too.
       columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
 
+    Raises:
+      TypeError: If ``rank`` has the wrong type.
+      ValueError: If ``rank`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> raw = rpx.LowRank(1).init({"w": jnp.ones((3, 2))})
@@ -109,6 +113,10 @@ class Kronecker(RowsAndColumns, Constraint):
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
+
+    Raises:
+      TypeError: If ``shape`` has the wrong type.
+      ValueError: If ``shape`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -28,6 +28,9 @@ class Fibration(Reparametrization):
         parameter.
       stacked: As for :class:`Reparametrization`; give the stages before it the same one.
 
+    Raises:
+      TypeError: If ``project`` or ``embed`` has the wrong type.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.matrices.PositiveDefinite() >> rpx.matrices.Fibration(jnp.diagonal, jnp.diag)

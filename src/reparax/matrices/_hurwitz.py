@@ -67,6 +67,10 @@ class Hurwitz(RowsAndColumns, Constraint):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
+    Raises:
+      TypeError: If ``margin`` has the wrong type.
+      ValueError: If ``margin`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p, w = rpx.matrices.Hurwitz(), jnp.array([[-1.0, 5.0], [0.0, -2.0]])

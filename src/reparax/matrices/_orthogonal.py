@@ -87,6 +87,9 @@ class Orthogonal(_Orthonormal):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Orthogonal("expm")
@@ -114,6 +117,9 @@ class SpecialOrthogonal(_Orthonormal):
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -149,6 +155,9 @@ class Stiefel(_Orthonormal):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.matrices.Stiefel().project(jnp.array([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
@@ -183,6 +192,9 @@ class Grassmann(_Orthonormal):
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -306,6 +306,10 @@ class BlockDiagonal(RowsAndColumns, Constraint):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`, one axis each.
 
+    Raises:
+      TypeError: If ``blocks`` has the wrong type.
+      ValueError: If ``blocks`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.matrices.BlockDiagonal(2).project(jnp.ones((2, 4)))

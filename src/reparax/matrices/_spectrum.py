@@ -125,6 +125,10 @@ class FixedRank(_BoundedBelow):
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
 
+    Raises:
+      TypeError: If ``least`` or ``rank`` has the wrong type.
+      ValueError: If ``least`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> raw = rpx.matrices.FixedRank(2).init({"w": jnp.eye(4, 3)})
@@ -159,6 +163,10 @@ class Invertible(_BoundedBelow):
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      TypeError: If ``least`` has the wrong type.
+      ValueError: If ``least`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -255,6 +263,10 @@ class AlmostOrthogonal(_SingularValues):
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      TypeError: If ``radius`` has the wrong type.
+      ValueError: If ``radius`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -21,6 +21,9 @@ class Cast(Perturbation):
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Perturbation`.
 
+    Raises:
+      TypeError: If ``dtype`` has the wrong type.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})

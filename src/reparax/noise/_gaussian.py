@@ -52,6 +52,10 @@ class Gaussian(Reparametrization):
       where: Which arrays to act on. Default: every floating or complex parameter, biases too.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``std``, ``prior`` or ``axis`` has the wrong type.
+      ValueError: If ``std``, ``prior`` or ``axis`` is out of range, or if ``noise`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Gaussian(std=0.1)

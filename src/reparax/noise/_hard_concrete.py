@@ -57,6 +57,10 @@ class HardConcrete(Reparametrization):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``rate`` or ``axis`` has the wrong type.
+      ValueError: If ``rate`` or ``axis`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.noise.HardConcrete(0.2, axis=0)

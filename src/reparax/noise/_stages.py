@@ -69,6 +69,10 @@ class VarNoise(Drawn):
       stacked: As for :class:`Perturbation`. Only ``relative`` and ``rank`` depend on it, as entries are independent
         otherwise.
 
+    Raises:
+      TypeError: If ``std``, ``axis`` or ``rank`` has the wrong type.
+      ValueError: If ``std``, ``axis`` or ``rank`` is out of range, or if ``relative`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.VarNoise(0.075)
@@ -172,6 +176,10 @@ class WeightDropout(Drawn):
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Perturbation`; ``broadcast`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``rate`` or ``broadcast`` has the wrong type.
+      ValueError: If ``rate`` or ``broadcast`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

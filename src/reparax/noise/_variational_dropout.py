@@ -40,6 +40,10 @@ class VariationalDropout(Reparametrization):
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      TypeError: If ``std`` or ``threshold`` has the wrong type.
+      ValueError: If ``std`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.noise.VariationalDropout(std=0.1)

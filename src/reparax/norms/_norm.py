@@ -52,6 +52,10 @@ class WeightNorm(Reparametrization):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``axis`` or ``detach`` has the wrong type.
+      ValueError: If ``axis`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm()

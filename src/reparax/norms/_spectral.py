@@ -66,6 +66,10 @@ class SpectralNorm(MatrixAxes, Constraint):
         and scales; with ``window``, those with two dimensions more than the image.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      TypeError: If ``n_steps``, ``window``, ``strides``, ``padding``, ``dilation`` or ``groups`` has the wrong type.
+      ValueError: If ``n_steps``, ``strides``, ``padding``, ``dilation`` or ``groups`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.SpectralNorm()

@@ -36,6 +36,10 @@ class Sphere(Constraint):
         and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``radius`` or ``along`` has the wrong type.
+      ValueError: If ``radius`` or ``along`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.norms.Sphere()
@@ -81,6 +85,10 @@ class MaxNorm(Constraint):
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``max`` or ``axis`` has the wrong type.
+      ValueError: If ``max`` or ``axis`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -134,6 +142,10 @@ class PoincareBall(Constraint):
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``curvature`` or ``along`` has the wrong type.
+      ValueError: If ``curvature`` or ``along`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -36,6 +36,10 @@ class WeightStandardization(Constraint):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``axis`` has the wrong type.
+      ValueError: If ``axis`` is out of range.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.norms.WeightStandardization()

@@ -77,6 +77,9 @@ class Positive(_Map):
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Positive(where=".*scale")
@@ -137,6 +140,10 @@ class Bounded(_Map):
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating parameter.
       stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``low`` or ``high`` has the wrong type.
+      ValueError: If ``low`` or ``high`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -214,6 +221,9 @@ class Elementwise(_Map):
       where: Which arrays to act on. Default: every floating or complex parameter.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      TypeError: If ``forward`` or ``inverse`` has the wrong type.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh)
@@ -265,6 +275,10 @@ class Scale(Reparametrization):
       factor: :math:`c`, a number other than 0 or a traced scalar.
       where: Which arrays to act on. Default: every floating or complex parameter.
       stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``factor`` has the wrong type.
+      ValueError: If ``factor`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

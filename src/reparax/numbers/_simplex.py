@@ -38,6 +38,9 @@ class Simplex(Constraint):
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``along`` has the wrong type.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.numbers.Simplex()

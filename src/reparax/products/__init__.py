@@ -1,4 +1,4 @@
-"""Products that never form the weight.
+"""Adapters without materializing the weight.
 
 If you form a weight such as ``W + A B``, integers times scales, or a direction times a length, each product and each
 gradient costs its full size. This is not necessary. A product is linear in the weight, so it can multiply by one factor

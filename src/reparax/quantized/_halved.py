@@ -16,7 +16,7 @@ from reparax.quantized._straight import straight_through
 
 
 class Halved(Reparametrization):
-    r"""Master weights in two halves: :math:`w = b + r`, where b is bfloat16 and r what it lacks.
+    r"""Master weights in two halves: :math:`w = b + r`, with b in bfloat16 and a correction r.
 
     Raw values: ``w`` (main), in bfloat16, and ``rest`` (fixed), in int16, in units of the last bit of float32, away
     from zero. The sum is exact: all bits of the float32 weights are held, in four bytes, except that magnitudes below
@@ -37,6 +37,9 @@ class Halved(Reparametrization):
       rest: The dtype of the correction, ``"int16"`` or ``"int8"``.
       where: Which arrays to act on. Default: all arrays of parameters in float32.
       stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      ValueError: If ``rest`` is not one of the words above.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -63,6 +63,10 @@ class Moments8bit(Reparametrization):
       where: Which arrays to act on. Default: all arrays of float32 with at least ``min_size`` numbers.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``along`` or ``min_size`` has the wrong type.
+      ValueError: If ``along`` or ``min_size`` is out of range, or if ``rounding`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
       >>> params = {"kernel": jnp.ones((1024, 256)), "bias": jnp.zeros(256)}

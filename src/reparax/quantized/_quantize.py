@@ -46,6 +46,11 @@ class Quantize(Scaled):
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``round_zero`` has the wrong type.
+      ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``step`` is
+        not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.Quantize("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})

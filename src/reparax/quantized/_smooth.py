@@ -49,6 +49,10 @@ class Smooth(Joint):
       stacked: As for :class:`Joint`. Layers may be stacked without it too.
       alpha: How much of the difference the weights take, from 0 to 1.
 
+    Raises:
+      TypeError: If ``alpha`` has the wrong type.
+      ValueError: If ``alpha`` is not from 0 to 1, or if ``init`` gets no ``seen``.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def loss(params, x):

@@ -137,6 +137,12 @@ class Stored(Scaled):
         tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach``, ``round_zero``, ``ordered``, ``act_order``
+        or ``percdamp`` has the wrong type.
+      ValueError: If ``axis``, ``block``, ``reach`` or ``percdamp`` is out of range, or if ``format``, ``fit`` or
+        ``rounding`` is not one of the words above.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> raw = rpx.Stored("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})

@@ -34,6 +34,7 @@ class CudnnLSTM(Reparametrization):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
+      TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is no integer.
       ValueError: If a size is less than 1, or if there are other than 0, 1 or 2 biases.
 
     Example:

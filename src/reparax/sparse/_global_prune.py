@@ -35,6 +35,10 @@ class GlobalPrune(Together):
         and scales.
       stacked: Not available, because all arrays share one ranking.
 
+    Raises:
+      TypeError: If ``sparsity`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity`` or ``count`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.sparse.GlobalPrune(0.5)

@@ -92,6 +92,10 @@ class NofM(Constraint):
         and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``n``, ``m``, ``along`` or ``percdamp`` has the wrong type.
+      ValueError: If ``n``, ``m`` or ``percdamp`` is out of range, or if ``fit`` is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.sparse.NofM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))

@@ -101,6 +101,11 @@ class MagnitudePrune(_Prune):
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
+    Raises:
+      TypeError: If ``sparsity``, ``axis``, ``count``, ``order`` or ``percdamp`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis``, ``count``, ``order`` or ``percdamp`` is out of range, or if ``fit``
+        is not one of the words above.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.MagnitudePrune(0.5)
@@ -171,6 +176,10 @@ class RandomPrune(_Prune):
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``sparsity``, ``axis`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -98,6 +98,10 @@ class RigL(_Regrow):
         and scales.
       stacked: As for :class:`Reparametrization`.
 
+    Raises:
+      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.sparse.RigL(0.5, drop=0.5)
@@ -134,6 +138,10 @@ class SET(_Regrow):
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -62,7 +62,7 @@ def merge(
     seen: Sequence[PyTree] | None = None,
     off_diagonal: float = 0.9,
 ) -> PyTree:
-    r"""Merges models of one structure into one that has learned what each of them has.
+    r"""Merges models of the same structure into one.
 
     With the models :math:`W_i`, their weights :math:`\lambda_i`, a base :math:`W_0` and the differences
     :math:`\tau_i = W_i - W_0`, entry by entry:
