@@ -103,7 +103,7 @@ def measured(left: float) -> dict[str, list[float]]:
         of_start, of_steps, of_more = jax.random.split(key, 3)
         params = start(of_start)
         params, state = trained(params, TX.init(params), of_steps, train, STEPS)
-        groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.whole]
+        groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.why_whole]
         masked = rpx.geometry.prune_units(params, groups, 1 - left, scores(params, train))
         small = rpx.shrink(rpx.Chain(), masked, groups)
         of_small = rpx.shrink(rpx.Chain(), state, groups, like=masked)

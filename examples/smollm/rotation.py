@@ -29,7 +29,7 @@ def untied(params: Params) -> Params:
 def groups(params: Params, config: Config) -> list[rpx.geometry.Group]:
     """The axes that can be turned: the residual stream, and what heads hand on from values to outputs."""
     found = rpx.axis_groups(functools.partial(model.logits, config=config))(params, jnp.zeros((1, 2), int))
-    return [group for group in found if not group.basis]
+    return [group for group in found if not group.why_not_turned]
 
 
 def in_basis(params: Params, basis: str, config: Config) -> Params:

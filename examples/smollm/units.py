@@ -21,7 +21,7 @@ TURNS = 5
 def groups(params: Params, config: Config) -> list[rpx.geometry.Group]:
     """The inner units of all MLPs; each layer has an order of its own."""
     found = rpx.axis_groups(functools.partial(model.loss, config=config))(params, jnp.zeros((1, 3), int))
-    return [group for group in found if any(member.path == READS for member in group.members) and not group.whole]
+    return [group for group in found if any(member.path == READS for member in group.members) and not group.why_whole]
 
 
 def scores(params: Params, rows: np.ndarray, config: Config) -> Params:

@@ -42,7 +42,7 @@ def measured(fun, params, args):
         "groups": len(groups),
         "frozen": len(groups.frozen),
         "wrong": wrong,
-        "turning": sum(not group.basis for group in groups),
+        "turning": sum(not group.why_not_turned for group in groups),
         "planted": len(halves[:1]),
         "found": sum(is_wrong(fun, params, args, [half]) for half in halves[:1]),
         # A reason begins with the kind of the equation.

@@ -38,7 +38,7 @@ def logits(params, tokens):
 
 
 def groups_of(fun, params, *args):
-    return [group for group in axis_groups(fun)(params, *args) if not group.basis]
+    return [group for group in axis_groups(fun)(params, *args) if not group.why_not_turned]
 
 
 def test_the_stream_and_the_values_of_a_llama_can_be_turned_and_its_scales_fold():
@@ -68,8 +68,8 @@ def test_the_stream_and_the_values_of_a_llama_can_be_turned_and_its_scales_fold(
 def test_a_tied_table_keeps_its_basis_as_only_one_of_its_uses_is_scaled():
     params = llama(tied=True)
     stream = axis_groups(logits)(params, TOKENS).groups[0]
-    assert stream.basis == "'norm/scale' scales only some of what 'embed_tokens/embedding' is used for"
-    text = f"cannot turn axis 1 of 'embed_tokens/embedding': {stream.basis}. Pass the groups whose `basis` is empty."
+    assert stream.why_not_turned == "'norm/scale' scales only some of what 'embed_tokens/embedding' is used for"
+    text = f"cannot turn axis 1 of 'embed_tokens/embedding': {stream.why_not_turned}. Leave the group out."
     with raises(ValueError, f"rotate {text}"):
         rotate(params, stream, np.eye(12))
     with raises(ValueError, f"fold_scales {text}"):
@@ -138,7 +138,7 @@ def of_hidden(each):
 @pytest.mark.parametrize("name", mostly_thorough(TURNED, "a norm with a scale"))
 def test_what_can_be_turned(name):
     fun, group = of_hidden(TURNED[name])
-    assert group.basis == ""
+    assert group.why_not_turned == ""
     want = fun(P, X)
     np.testing.assert_allclose(fun(rotate(P, group, orthogonal(4)), X), want, rtol=1e-3, atol=1e-4)
     other = np.asarray(orthogonal(4)) + 0.3 * np.eye(4, dtype=np.float32)
@@ -148,8 +148,8 @@ def test_what_can_be_turned(name):
 @pytest.mark.parametrize("name", mostly_thorough(KEPT, "a mean", "a scale and no scale"))
 def test_what_keeps_its_basis(name):
     fun, group = of_hidden(KEPT[name])
-    assert group.basis
-    blind = Group(group.members, group.size, by_step=False, basis="")
+    assert group.why_not_turned
+    blind = Group(group.members, group.size, by_step=False, why_not_turned="")
     assert not np.allclose(fun(rotate(P, blind, orthogonal(4)), X), fun(P, X), rtol=1e-2, atol=1e-2)
 
 
@@ -167,7 +167,7 @@ def test_the_groups_of_all_networks_that_can_be_turned(name):
 
 def test_a_matrix_turns_gates_and_heads_within_an_axis():
     w = normal(3, 12)
-    group = Group((Member("w", 1, outer=2, inner=3),), 2, by_step=False, basis="")
+    group = Group((Member("w", 1, outer=2, inner=3),), 2, by_step=False, why_not_turned="")
     q = orthogonal(2)
     want = np.einsum("xoni,nk->xoki", np.asarray(w).reshape(3, 2, 2, 3), q).reshape(3, 12)
     np.testing.assert_allclose(rotate({"w": w}, group, q)["w"], want, rtol=1e-5, atol=1e-6)
@@ -179,7 +179,7 @@ def test_other_errors():
     group = Group((Member("w", 0),), 2, by_step=False)
     with raises(
         ValueError,
-        "rotate cannot turn axis 0 of 'w': it was not read from a program. Pass the groups whose `basis` is empty.",
+        "rotate cannot turn axis 0 of 'w': it was not read from a program. Leave the group out.",
     ):
         rotate({"w": normal(2)}, group, np.eye(2))
     with raises(
@@ -187,7 +187,7 @@ def test_other_errors():
         "rotate takes an array 'w' of which axis 0 has 2 indices, but got one of shape (3,). Pass the tree from which "
         "the groups were read.",
     ):
-        rotate({"w": normal(3)}, Group((Member("w", 0),), 2, by_step=False, basis=""), np.eye(2))
+        rotate({"w": normal(3)}, Group((Member("w", 0),), 2, by_step=False, why_not_turned=""), np.eye(2))
     for wrong in (3, "w", [], [3]):
         text = f"Rotate takes groups of axes, but got {tuple(wrong) if isinstance(wrong, list | str) else wrong!r}. "
         with raises(TypeError, text + "Pass some of those that `rpx.axis_groups` finds."):
@@ -226,7 +226,9 @@ def test_a_stage_before_it_acts_on_turned_weights():
 
 
 def test_it_prints_and_is_json_without_what_groups_know_beside():
-    (group,) = [g for g in axis_groups(of_hidden(TURNED["products"])[0])(P, X) if not g.basis and len(g.members) > 1]
+    (group,) = [
+        g for g in axis_groups(of_hidden(TURNED["products"])[0])(P, X) if not g.why_not_turned and len(g.members) > 1
+    ]
     p = rpx.Rotate([group])
     assert repr(p) == "Rotate(((4, (('a', 1, 1), ('b', 0, 1))),))"
     assert rpx.from_json(p.to_json()) == p == eval(repr(p), {"Rotate": rpx.Rotate})

@@ -88,7 +88,7 @@ def test_units_that_nothing_makes_are_cut_where_functions_leave_zero_at_zero(bet
 def test_an_axis_along_which_more_is_summed_stays_whole(between):
     params = of_mlp(dead=[1, 4], making=True, bias=True)
     groups = axis_groups(lambda params, x: mlp(params, x, between))(params, X)
-    assert [bool(group.whole) for group in groups] == [True]
+    assert [bool(group.why_whole) for group in groups] == [True]
     assert shapes(shrink(NONE, params, groups)) == shapes(params)
 
 
@@ -145,9 +145,9 @@ def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
     fun, params, args, _ = NETWORKS["gemma"]()
     groups = axis_groups(fun)(params, *args)
     stream, units, heads, sizes, queries = groups
-    assert [bool(group.whole) for group in groups] == [True, False, False, True, False]
-    assert "reduce_sum" in stream.whole
-    assert "dot_general" in sizes.whole
+    assert [bool(group.why_whole) for group in groups] == [True, False, False, True, False]
+    assert "reduce_sum" in stream.why_whole
+    assert "dot_general" in sizes.why_whole
     pruned = prune_units(params, [units], 0.5)
     small = shrink(NONE, pruned, groups)
     assert small["layers"]["gate"].shape == (3, 2, 8, 6)
@@ -285,7 +285,7 @@ def test_other_errors():
         ValueError,
         "prune_units can leave out no index of axis 1 of 'a': it was not read from a program. Leave the group out.",
     ):
-        prune_units(params, [replace(group, whole="it was not read from a program")], 0.5)
+        prune_units(params, [replace(group, why_whole="it was not read from a program")], 0.5)
 
 
 def test_scores_of_units_are_summed_over_a_group():
@@ -305,7 +305,7 @@ def dead_units(fun, params, args, seed=0):
         x += random.normal(size=x.shape) * 0.3 if np.issubdtype(x.dtype, np.floating) else 0
     run = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))
     for group in axis_groups(fun)(params, *args):
-        if group.whole:
+        if group.why_whole:
             continue
         zeros = {member for sets in group.sums for member in sets[random.integers(len(sets))]}
         trees = []

@@ -45,18 +45,18 @@ class Group:
         the scan or outside of it.
       sums: For each product that sums along the axis, sets of members: its term at an index is zero if all members of
         one of these sets are. Where that holds for each product, the index can be left out, as :func:`shrink` does.
-      whole: Why no index can be left out; empty if some can be.
+      why_whole: Why no index can be left out; empty if some can be.
       scales: Members that scale data, as norms do at their end, each with the members that read what it scales.
-      basis: Why an orthogonal matrix cannot turn the axes; empty if it can, as :func:`rotate` does.
+      why_not_turned: Why an orthogonal matrix cannot turn the axes; empty if it can, as :func:`rotate` does.
     """
 
     members: tuple[Member, ...]
     size: int
     by_step: bool
     sums: tuple[tuple[tuple[Member, ...], ...], ...] = ()
-    whole: str = "it was not read from a program"
+    why_whole: str = "it was not read from a program"
     scales: tuple[tuple[Member, tuple[Member, ...]], ...] = ()
-    basis: str = "it was not read from a program"
+    why_not_turned: str = "it was not read from a program"
 
 
 @dataclass(frozen=True)

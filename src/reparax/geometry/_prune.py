@@ -51,10 +51,10 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if is_plain(x)}
     found = list(groups)
     require_arrays("prune_units", found, {path: x.shape for path, x in arrays.items()})
-    if group := next((group for group in found if group.whole), None):
+    if group := next((group for group in found if group.why_whole), None):
         path, axis = group.members[0]
         raise ValueError(
-            f"prune_units can leave out no index of axis {axis} of {path!r}: {group.whole}. Leave the group out."
+            f"prune_units can leave out no index of axis {axis} of {path!r}: {group.why_whole}. Leave the group out."
         )
 
     def kept(group: Group) -> Values:

@@ -86,11 +86,9 @@ def rotate(params: PyTree, group: Group, matrix: Array) -> PyTree:
 def require_turning(who: str, groups: Iterable[Group]) -> None:
     """Requires groups whose axes can be turned."""
     for group in groups:
-        if group.basis:
+        if group.why_not_turned:
             path, axis = group.members[0]
-            raise ValueError(
-                f"{who} cannot turn axis {axis} of {path!r}: {group.basis}. Pass the groups whose `basis` is empty."
-            )
+            raise ValueError(f"{who} cannot turn axis {axis} of {path!r}: {group.why_not_turned}. Leave the group out.")
 
 
 def turned(group: Group) -> list[Member]:

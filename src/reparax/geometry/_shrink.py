@@ -47,8 +47,8 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     members of a group. A unit whose bias is left stays, as it is a constant, and so does one of which only single
     weights are zero. Cutting a unit may leave others that nothing reads: they are cut too. At least one index stays.
 
-    Some axes stay as they are, and ``group.whole`` says why: norms and means divide by their length, products of data
-    with data, as in attention, are scaled by it. Numbers that your model computes from a size otherwise, such as
+    Some axes stay as they are, and ``group.why_whole`` says why: norms and means divide by their length, products of
+    data with data, as in attention, are scaled by it. Numbers that your model computes from a size otherwise, such as
     ``1 / sqrt(width)`` at a layer, cannot be seen: keep them as they were. Under a scan each step has its own order of
     units, but all have equally many, so as many are cut as the step with the fewest has.
 
@@ -103,7 +103,7 @@ def _alive(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[
 
     What is dead in one group makes what only it reads dead in others.
     """
-    nonzero, free = {path: x != 0 for path, x in arrays.items()}, [group for group in groups if not group.whole]
+    nonzero, free = {path: x != 0 for path, x in arrays.items()}, [group for group in groups if not group.why_whole]
     dead = [np.zeros((), bool)] * len(free)
     while True:
         before = dead
