@@ -30,10 +30,9 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._programs.alike import Alike
 from reparax._programs.call import Arguments, caller
-from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text, types_of_result
 from reparax.seen._inputs import collected, first_look, rehearse
 from reparax.seen._kept import Folder, checksum, shown_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
@@ -187,9 +186,9 @@ class _Calibration:
         model: _Model,
         batches: _Batches,
         key: Any,
-        share: float,
+        share: float = 0.0,
         *,
-        donate: bool,
+        donate: bool = False,
     ) -> None:
         self.who, self.p, self.loss, self.model, self.batches, self.key = who, p, loss, model, batches, key
         self.share, self.donate = share, donate
@@ -201,7 +200,7 @@ class _Calibration:
     def plan(self) -> Lineage:
         """What the chain does, by types. All errors of structure come from here."""
         init = functools.partial(self.p.init, key=self.key, seen=ANY)
-        return lineage_of(self.p, abstract(init, self.model.tree(self.model.arrays)))
+        return lineage_of(self.p, types_of_result(init, self.model.tree(self.model.arrays)))
 
     def paths_of(self, site: Site) -> set[str]:
         """The paths of the arrays of a site."""
