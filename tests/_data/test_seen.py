@@ -14,7 +14,7 @@ DATA = correlated(7, 3)
 
 
 def test_its_repr_tells_inputs_bytes_and_reasons():
-    assert repr(seen(DATA, shape=(3, 2))) == "Seen(3 inputs along axis 0, 52 B)"
+    assert repr(seen(DATA, shape=(3, 2))) == "Seen(3 inputs along axis 0, 64 B)"
     layers = seen(DATA, DATA, shape=(2, 3, 2), batch=(0,), axes=(1,), full=False)
     assert repr(layers) == "Seen(2 x 3 inputs along axis 1, 56 B)"
     assert repr(rpx.seen.Seen(why=("add reads it: net.py:3",))) == "Seen(no data, 0 B, add reads it: net.py:3)"

@@ -257,6 +257,16 @@ def test_the_settings_of_the_page_on_a_language_model():
     assert all(curve[0] > 4 and curve[-1] < 2 for curve in curves)
 
 
+def test_the_memory_of_a_calibration():
+    held = json.loads((report.RESULTS / "calibrated.json").read_text())
+    assert held["most MiB"] < 1536
+    assert (
+        f"stores SmolLM2, {held['model MiB']:.0f} MiB in float32, in four bits by GPTQ then holds "
+        f"{held['most MiB']:.0f} MiB at most (`python -m examples.smollm.calibrated {held['windows']} "
+        f"{held['length']}`)" in page("api/seen")
+    )
+
+
 def test_the_settings_of_moments_and_of_compression():
     text = page("notebooks/language_model")
     assert (moments.STEPS, moments.LENGTH, moments.LAST) == (1000, 33, 2)

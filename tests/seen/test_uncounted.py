@@ -166,7 +166,7 @@ def test_the_whole_error():
         seen["w"].read("full", PARAMS["w"])
     with raises(ValueError, f"eva_ranks at 'w': expected {what.replace('data', 'data of this array', 1)}"):
         rpx.adapters.eva_ranks(seen, 2)
-    assert f"4 inputs along axis 0, 84 B  {reason}; slice reads it: " in repr(
+    assert f"4 inputs along axis 0, 100 B  {reason}; slice reads it: " in repr(
         rpx.explain(rpx.inputs(sliced), PARAMS, X)
     )
 

@@ -186,9 +186,9 @@ class _Calibration:
         model: _Model,
         batches: _Batches,
         key: Any,
-        share: float,
+        share: float = 0.0,
         *,
-        donate: bool,
+        donate: bool = False,
     ) -> None:
         self.who, self.p, self.loss, self.model, self.batches, self.key = who, p, loss, model, batches, key
         self.share, self.donate = share, donate
