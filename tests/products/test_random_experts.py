@@ -186,6 +186,8 @@ def check_inputs(network):
         want = moments(x, network.chosen[i], network.kept(i), network.experts)
         if network.ways[i] in (mapped_experts, scanned_experts):
             want = moments(x, np.zeros(network.rows), network.kept(i), 1)
+        if network.ways[i] is scanned_experts:
+            want = [np.repeat(each, network.experts, axis=0) for each in want]
         if network.ways[i] is one_hot:  # a matrix of all experts, of whose inputs each row has those of its own
             blocks = np.zeros((network.experts, x.shape[1]) * 2)
             blocks[np.arange(network.experts), :, np.arange(network.experts)] = want[2]
