@@ -16,7 +16,7 @@ JAX := 'jax<0.11.1; python_version < "3.15"'
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile $(JAX)
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(PIP))
 
-.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence example docs notebooks dist lint format clean
+.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence example example-experts docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -53,6 +53,10 @@ evidence: $(VENV)/evidence.stamp
 # A language model of 93 MB, which is downloaded once: spoken with, tuned, and written for other programs.
 example: $(VENV)/examples.stamp
 	$(RUN) -m examples.smollm
+
+# A small mixture of experts, which is trained here: tuned, written for other programs, and compressed.
+example-experts: $(VENV)/examples.stamp
+	$(RUN) -m examples.experts
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto docs docs/_build/html

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
+from benchmarks.shown import Results
 from examples.experts import model, tuning
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +27,40 @@ def test_adapters_in_factors_cost_what_they_cost_by_hand_and_end_at_the_same_los
 
 
 def test_the_page_says_what_is_on_file():
-    text = " ".join((ROOT / "docs" / "api" / "factored.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "experts.md").read_text().split())
     large, small = FOUND["large"], FOUND["compressed"]
     assert f"{large['factored']['GFLOP']:.0f} GFLOP in factors and by hand" in text
     assert f"{large['apply']['GFLOP']:.0f} with `apply`" in text
-    assert f"{small['as tuned']:.3f} nats" in text
-    assert f"{small['four bits, rounded']:.3f} rounded to four bits, {small['four bits, GPTQ']:.3f} by GPTQ" in text
+    rows = {
+        "before tuning": FOUND["before"]["code"],
+        "tuned by LoRA of rank 4": FOUND["after"]["code"],
+        "and rounded to four bits": small["four bits, rounded"],
+        "and rounded to four bits by GPTQ": small["four bits, GPTQ"],
+        "and half are zeros by magnitude": small["half are zeros, by magnitude"],
+        "and half are zeros by Wanda": small["half are zeros, Wanda"],
+    }
+    for name, lost in rows.items():
+        assert f"| {name} | {lost:.3f} |" in text
+    assert f"It took {FOUND['seconds'] / 60:.0f} minutes" in text
+
+
+def test_the_page_says_what_the_compiler_of_a_tpu_planned():
+    text = " ".join((ROOT / "docs" / "experts.md").read_text().split())
+
+    def planned(name, what, way):
+        return Results.newest().median("experts", f"LoRA on experts, {name}, TPU v5p: {what}", way)
+
+    for name, says in (
+        ("ragged_dot", "{:.2f} GFLOP and {:.0f} MiB of temporary memory for 2048 rows"),
+        ("w[expert]", "plans {:.2f} GFLOP in factors and by hand"),
+    ):
+        for way in ("factored", "by hand"):
+            assert says.format(*(planned(name, what, way) for what in ("GFLOP", "temporary MiB"))) in text
+    ragged = planned("ragged_dot", "GFLOP", "apply"), planned("ragged_dot", "temporary MiB", "apply")
+    assert "{:.2f} GFLOP and {:.0f} MiB with `apply`".format(*ragged) in text
+    assert f"{planned('w[expert]', 'GFLOP', 'apply'):.2f} with `apply`" in text
+    for way in ("factored", "by hand", "apply"):
+        assert f"{planned('w[expert]', 'temporary MiB', way):.0f} MiB in all three ways" in text
 
 
 @pytest.mark.thorough

@@ -94,7 +94,7 @@ DROP = (switch, scattered)
 
 
 def loop(w, x, e, kept):
-    return sum(jnp.where(((e == i) & kept)[:, None], x @ w[i], 0) for i in range(len(w)))
+    return sum(((e == i) & kept)[:, None] * (x @ w[i]) for i in range(len(w)))
 
 
 STAGES = {
@@ -159,9 +159,9 @@ def derivatives(fun, raw, dot, *data):
 def check_factored(network):
     """Values, gradients and second derivatives of products in factors are those of loops."""
     p, data = STAGES[network.stage](), (network.x, network.chosen)
-    raw = p.init(network.params, jax.random.key(0))
-    free, fixed = rpx.partition(raw)
-    free, dot = (jax.tree.map(lambda x: jnp.asarray(network.random.normal(size=x.shape)), free) for _ in range(2))
+    like = jax.eval_shape(p.init, network.params, jax.random.key(0))
+    raw, dot = (jax.tree.map(lambda x: network.random.normal(size=x.shape), like) for _ in range(2))
+    (free, fixed), dot = rpx.partition(raw), rpx.partition(dot)[0]
 
     def of(written):
         return lambda free, x, chosen: written(p.apply(rpx.combine(free, fixed)), x, chosen)
@@ -182,10 +182,12 @@ def check_inputs(network):
     seen = jax.jit(rpx.inputs(lambda w, x, chosen: jnp.sum(network.written(w, x, chosen))))
     seen = seen(network.params, network.x, network.chosen)
     h = np.tanh(loop(network.params["up"], network.x, network.chosen[0], network.kept(0)))
-    for i, (name, x) in enumerate({"up": network.x, "down": np.asarray(h)}.items()):
+    for i, (name, x) in enumerate({"up": network.x, "down": h}.items()):
         want = moments(x, network.chosen[i], network.kept(i), network.experts)
         if network.ways[i] in (mapped_experts, scanned_experts):
             want = moments(x, np.zeros(network.rows), network.kept(i), 1)
+        if network.ways[i] is scanned_experts:
+            want = [np.repeat(each, network.experts, axis=0) for each in want]
         if network.ways[i] is one_hot:  # a matrix of all experts, of whose inputs each row has those of its own
             blocks = np.zeros((network.experts, x.shape[1]) * 2)
             blocks[np.arange(network.experts), :, np.arange(network.experts)] = want[2]

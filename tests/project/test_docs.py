@@ -229,7 +229,7 @@ def test_what_a_page_calls_by_our_name_exists(page):
     assert [name for family, name in below if not hasattr(family, name)] == []
 
 
-PAGES = ["concepts", "stages", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]
+PAGES = ["concepts", "stages", "experts", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]
 
 
 @pytest.mark.parametrize("page", mostly_thorough(PAGES, "concepts", "guarantees", "api/adapters"))

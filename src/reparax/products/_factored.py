@@ -30,12 +30,12 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     of low rank, chains of these, or your own formulas; and if a stage defines ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
-    ``jax.checkpoint`` and ``vmap``, up to matrix products (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts),
-    convolutions and table lookups. For all other operations the array is formed once; also in float16 and float8 and
-    before a cast to a dtype of less range, where factors may overflow although their product does not; before a cast to
-    more digits, which keeps an earlier rounding; and if the factors cost more operations than the array, including all
-    gradients. :func:`explain` says which weights are formed, where and why. Values and gradients are those of ``fun``
-    up to rounding.
+    ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
+    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For all other operations the array is formed
+    once; also in float16 and float8 and before a cast to a dtype of less range, where factors may overflow although
+    their product does not; before a cast to more digits, which keeps an earlier rounding; and if the factors cost more
+    operations than the array, including all gradients. :func:`explain` says which weights are formed, where and why.
+    Values and gradients are those of ``fun`` up to rounding.
 
     To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
     ``jax.vmap``, ``jax.jit`` and other transformations outside of it. Gradients taken inside ``fun``, as in

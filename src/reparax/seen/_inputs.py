@@ -75,10 +75,10 @@ def inputs(
     It reads the jaxpr of ``fun``, so it works with any network. Weights are followed through transposes, reshapes,
     casts, slices and multiples, through ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to
     products of matrices, convolutions and table lookups. Statistics are in the axes of the weight as you hold it. For
-    layers that a scan slices there is one matrix for each layer, and one for each expert in ``jax.lax.ragged_dot``: an
-    expert to which no row went is taken by stages as if its inputs were white noise. Rows are looked up in matrices:
-    whole matrices that are looked up, as in ``w[expert]`` for each token, are not counted. Any other read, such as an
-    addition, has no data: :attr:`Seen.why` names it and its line. If it reads the array together with data, as the
+    layers that a scan slices there is one matrix for each layer, and one for each expert in ``jax.lax.ragged_dot``, or
+    if matrices are looked up, as in ``w[expert]`` for each token: an expert to which no row went is taken by stages as
+    if its inputs were white noise. Any other read, such as an addition, has no data: :attr:`Seen.why` names it and its
+    line. If it reads the array together with data, as the
     product with a slice of a merged axis does, or with ``sin(w)``, :attr:`Seen.uncounted` names it, and no stage starts
     from the other products alone. A penalty reads no data, and may be added to the loss. Closed over arrays and random
     numbers are data.

@@ -1,0 +1,139 @@
+"""Stages on stacks of experts: each expert has what its own matrix would have, in numpy, one after the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import effective, fold, init
+from errors import raises
+from grids import mostly_thorough
+from jax import lax
+from products.test_random_experts import looked_up, moments, one_hot, scattered, sorted_rows, switch
+
+import reparax as rpx
+
+E, K, N, T = 4, 6, 8, 24
+KEY = jax.random.key(0)
+W = np.random.default_rng(0).standard_normal((E, K, N), np.float32)
+W = W * np.array([1, 10, 0.1, 3], np.float32)[:, None, None]
+"""Experts of different sizes."""
+X = np.random.default_rng(1).standard_normal((T, K), np.float32)
+CHOSEN = np.random.default_rng(2).integers(E - 1, size=T)
+"""The last expert has no row."""
+
+
+def of_columns(w):
+    return w / np.linalg.norm(w, axis=0, keepdims=True)
+
+
+def half(w):
+    least = np.sort(np.abs(w), axis=None)[w.size // 2 - 1]
+    return np.where(np.abs(w) > least, w, 0)
+
+
+def four_bits(w):
+    scale = np.abs(w).max(0, keepdims=True) / 7
+    return scale * np.clip(np.round(w / scale), -8, 7)
+
+
+ALONE = {
+    "WeightNorm": (rpx.WeightNorm(stacked=0), lambda w: w),
+    "lengths of one": (rpx.norms.Sphere(along=0, stacked=0, outside="project"), of_columns),
+    "SpectralNorm": (rpx.SpectralNorm(n_steps=200, stacked=0), lambda w: w / np.linalg.norm(w, 2)),
+    "four bits": (rpx.Stored("int4", axis=-1, stacked=0), four_bits),
+    "half are zeros": (rpx.MagnitudePrune(0.5, stacked=0), half),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(ALONE, "four bits", "half are zeros"))
+def test_each_expert_is_what_it_is_alone(name):
+    p, alone = ALONE[name]
+    raw = init(p, {"w": W}, KEY)
+    got = np.asarray(fold(p, jax.jit(p.update)(raw))["w"])
+    np.testing.assert_allclose(got, np.stack([alone(w) for w in W]), rtol=2e-3, atol=1e-5)
+
+
+def test_lengths_and_adapters_of_each_expert_are_its_own():
+    raw = init(rpx.WeightNorm(stacked=0), {"w": W})["w"]["@weight_norm"]
+    np.testing.assert_allclose(raw["g"], np.linalg.norm(W, axis=1, keepdims=True), rtol=1e-5)
+    p = rpx.LoRA(2, alpha=4, stacked=0)
+    raw = init(p, {"w": W}, KEY)
+    a, b = (np.random.default_rng(i).standard_normal(shape) for i, shape in ((3, (E, K, 2)), (4, (E, 2, N))))
+    raw["w"]["@lora"] |= {"a": a.astype(np.float32), "b": b.astype(np.float32)}
+    want = np.stack([w + 2 * own @ other for w, own, other in zip(W, a, b, strict=True)])
+    np.testing.assert_allclose(effective(p, raw)["w"], want, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_of_each_expert_is_its_own():
+    noise = np.asarray(effective(rpx.VarNoise(0.5), {"w": np.zeros((E, 64, 64), np.float32)}, KEY)["w"])
+    assert np.all(np.abs(noise.std((1, 2)) / 0.5 - 1) < 5 / np.sqrt(2 * 64 * 64))
+    assert np.all(np.abs(np.corrcoef(noise.reshape(E, -1)) - np.eye(E)) < 5 / 64)
+    dropped = effective(rpx.WeightDropout(0.5, broadcast=-1, stacked=0), {"w": np.ones((E, 64, 3), np.float32)}, KEY)
+    rows = np.asarray(dropped["w"]) != 0
+    assert np.all(rows == rows[..., :1])
+    assert len({row.tobytes() for row in rows}) == E
+
+
+def routed(params, x):
+    scores, e = lax.top_k(jax.nn.softmax(x @ params["router"]), 1)
+    return scores * looked_up(params["w"], x, e[:, 0], None)
+
+
+def by_groups(params, x):
+    e = jnp.argmax(x @ params["router"], axis=1)
+    return sorted_rows(params["w"], x, e, None)
+
+
+@pytest.mark.parametrize("network", [routed, by_groups])
+def test_the_network_says_which_axis_is_that_of_experts(network):
+    roles = rpx.roles(network)({"router": X[:K, :E], "w": W}, X)
+    chain = rpx.WeightNorm(where="w") >> rpx.LoRA(2, where="w") >> rpx.MagnitudePrune(0.5, where="w")
+    assert repr(chain.on(roles)) == (
+        "WeightNorm(axis=-1, where='w', stacked=0) >> LoRA(2, columns=-1, where='w', stacked=0) >> "
+        "MagnitudePrune(sparsity=0.5, where='w', stacked=0)"
+    )
+
+
+WAYS = [sorted_rows, switch, scattered, looked_up]
+
+
+@pytest.mark.parametrize("way", mostly_thorough(WAYS, looked_up, sorted_rows))
+def test_what_each_expert_saw_rounds_it_however_the_layer_is_written(way):
+    seen = jax.jit(rpx.inputs(lambda params, x: jnp.sum(way(params["w"], x, CHOSEN, T))))({"w": W}, X)
+    got = rpx.Stored("int4", axis=-1, fit="gptq", stacked=0)
+    got = jax.jit(lambda w, seen: got.fold(got.init(w, seen=seen))["w"])({"w": W}, seen)
+    alone = rpx.Stored("int4", axis=-1, fit="gptq")
+    for e, w in enumerate(W):
+        x = X[np.equal(CHOSEN, e)] if e < E - 1 else np.eye(K, dtype=np.float32)  # white noise
+        own = jax.jit(rpx.inputs(lambda params, x: jnp.sum(x @ params["w"])))({"w": w}, x)
+        want = alone.fold(alone.init({"w": w}, seen=own))["w"]
+        np.testing.assert_allclose(got[e], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_product_of_all_experts_at_once_has_no_data_of_each():
+    """Its matrix has the inputs of all experts, between which there are moments too."""
+    seen = jax.eval_shape(rpx.inputs(lambda params, x: jnp.sum(one_hot(params["w"], x, CHOSEN, T))), {"w": W}, X)
+    with raises(
+        ValueError,
+        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected data of this array, but products mix the "
+        "stacked axes. Leave the array out with `where`, or choose other axes.",
+    ):
+        rpx.Stored("int4", axis=-1, fit="gptq", stacked=0).init({"w": W}, seen=seen)
+
+
+def test_experts_with_the_fewest_rows_are_left_out():
+    """The lines of the page: the other experts give what they gave, with the router's scores of those that are left."""
+    params = {"router": np.random.default_rng(5).standard_normal((K, E), np.float32), "w": W}
+    seen = jax.jit(rpx.inputs(lambda params, x: jnp.sum(by_groups(params, x))))(params, X)
+    count = np.asarray(seen["w"].reads[0].count)
+    chosen = np.argmax(X @ params["router"], axis=1)
+    np.testing.assert_array_equal(count, moments(X, chosen, np.ones(T, bool), E)[0])
+    p = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="w")
+    raw = p.init(params, KEY)
+    kept = np.sort(np.argsort(-count)[:3])
+    axes = {"router": 1, "w": 0}
+    small = {name: jax.tree.map(lambda x, axis=axis: jnp.take(x, kept, axis), raw[name]) for name, axis in axes.items()}
+    p.check(small, like={"router": params["router"][:, kept], "w": W[kept]})
+    rows = np.isin(chosen, kept)
+    got, want = by_groups(p.apply(small), X), by_groups(p.apply(raw), X)
+    np.testing.assert_allclose(got[rows], want[rows], rtol=1e-5)
