@@ -4,13 +4,13 @@ import inspect
 import itertools
 import os
 import re
+import tempfile
 from importlib.metadata import metadata
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from bs4 import BeautifulSoup, NavigableString
 from docutils import nodes
-from jupyter_client.connect import ConnectionFileMixin
 from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
 from sphinx.util import logging
@@ -46,7 +46,12 @@ napoleon_attr_annotations = False
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # pages show what `benchmarks` and `examples` have on file
-ConnectionFileMixin.transport.default_value = "ipc"  # kernels warn of TCP, each in a line of the log
+quiet = tempfile.TemporaryDirectory()  # each kernel would warn that it talks by TCP
+Path(quiet.name, "profile_default").mkdir()
+Path(quiet.name, "profile_default", "ipython_kernel_config.py").write_text(
+    'get_config().IPKernelApp.log_level = "ERROR"\n'
+)
+os.environ["IPYTHONDIR"] = quiet.name
 nb_execution_mode = "force"
 nb_execution_timeout = 3600  # seconds for a cell, of which none needs more than one minute: this ends what hangs
 nb_execution_raise_on_error = False
