@@ -1,6 +1,6 @@
 """Channels of a convolutional network on digits, pruned by Wanda's scores: as masks, and cut out by ``shrink``.
 
-``python -m benchmarks.smaller`` writes ``benchmarks/results/smaller.json``. It takes about a minute of CPU.
+``python -m benchmarks.smaller`` writes ``benchmarks/results/smaller.json``. It takes some minutes of CPU.
 """
 
 import functools
@@ -55,6 +55,8 @@ def loss(params: Any, x: Array, y: Array) -> Array:
 
 
 TX = optax.adam(RATE)
+INPUTS = jax.jit(rpx.inputs(loss, moments="diagonal"))
+STEP = jax.jit(lambda params, state, x, y: TX.update(jax.grad(loss)(params, x, y), state))
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -72,7 +74,7 @@ def trained(params: Any, state: Any, key: Array, data: Data, steps: int) -> tupl
 
 def scores(params: Any, data: Data) -> Any:
     """The sizes of the weights that read a channel, times the root of its mean square; zero for biases."""
-    seen = jax.jit(rpx.inputs(loss, moments="diagonal"))(params, *data)
+    seen = INPUTS(params, *data)
 
     def of(w: Array, sight: Any) -> Array:
         (read,) = sight.reads
@@ -85,12 +87,11 @@ def scores(params: Any, data: Data) -> Any:
 
 def seconds(trees: list[Any], data: Data) -> list[list[float]]:
     """For each network the seconds of a processor for some steps, taken in turns."""
-    step = jax.jit(lambda params, state, x, y: TX.update(jax.grad(loss)(params, x, y), state))
     states, taken = list(map(TX.init, trees)), [list[float]() for _ in trees]
     for turn in range(TURNS + 1):
         for params, state, each in zip(trees, states, taken, strict=True):
             begin = time.process_time()
-            jax.block_until_ready(step(params, state, data[0][:BATCH], data[1][:BATCH]))
+            jax.block_until_ready(STEP(params, state, data[0][:BATCH], data[1][:BATCH]))
             each += [time.process_time() - begin] if turn else []
     return taken
 
