@@ -23,22 +23,6 @@ def spread(values, digits=2):
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def channels():
-    rows = [
-        [
-            name.removesuffix(" left"),
-            spread(cell["loss"]),
-            spread(cell["loss after more steps"]),
-            f"{mean(cell['right']):.1%}".replace("%", " %"),
-            f"{cell['bytes'][0] / 1024:.0f}",
-            f"{mean(cell['time beside masks']):.2f}",
-        ]
-        for name, cell in on_file("smaller", "cells").items()
-    ]
-    head = ["channels left", "loss at once", "after 100 more steps", "right", "KiB", "time of a step, beside masks"]
-    return markdown(head, rows)
-
-
 def units():
     cells, rows = found("units", RESULTS), []
     for name in (name for name in cells if not name.endswith("time")):
@@ -75,13 +59,12 @@ def rotations():
     return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
 
 
-@pytest.mark.parametrize("table", [channels, units, barriers, rotations])
+@pytest.mark.parametrize("table", [units, barriers, rotations])
 def test_a_table_is_that_of_the_numbers_on_file(table):
     assert table() in (ROOT / "docs" / "api" / "geometry.md").read_text()
 
 
 def test_networks_that_were_cut_or_turned_compute_the_same():
-    assert max(x for cell in on_file("smaller", "cells").values() for x in cell["apart"]) < 1e-5
     for name in ("units", "rotation"):
         assert max(cell["apart"][0] for cell in found(name, RESULTS).values() if "apart" in cell) < 1e-5
 
