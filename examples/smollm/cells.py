@@ -186,6 +186,12 @@ def cut(left: float) -> dict[str, Any]:
     return units.measured(params, left, learned, held_out, windows, config)
 
 
+def timed(left: float) -> dict[str, float]:
+    """The time of a gradient with as many units left, beside masks."""
+    params, tokenizer, config = loaded()
+    return units.timed(params, left, texts.windows("prose", tokenizer, LENGTH)[:2], config)
+
+
 def stepped(way: str, seed: int) -> dict[str, Any]:
     """A thousand steps of Adam on the last layers."""
     params, _, config = loaded()
@@ -293,7 +299,10 @@ TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
         for name, p in rotation.STAGES.items()
     },
     "tuning": tuning_cells,
-    "units": lambda: {f"{left:.0%} left": once(functools.partial(cut, left)) for left in units.LEFT},
+    "units": lambda: {
+        **{f"{left:.0%} left": once(functools.partial(cut, left)) for left in units.LEFT},
+        **{f"{left:.0%} left, time": once(functools.partial(timed, left)) for left in units.LEFT[1:]},
+    },
 }
 
 

@@ -44,29 +44,28 @@ def pruned(params: Params, left: float, rows: np.ndarray, config: Config) -> tup
     return masked, rpx.shrink(rpx.Chain(), masked, found)
 
 
-def seconds(trees: list[Params], rows: np.ndarray, config: Config) -> list[list[float]]:
-    """For each network the seconds of some gradients of two windows, taken in turns."""
-    step = jax.jit(jax.grad(functools.partial(model.loss, config=config)))
-    taken: list[list[float]] = [[] for _ in trees]
-    for turn in range(TURNS + 1):
-        for params, each in zip(trees, taken, strict=True):
-            begin = time.perf_counter()
-            jax.block_until_ready(step(params, jnp.asarray(rows)))
-            each += [time.perf_counter() - begin] if turn else []
-    return taken
-
-
 def measured(params: Params, left: float, learned: np.ndarray, held_out: Any, rows: np.ndarray, config: Config) -> Any:
-    """The loss, how far the logits of the two are apart, bytes, and the time of a step beside masks."""
+    """The loss, how far the logits of the two networks are apart, and bytes."""
     masked, small = pruned(params, left, learned, config)
     logits = jax.jit(functools.partial(model.logits, config=config))
     want, got = (logits(each, jnp.asarray(rows[:, :-1])) for each in (masked, small))
-    taken = seconds([masked, small], rows, config)
     return {
         "old": held_out(small),
         "apart": float(jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want))),
         "bytes": sum(x.nbytes for x in jax.tree.leaves(small["layers"]["mlp"])),
-        "seconds, masked": statistics.median(taken[0]),
-        "seconds": statistics.median(taken[1]),
-        "time beside masks": statistics.median(b / a for a, b in zip(*taken, strict=True)),
     }
+
+
+def timed(params: Params, left: float, rows: np.ndarray, config: Config) -> dict[str, float]:
+    """Seconds of a processor for a gradient of two windows, taken in turns; which units are left does not count."""
+    found = groups(params, config)
+    masked = rpx.geometry.prune_units(params, found, 1 - left)
+    trees = {"masked": masked, "cut": rpx.shrink(rpx.Chain(), masked, found)}
+    step = jax.jit(jax.grad(functools.partial(model.loss, config=config)))
+    taken: dict[str, list[float]] = {name: [] for name in trees}
+    for turn in range(TURNS + 1):
+        for name, each in trees.items():
+            begin = time.process_time()
+            jax.block_until_ready(step(each, jnp.asarray(rows)))
+            taken[name] += [time.process_time() - begin] if turn else []
+    return {name: statistics.median(each) for name, each in taken.items()}

@@ -1,0 +1,83 @@
+"""The tables of the page on the axes of a network are what is on file."""
+
+import json
+from math import exp
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from benchmarks.evidence.record import found
+from benchmarks.evidence.summary import markdown
+from examples.smollm import rotation
+from examples.smollm.report import RESULTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_file(name, part):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())[part]
+
+
+def spread(values, digits=2):
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def units():
+    cells, rows = found("units", RESULTS), []
+    for name in (name for name in cells if not name.endswith("time")):
+        cell, times = cells[name], cells.get(f"{name}, time")
+        ratio = "" if times is None else f"{times['cut'][0] / times['masked'][0]:.2f}"
+        rows.append(
+            [name.removesuffix(" left"), f"{exp(cell['old'][0]):.1f}", f"{cell['bytes'][0] / 2**20:.0f}", ratio]
+        )
+    return markdown(["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"], rows)
+
+
+def barriers():
+    rows = [
+        [
+            name,
+            *(
+                f"{spread(way['barrier'])}, {mean(way['right, merged']):.0%}".replace("%", " %")
+                for way in ways.values()
+            ),
+        ]
+        for name, ways in on_file("aligned", "cells").items()
+    ]
+    return markdown(
+        ["barrier, and digits right of the mean", "as they are", "aligned by weights", "aligned by data"], rows
+    )
+
+
+def rotations():
+    cells, rows = found("rotation", RESULTS), []
+    for basis in rotation.BASES:
+        own = [cells.get(f"{basis}, {stage}") for stage in rotation.STAGES]
+        if any(own):
+            rows.append([basis, *("" if cell is None else f"{exp(cell['old'][0]):.1f}" for cell in own)])
+    return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
+
+
+@pytest.mark.parametrize("table", [units, barriers, rotations])
+def test_a_table_is_that_of_the_numbers_on_file(table):
+    assert table() in (ROOT / "docs" / "api" / "geometry.md").read_text()
+
+
+def test_networks_that_were_cut_or_turned_compute_the_same():
+    for name in ("units", "rotation"):
+        assert max(cell["apart"][0] for cell in found(name, RESULTS).values() if "apart" in cell) < 1e-5
+
+
+def test_no_group_of_many_networks_is_wrong_and_planted_faults_are_found():
+    total, networks = on_file("axis_groups", "total"), on_file("axis_groups", "networks")
+    assert total == {key: sum(each[key] for each in networks.values()) for key in total}
+    assert total["wrong"] == 0
+    assert total["found"] == total["planted"] > 0
+    text = " ".join((ROOT / "docs" / "api" / "geometry.md").read_text().split())
+    drawn = sum(name.startswith("random") for name in networks)
+    assert (
+        f"On {len(networks) - drawn} networks of four libraries and {drawn} random ones it found {total['groups']:,} "
+        f"groups, and none is wrong; {total['frozen']:,} axes are frozen. A group without one of its members was found "
+        f"to be wrong in all {total['planted']} networks that have one (`benchmarks/results/axis_groups.json`)."
+    ) in text
