@@ -122,3 +122,15 @@ def test_a_function_may_read_what_changes():
     before = p.apply(raw)["w"][0]
     scale["now"] = 2.0
     assert (before, p.apply(raw)["w"][0]) == (1.0, 2.0)
+
+
+def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
+    params = {"w": jnp.ones((2, 3)), "out": jnp.ones((4, 3))}
+
+    def network(w, x):
+        return jnp.sum(jnp.tanh(x @ w["w"]) @ w["out"].T)
+
+    roles = rpx.roles(network)(params, jnp.ones((5, 2)))
+    p = rpx.Gaussian(0.1, axis="outputs")
+    assert p.deterministic.on(roles) == p.on(roles).deterministic
+    assert p.deterministic.on(roles).stage.axis.at("out", None) == -2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.11", "3.13", "3.14")  # the oldest, and the newest that is found
 BUILT = sorted((ROOT / "dist").glob("*"))
 NAME = "reparax-" + re.search(r'__version__ = "(.*)"', (ROOT / "src/reparax/__init__.py").read_text())[1]
 FACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

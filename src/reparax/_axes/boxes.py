@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from reparax._axes.names import keywords, stated
 from reparax._axes.origin import Follow, inherit
 from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, items, named, path_text
+from reparax._tree.raw import holds_markers
 
 
 class PartNames(tuple[Any, ...]):
@@ -63,8 +64,8 @@ def gather_boxes(raw: PyTree) -> PyTree:
     """``raw`` with the parameter's own box around each marker dict again, as stages expect it."""
     if not any(map(is_box, jax.tree.leaves(raw, is_leaf=is_box))):
         return raw
-    nodes, treedef = jax.tree.flatten(raw, is_leaf=_is_marked)
-    return treedef.unflatten([_around_all(node) if _is_marked(node) else node for node in nodes])
+    nodes, treedef = jax.tree.flatten(raw, is_leaf=holds_markers)
+    return treedef.unflatten([_around_all(node) if holds_markers(node) else node for node in nodes])
 
 
 def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
@@ -84,10 +85,6 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     return values
 
 
-def _is_marked(x: Any) -> bool:
-    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
-
-
 def _is_part(x: Any) -> bool:
     return is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
 
@@ -97,7 +94,7 @@ def _is_unnamed_variable(box: Any) -> bool:
 
 
 def _holds_values(x: Any) -> bool:
-    return _is_part(x) and _is_marked(_held(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
+    return _is_part(x) and holds_markers(_held(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
 
 
 def _content(part: Any) -> Any:

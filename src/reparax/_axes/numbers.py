@@ -227,9 +227,9 @@ def as_number(axes: Axes | None) -> Any:
     return -1 if _is_last(axes) else axes
 
 
-def count_from_front(axes: Axes, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front; all of them for ``"each"``."""
-    if axes == EACH:
+def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
+    """``axes`` counted from the front; all of them for ``"each"`` and for None."""
+    if axes is None or axes == EACH:
         return tuple(range(w.ndim))
     return tuple(sorted(axis % w.ndim for axis in list_axes(as_number(axes))))
 
@@ -251,11 +251,6 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
     """
     kept = () if features is None else count_from_front(features, w)
     return tuple(axis for axis in range(w.ndim) if axis not in kept)
-
-
-def along(axes: Axes | None, w: Array) -> tuple[int, ...]:
-    """``axes`` counted from the front; None means all axes."""
-    return tuple(range(w.ndim)) if axes is None else count_from_front(axes, w)
 
 
 def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:

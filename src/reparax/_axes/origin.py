@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from reparax._tree.differences import abstract
-from reparax._tree.paths import Names, PyTree, is_array, items, path_text
+from reparax._tree.paths import Names, PyTree, is_array, items, path_text, types_of_result
 from reparax._tree.raw import parameter
 
 Init = Callable[[PyTree], PyTree]
@@ -103,7 +102,7 @@ def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
 
     def trace(doubled: Collection[Length]) -> tuple[Shapes, Shapes]:
         grown = treedef.unflatten([_grown(x, doubled) if is_array(x) else x for x in leaves])
-        return _shapes(grown), _shapes(abstract(init, grown))
+        return _shapes(grown), _shapes(types_of_result(init, grown))
 
     first = trace(())
     yield first

@@ -9,8 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from reparax._axes.origin import Follow, Init, inherit
-from reparax._tree.differences import abstract
-from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text
+from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text, types_of_result
 from reparax._tree.raw import FIXED
 
 AnyMesh = Mesh | AbstractMesh
@@ -27,7 +26,7 @@ def shardings_of_raw(
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
     cuts = {path: _cuts(f"{who} at {path!r}", x, arrays[path], mesh) for path, x in _found(who, specs, arrays).items()}
     taken = inherit(follow, params, cuts)
-    paths, leaves, treedef = named(abstract(init, params))
+    paths, leaves, treedef = named(types_of_result(init, params))
     kinds = [memory if FIXED in path else None for path in paths]
     fits = [_fitting(taken[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
     return treedef.unflatten(

@@ -11,12 +11,12 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
-from reparax._core.calls import call, checked_key, needed_key, parts_of, require_values, verb, with_any_key
+from reparax._core.calls import call, checked_key, needed_key, parts_of, require_no_references, verb, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
-from reparax._core.on_roles import over_roles
 from reparax._core.operators import other_than_stages, refuse_others
+from reparax._core.over_roles import over_roles
 from reparax._core.plan import open_all
 from reparax._core.planner import Planner, planner
 from reparax._core.recompute import recompute
@@ -24,9 +24,9 @@ from reparax._core.update import advanced
 from reparax._core.value import Static
 from reparax._core.verbs import closed, followed, rebased, total_log_det, total_penalty
 from reparax._data.sights import by_place
-from reparax._tree.differences import abstract, require_no_differences
+from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, types_of_result
 from reparax._tree.raw import require_no_raw, resolve_owners
 
 VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
@@ -104,7 +104,7 @@ class Parametrization(Static, ABC):
                 f"{call(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
-        require_values(self, "init", params)
+        require_no_references(self, "init", params)
         then = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(call(self, "init"), params, then)
         checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
@@ -128,7 +128,7 @@ class Parametrization(Static, ABC):
           TypeError: If ``raw`` is no tree of arrays, or ``key`` no key, such as data.
           ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
         """
-        require_values(self, "apply", raw)
+        require_no_references(self, "apply", raw)
         effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
         require_no_marks(self, effective)
         return effective
@@ -256,7 +256,7 @@ class Parametrization(Static, ABC):
         """
         require_no_raw(call(self, "owners"), params, "Pass `params`.")
         owners = {slot.path: slot.path for slot in flatten(params).types.slots().values()}
-        for layer in reversed(lineage_of(self, abstract(with_any_key(self.init), params)).layers):
+        for layer in reversed(lineage_of(self, types_of_result(with_any_key(self.init), params)).layers):
             owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
         return owners
 

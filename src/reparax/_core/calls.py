@@ -28,7 +28,7 @@ def call(p: Any, method: str) -> str:
     return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
 
 
-def require_values(p: Any, method: str, tree: PyTree) -> None:
+def require_no_references(p: Any, method: str, tree: PyTree) -> None:
     """Requires a tree without leaves whose content changes in place, of which a pure function would lose the change."""
     if not any(map(is_reference, jax.tree.leaves(tree))):
         return

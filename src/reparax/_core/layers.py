@@ -21,7 +21,7 @@ from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, Swap
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, path_text
+from reparax._tree.paths import Names
 from reparax._tree.raw import FIXED, marker, next_number
 from reparax._tree.values import Values, value_of
 
@@ -49,17 +49,21 @@ class Spot:
     type: Any
 
     @property
+    def node(self) -> Names:
+        """The place of the marker."""
+        return (*self.place, str(self.mark))
+
+    @property
     def inside(self) -> Sequence[Names]:
         """The places of the raw tree that the array replaces; a marker without values has one of its own."""
-        return list(self.values.values()) or [(*self.place, str(self.mark))]
+        return list(self.values.values()) or [self.node]
 
     def opened(self, values: Mapping[str, Any], said: Values) -> dict[Names, Any]:
         """The raw values, each at its place."""
-        node = (*self.place, str(self.mark))
-        free = {(*node, name): x for name, x in values.items() if not value_of(said, name).fixed}
+        free = {(*self.node, name): x for name, x in values.items() if not value_of(said, name).fixed}
         fixed = [name for name in {**said, **values} if name in values and value_of(said, name).fixed]
-        held = {(*node, FIXED, name): values[name] for name in fixed}
-        return free | held or {node: {}}
+        held = {(*self.node, FIXED, name): values[name] for name in fixed}
+        return free | held or {self.node: {}}
 
 
 def opened_spot(kind: str, place: Names, w: Any) -> Spot:
@@ -75,7 +79,7 @@ class Site(ABC):
       stage: The formulas, with the numbers and axes of this site.
       at: The paths of its arrays, as errors show them.
       spots: For each array its spot.
-      seed: The path on which draws depend; None if nothing is drawn, and no draw is counted.
+      seed: The path on which draws depend, counted also where the site draws nothing; None if it is not counted.
       number: The number of its markers among those of their kind on an array.
       reads: The places of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
@@ -193,8 +197,7 @@ class Layer:
         found, said = dict(seen), self.stage.raw_values
         spots = [spot for site in self.sites for spot in site.spots.values() if spot.place in seen and spot.mark]
         for spot in spots:
-            node = (*spot.place, str(spot.mark))
-            for place in ((*node, *fixed, name) for name in said for fixed in ((), (FIXED,))):
+            for place in ((*spot.node, *fixed, name) for name in said for fixed in ((), (FIXED,))):
                 value = value_of(said, place[-1])
                 same = place in after.arrays and after.arrays[place].shape == before.arrays[spot.place].shape
                 if (value.base or (value.main and value.aligned)) and same:
@@ -213,10 +216,9 @@ class Layer:
             swaps += [(spot.inside, {spot.place: made[name]}) for name, spot in site.spots.items()]
         return tree.swapped(swaps)
 
-    @property
-    def closed_types(self) -> Sequence[Swap]:
-        """The types of the arrays instead of those of raw values."""
-        return [(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()]
+    def types_after(self, tree: Flat) -> Flat:
+        """The tree with the types of the arrays instead of those of raw values."""
+        return tree.swapped([(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()])
 
     def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
         """The tree with the values after one training step."""
@@ -246,14 +248,14 @@ class Layer:
         """The sum of the penalties."""
         return self._total("penalty", tree, lambda _: True)
 
-    def log_det(self, tree: Flat, is_free: Callable[[str], bool]) -> Array:
+    def log_det(self, tree: Flat, is_free: Callable[[Names], bool]) -> Array:
         """The sum of the log-determinants over the sites that hold values that train, by their places."""
         return self._total("log_det", tree, is_free)
 
-    def _total(self, formula: str, tree: Flat, counts: Callable[[str], bool]) -> Array:
+    def _total(self, formula: str, tree: Flat, counts: Callable[[Names], bool]) -> Array:
         found: list[Array] = []
         for site in self.sites:
-            if any(counts(path_text(spot.place)) for spot in site.spots.values()):
+            if any(counts(spot.place) for spot in site.spots.values()):
                 with locate_errors(self.at(site)):
                     found.append(jnp.sum(site.number_of(formula, site.held(tree.arrays))))
         return add_up(found)

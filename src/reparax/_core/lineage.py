@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from reparax._axes.boxes import gather_boxes
-from reparax._core.calls import call, require_values
+from reparax._core.calls import call, require_no_references
 from reparax._core.layers import Layer
 from reparax._core.plan import decide
 from reparax._core.planner import planner
@@ -62,11 +62,9 @@ class Lineage:
 
 def lineage_of(p: Iterable[Any], raw: PyTree, otherwise: str = CONVERT) -> Lineage:
     """The lineage of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
-    require_values(p, "apply", raw)
+    require_no_references(p, "apply", raw)
     tree = flatten(gather_boxes(raw))
-    layers, types = decide("apply", tuple(p), tree.types), tree.types
-    for layer in layers:
-        types = types.swapped(layer.closed_types)
+    layers, types = decide("apply", tuple(p), tree.types)
     effective = nest(types)
     require_no_marks(p, effective, otherwise)
     return Lineage(tree, layers, effective)

@@ -16,13 +16,16 @@ from reparax._tree.flat import Flat, Frame
 from reparax._tree.paths import Names, is_empty
 
 
-def decide(method: str, stages: Sequence[Any], tree: Flat) -> list[Layer]:
-    """The layers of stages with sites, in their order; ``tree`` is of types. All errors of structure come from here."""
+def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer], Flat]:
+    """The layers of stages in their order, and the effective tree, from a tree of types.
+
+    All errors of structure come from here.
+    """
     layers: list[Layer] = []
     for stage in stages:
         layers.append(planner(stage).plan(method, tree))
-        tree = tree.swapped(layers[-1].closed_types)
-    return layers
+        tree = layers[-1].types_after(tree)
+    return layers, tree
 
 
 def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
@@ -41,14 +44,12 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
     return tree
 
 
-def walk(
-    method: str, stages: Sequence[Any], tree: Flat, keys: Keys | None = None
-) -> Iterator[tuple[Layer, Flat, Flat]]:
-    """The layer of each stage, with the tree before it and the tree after it."""
+def walk(method: str, stages: Sequence[Any], tree: Flat) -> Iterator[tuple[Layer, Flat]]:
+    """The layer of each stage without randomness, with the tree before it."""
     for stage in stages:
-        layer, before = planner(stage).plan(method, tree.types), tree
-        tree = layer.close(before, keys or Keys(None))
-        yield layer, before, tree
+        layer = planner(stage).plan(method, tree.types)
+        yield layer, tree
+        tree = layer.close(tree, Keys(None))
 
 
 def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
@@ -60,14 +61,14 @@ def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     with suppress(Exception):
         if not unsure:
             return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
-    return merge_noise(decide("apply", stages, tree))
+    return merge_noise(decide("apply", stages, tree)[0])
 
 
 @lru_cache(maxsize=256)
 def _decided_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
     del shown  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
-    return merge_noise(decide("apply", stages, Flat(frame, arrays)))
+    return merge_noise(decide("apply", stages, Flat(frame, arrays))[0])
 
 
 def _has_symbols(x: Any) -> bool:

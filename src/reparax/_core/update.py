@@ -21,22 +21,17 @@ def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) ->
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
         if stage.advances:
-            seen = run(means(stages[:i]), tree, Keys(None))
+            before = run(means(stages[:i]), tree, Keys(None))
             reads = grads is not None and planner(stage).reads_grads
-            slopes = _grads_at(who, stages[i:], seen, grads) if reads else None
-            after = planner(stage).plan("update", seen.types).update(seen, keys, slopes)
-            tree = graft("update", tree, seen, after, free=stage.moves_weights)
+            slopes = _grads_at(who, stages[i:], before, grads) if reads else None
+            after = planner(stage).plan("update", before.types).update(before, keys, slopes)
+            tree = graft("update", tree, before, after, free=stage.moves_weights)
     return tree
 
 
-def reads_grads(stages: Stages) -> bool:
-    """Whether ``update`` of a stage reads gradients."""
-    return any(planner(stage).reads_grads for stage in stages)
-
-
-def _grads_at(who: str, stages: Stages, seen: Flat, grads: PyTree) -> Flat:
+def _grads_at(who: str, stages: Stages, before: Flat, grads: PyTree) -> Flat:
     """The gradient with respect to the output of the first stage, from that of the effective tree."""
-    tree, later = run(means(stages[:1]), seen, Keys(None)), means(stages[1:])
+    tree, later = run(means(stages[:1]), before, Keys(None)), means(stages[1:])
     return _pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
 
 

@@ -14,7 +14,8 @@ from reparax._data.seen import ANY
 from reparax._data.sights import by_place
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, flatten, graft, nest
-from reparax._tree.paths import PyTree, is_array
+from reparax._tree.paths import Names, PyTree, is_array
+from reparax._tree.raw import FIXED
 
 Stages = Sequence[Any]
 
@@ -51,18 +52,18 @@ def rebased(stages: Stages, tree: Flat) -> Flat:
 
 def total_penalty(stages: Stages, tree: Flat) -> jax.Array:
     """The sum of the penalties."""
-    return add_up([layer.penalty(before) for layer, before, _ in walk("penalty", means(stages), tree)])
+    return add_up([layer.penalty(before) for layer, before in walk("penalty", means(stages), tree)])
 
 
 def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
     """The sum of the log-determinants over the values that train."""
-    found, slots = list[jax.Array](), tree.slots()
-    places = [slots[at].place for at, x in tree.arrays.items() if is_array(x) and not slots[at].fixed]
+    found = list[jax.Array]()
+    places = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
 
-    def is_free(place: str) -> bool:
-        return any(each == place or each.startswith(f"{place}/") for each in places)
+    def is_free(place: Names) -> bool:
+        return any(each[: len(place)] == place for each in places)
 
-    for layer, before, _ in walk("log_det", means(stages), tree):
+    for layer, before in walk("log_det", means(stages), tree):
         if not planner(layer.stage).does("log_det"):
             raise ValueError(
                 f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "

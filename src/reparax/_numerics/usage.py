@@ -1,4 +1,4 @@
-"""Calls with too many arguments, with too few, or with unknown ones: errors that show the call to write."""
+"""What functions take; and errors that show the call to write, for one with too many, too few or unknown arguments."""
 
 import functools
 import inspect
@@ -14,6 +14,19 @@ Wrong = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], str | N
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
+    """Whether a function can be called with so many arguments by position; ``unsure`` if it does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return unsure
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def usage(function: Callable[..., Any], *, skip: int = 0) -> str:

@@ -14,10 +14,10 @@ from reparax._axes.origin import Places, probe
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.remembered import remembered, together
+from reparax._stage.remembered import once_per_type, remembered
 from reparax._tree.markers import (
     Types,
-    abstract,
+    as_structs,
     has_symbols,
     require_named_arrays,
     require_type,
@@ -30,7 +30,7 @@ def opened_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | Non
     known = seen if at.stage._sees else None
     if known is not None:
         require_data(known)
-    values = together(_values, at, w, key, known)
+    values = once_per_type(_values, at, w, key, known)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
         effective = remembered(_closed_type, at, types_under(values))
@@ -83,7 +83,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
 
 def followed_axes(at: Arrangement, types: Types) -> dict[str, Places]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, abstract(types))
+    origins = probe(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, as_structs(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -105,7 +105,7 @@ def _values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> 
 
 def _closed_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of raw values of these types."""
-    return jax.eval_shape(lambda values: closed_array(at, values), abstract(types))
+    return jax.eval_shape(lambda values: closed_array(at, values), as_structs(types))
 
 
 def _changed_type(at: Arrangement, types: Types) -> Any:
@@ -113,11 +113,11 @@ def _changed_type(at: Arrangement, types: Types) -> Any:
         key = at.keys(jax.random.key(0), w) if at.stage.stochastic else None
         return at.over(at.stage.apply_leaf)(w, key)
 
-    return jax.eval_shape(changed, abstract(types)["w"])
+    return jax.eval_shape(changed, as_structs(types)["w"])
 
 
 def _effective(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
-    held = abstract(types)
+    held = as_structs(types)
     known = [held[name] for name, said in at.stage.raw_values.items() if said.main and said.aligned and name in held]
     return known[0] if known else _closed_type(at, types)

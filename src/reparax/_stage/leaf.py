@@ -13,6 +13,7 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.planner import Planner
 from reparax._numerics.terms import Term, summed
+from reparax._numerics.usage import takes
 from reparax._stage.leafwise import Leafwise
 from reparax._stage.mean import Mean
 from reparax._stage.on_arrays import OnArrays, OnArraysInPlace
@@ -64,7 +65,7 @@ class Perturbation(Leafwise):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own: Any = cls.__dict__.get("apply_leaf")
-        if inspect.isfunction(own) and not _takes(own, 3):
+        if inspect.isfunction(own) and not takes(own, 3, unsure=True):
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(_required(own))}, but is called with (self, w, key). Take "
                 f"a key, also if the stage is not random."
@@ -267,15 +268,6 @@ class Reparametrization(Leafwise):
     @property
     def random_start(self) -> bool:
         return self._draws
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -12,7 +12,7 @@ from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.formulas import closed_array, closed_at_random, opened_values
-from reparax._stage.remembered import together, together_inline
+from reparax._stage.remembered import inlined_per_type, once_per_type
 from reparax._stage.several import require_fixed
 from reparax._tree.markers import require_type
 
@@ -65,11 +65,11 @@ class Noise(InPlace):
     def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
         if self.mean:
             return super().close(values, drawn)
-        return {"w": together_inline(type(self.stage).perturb, self.stage, values["w"]["w"], drawn)}
+        return {"w": inlined_per_type(type(self.stage).perturb, self.stage, values["w"]["w"], drawn)}
 
 
 @dataclass(frozen=True, eq=False)
-class Values(OneArray):
+class FromValues(OneArray):
     """A stage that computes an array from raw values."""
 
     @property
@@ -81,8 +81,8 @@ class Values(OneArray):
 
     def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
         if drawn is None:
-            return {"w": together(closed_array, self.arrangement, values["w"])}
-        return {"w": together(closed_at_random, self.arrangement, values["w"], drawn)}
+            return {"w": once_per_type(closed_array, self.arrangement, values["w"])}
+        return {"w": once_per_type(closed_at_random, self.arrangement, values["w"], drawn)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage, at = self.stage, self.arrangement
@@ -105,7 +105,7 @@ class Values(OneArray):
 
 
 @dataclass(frozen=True, eq=False)
-class Bare(Values):
+class Bare(FromValues):
     """A stage whose only raw value is the array itself, at its own place."""
 
     def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:

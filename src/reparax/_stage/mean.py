@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from reparax._axes.misfit import Misfit
 from reparax._axes.origin import Origins
+from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer
 from reparax._core.planner import Planner, planner
 from reparax._tree.flat import Flat
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import Names, PyTree
 
 
 class _OfMean(Planner):
@@ -28,6 +31,15 @@ class _OfMean(Planner):
 
     def plan(self, method: str, tree: Flat) -> Layer:
         return self._inner.plan("fold" if method == "apply" else method, tree).at_mean
+
+    def require_own(self, tree: Flat, path: str) -> None:
+        self._inner.require_own(tree, path)
+
+    def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
+        return replace(self.stage, stage=self._inner.on(tree, roles))
+
+    def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+        return self._inner.misfits(tree, roles)
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         return self._inner.follow(tree, init)

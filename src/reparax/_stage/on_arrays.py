@@ -9,15 +9,14 @@ from reparax._axes.origin import Origins, Places, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
 from reparax._stage.formulas import changed_type, followed_axes, type_of_one
-from reparax._stage.leaf_sites import Bare, InPlace, Values
+from reparax._stage.leaf_sites import Bare, FromValues, InPlace
 from reparax._stage.nodes import own_nodes
 from reparax._stage.on_roles import OnRoles
 from reparax._stage.own_values import OwnValues
 from reparax._stage.remembered import remembered
 from reparax._stage.where import by_path
-from reparax._tree.differences import abstract as abstract_of
 from reparax._tree.flat import Flat, flatten
-from reparax._tree.paths import Names, PyTree, is_array
+from reparax._tree.paths import Names, PyTree, is_array, types_of_result
 from reparax._tree.raw import FIXED, next_number
 
 
@@ -57,7 +56,7 @@ class OnArrays(OnRoles):
 
     def at_arrays(self, method: str, tree: Flat) -> Layer:
         """Where the stage finds arrays as the model has them."""
-        who, sites = self.who(method), list[Values]()
+        who, sites = self.who(method), list[FromValues]()
         for place, slot, names in self.present(method, tree):
             w, number = tree.arrays[place], next_number(place, self.stage.kind)
             if isinstance(w, jax.ShapeDtypeStruct) and not self.stage._bare:
@@ -66,7 +65,7 @@ class OnArrays(OnRoles):
                     f"`jax.eval_shape(p.init, params)`."
                 )
             own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
-            spot, site = opened_spot(self.stage.kind, place, w), Values
+            spot, site = opened_spot(self.stage.kind, place, w), FromValues
             if self.stage._bare:
                 spot, site = Spot(place, dict.fromkeys(self.stage.raw_values, place), None, w), Bare
             sites.append(site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, number, stacked=own.stacked))
@@ -87,7 +86,7 @@ class OnArrays(OnRoles):
         present = {place: place in fitting or is_array(x) for place, x in own.closed.arrays.items()}
         # After such a stage, the effective array does not show the type of the model's.
         hidden = own.nodes if self.stage.changes_type else ()
-        chosen = self.selected(method, own.closed, own.slots, own.names, present, own.type, hidden)
+        chosen = self.selected(method, own.closed, own.slots, own.names, present, own.checked_type, hidden)
         if plain := [own.slots[place].path for place in chosen if place not in own.nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
@@ -99,7 +98,7 @@ class OnArrays(OnRoles):
         own = self._own_values("apply", tree)
         for place in own.nodes:
             if own.slots[place].path == path:
-                own.type(place)
+                own.checked_type(place)
 
     def _own_values(self, method: str, tree: Flat) -> OwnValues:
         nodes, closed = own_nodes(self.who(method), self.stage.kind, tree)
@@ -107,7 +106,7 @@ class OnArrays(OnRoles):
         return OwnValues(self, self.who(method), nodes, closed, slots, self.axis_names(closed))
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        made, flat = abstract_of(init, tree), flatten(tree)
+        made, flat = types_of_result(init, tree), flatten(tree)
         names, slots = self.axis_names(flat), flat.slots(bases=self.stage._takes_base)
 
         def of(path: Names) -> tuple[Names, Places]:

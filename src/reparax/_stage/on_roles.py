@@ -1,14 +1,14 @@
 """The stage whose axes are numbers, from what a network does with the axes of each array."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from reparax._axes.misfit import Misfit
 from reparax._axes.names import AxisNames
 from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, in_numbers
-from reparax._axes.roles import STACKED, Role, numbered
-from reparax._stage.misfits import find_misfits
+from reparax._axes.roles import INPUTS, STACKED, Role, numbered
+from reparax._axes.stacked import one_stacked
 from reparax._stage.selection import Selection
 from reparax._stage.varied import by_path_or_one
 from reparax._tree.flat import Flat
@@ -22,36 +22,44 @@ class OnRoles(Selection):
     """A planner that knows the axes of its stage where a network says what they are."""
 
     def on(self, tree: Flat, roles: Roles) -> Any:
-        return _on_roles(self, tree, roles)
+        stage, slots = self.stage, tree.slots(bases=self.stage._takes_base)
+        paths = [slot.path for slot in slots.values()]
+        stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked(stage, slot, roles.get(at)))}
+        found = {path: stacks.get(path, ()) for path in paths}
+        open_ = replace(stage, stacked=by_path_or_one(found, paths, several=True))
+        chosen = (type(self)(open_) if stacks else self).present("on", tree)
+        answers: dict[str, dict[str, Any]] = {}
+        for place, slot, names in chosen:
+            for name, axes in _axes_at(self, slot, roles.get(place), names).items():
+                found = answers.setdefault(name, {})
+                if found.setdefault(slot.path, axes) != axes:
+                    raise ValueError(
+                        f"{self.who('on')} at {slot.path!r}: two raw values of this array have different axes as "
+                        f"{name}, {found[slot.path]} and {axes}. Use a stage for each, with `where` in the words of "
+                        f"the raw tree, such as {slot.raw_path!r}."
+                    )
+        for name, found in answers.items():
+            for _, slot, _ in chosen:
+                found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
+        new = _with(stage, answers, paths, several=False)
+        if [at for at, *_ in type(self)(new).present("on", tree)] != [at for at, *_ in chosen]:
+            new = _with(stage, answers, paths, several=True)
+        return new
 
-    def misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
-        return find_misfits(self, tree, roles)
-
-
-def _on_roles(planner: Selection, tree: Flat, roles: Roles) -> Any:
-    """The stage of a planner with axes as numbers by path, for a tree of types whose arrays have these roles."""
-    stage, slots = planner.stage, tree.slots(bases=planner.stage._takes_base)
-    paths = [slot.path for slot in slots.values()]
-    stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked(stage, slot, roles.get(at)))}
-    open_ = replace(stage, stacked=by_path_or_one({path: stacks.get(path, ()) for path in paths}, paths, several=True))
-    chosen = (type(planner)(open_) if stacks else planner).present("on", tree)
-    answers: dict[str, dict[str, Any]] = {}
-    for place, slot, names in chosen:
-        for name, axes in _axes_at(planner, slot, roles.get(place), names).items():
-            found = answers.setdefault(name, {})
-            if found.setdefault(slot.path, axes) != axes:
-                raise ValueError(
-                    f"{planner.who('on')} at {slot.path!r}: two raw values of this array have different axes as "
-                    f"{name}, {found[slot.path]} and {axes}. Use a stage for each, with `where` in the words of the "
-                    f"raw tree, such as {slot.place!r}."
-                )
-    for name, found in answers.items():
-        for _, slot, _ in chosen:
-            found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
-    new = _with(stage, answers, paths, several=False)
-    if [at for at, *_ in type(planner)(new).present("on", tree)] != [at for at, *_ in chosen]:
-        new = _with(stage, answers, paths, several=True)
-    return new
+    def misfits(self, tree: Flat, roles: Roles) -> Iterator[Misfit]:
+        for place, slot, names in self.present("on", tree):
+            role = roles.get(place)
+            if role is None or role.why or role.ambiguous:
+                continue
+            at = self.taking(f"{self.who('on')} at {slot.path!r}", slot.path, tree.arrays[place], names)
+            if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
+                yield Misfit(repr(self.stage), slot.path, "stacked", at.stacked, role.stacked, role)
+                continue
+            numbers, one = numbered(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
+            for field, (axes, word) in at.one.axes_in_use(one).items():
+                got = tuple(axis - one.ndim for axis in axes)
+                if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
+                    yield Misfit(repr(self.stage), slot.path, field, got, numbers[word], role)
 
 
 def _with(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from reparax._axes.names import AxisNames
 from reparax._stage.formulas import facts_of
-from reparax._stage.leaf_sites import Values
+from reparax._stage.leaf_sites import FromValues
 from reparax._stage.nodes import Node
 from reparax._stage.remembered import remembered
 from reparax._stage.selection import Selection
@@ -47,8 +47,11 @@ class OwnValues:
             with locate_errors(self._at(place)):
                 node.require_values()
 
-    def type(self, place: Names) -> Any:
-        """The type of the effective array at a place; raises an error for values that do not fit."""
+    def checked_type(self, place: Names) -> Any:
+        """The type of the effective array at a place; raises an error for values that the stage could not have made.
+
+        To know which it could, formulas are traced on types.
+        """
         if place not in self._types:
             self._types[place] = self._read(place) if place in self.nodes else self.closed.arrays[place]
         return self._types[place]
@@ -66,15 +69,15 @@ class OwnValues:
     def fits(self, place: Names) -> bool:
         """Whether the stage could have made the values at a place."""
         with suppress(Exception):  # a formula may fail in any way on the values of another stage
-            return self.type(place) is not None
+            return self.checked_type(place) is not None
         return False
 
-    def site(self, place: Names) -> Values:
+    def site(self, place: Names) -> FromValues:
         """The site of the stage at a place."""
-        node, slot, type_ = self.nodes[place], self.slots[place], self.type(place)
+        node, slot, type_ = self.nodes[place], self.slots[place], self.checked_type(place)
         with locate_errors(self._at(place)):
             own = self.planner.arranged(slot.path, type_, self.names[place])
-        return Values(own.stage, f"{slot.path!r}", {"w": node.spot(type_)}, slot.seed, stacked=own.stacked)
+        return FromValues(own.stage, f"{slot.path!r}", {"w": node.spot(type_)}, slot.seed, stacked=own.stacked)
 
     def _at(self, place: Names) -> str:
         return f"{self.who} at {self.slots[place].path!r}"

@@ -15,7 +15,7 @@ from reparax._stage.arrangement import Arrangement
 from reparax._tree.markers import Types
 
 
-def together(method: Callable[..., Any], at: Arrangement, *args: Any) -> Any:
+def once_per_type(method: Callable[..., Any], at: Arrangement, *args: Any) -> Any:
     """``method(at, *args)``; under tracing, one jitted function for all arrays of the same type.
 
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
@@ -25,7 +25,7 @@ def together(method: Callable[..., Any], at: Arrangement, *args: Any) -> Any:
     return _run_traced(_traced_once, method, at, at.stage, args, traces=loops)
 
 
-def together_inline(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
+def inlined_per_type(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
     """``method(stage, *args)``, the same for a few operations, which stand in the program by themselves."""
     return _run_traced(_traced_inline, method, stage, stage, args, traces=False)
 

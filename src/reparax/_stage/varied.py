@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import jax
 
 from reparax._core.config import code, register_class
 from reparax._core.value import Check
+from reparax._numerics.usage import takes
 from reparax._stage.where import check_where, nothing
 
 Number = Any
@@ -100,11 +100,11 @@ def per_array(check: Check) -> Check:
     def checked(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):
             return value
-        if isinstance(value, ByPath):
-            value = dict(zip(value.patterns, value.numbers, strict=True))
-        if isinstance(value, Mapping):
+        if isinstance(value, ByPath | Mapping):
             return _by_path(value, who, name, check)
-        return ByArray(value, check, who, name) if _takes_two(value) else check(value, who, name)
+        # A function of one argument is a schedule.
+        takes_array = callable(value) and takes(value, 2, unsure=False)
+        return ByArray(value, check, who, name) if takes_array else check(value, who, name)
 
     return checked
 
@@ -116,9 +116,8 @@ class AxesByPath:
     check: Check
 
     def __call__(self, value: Any, who: str, name: str) -> Any:
-        if isinstance(value, ByPath):
-            value = dict(zip(value.patterns, value.numbers, strict=True))
-        return _by_path(value, who, name, self.check) if isinstance(value, Mapping) else self.check(value, who, name)
+        varies = isinstance(value, ByPath | Mapping)
+        return _by_path(value, who, name, self.check) if varies else self.check(value, who, name)
 
 
 def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
@@ -136,24 +135,15 @@ def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several:
     return ByPath(tuple(map("|".join, found.values())), tuple(found))
 
 
-def _by_path(value: Mapping[Any, Any], who: str, name: str, check: Check) -> ByPath:
+def _by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
+    if isinstance(value, ByPath):
+        value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
         raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")
     for pattern in value:
         check_where(pattern, who, name)
     numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())
     return ByPath(tuple(value), numbers)
-
-
-def _takes_two(value: Any) -> bool:
-    """Whether ``value`` is a function of path and array; a function of one argument is a schedule."""
-    if not callable(value):
-        return False
-    try:
-        inspect.signature(value).bind("path", None)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[bool], paths: Sequence[str]) -> list[bool]:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.tree_util import register_static
 
 from reparax._core.config import register_class
+from reparax._numerics.usage import takes
 from reparax._tree.paths import PyTree, describe, is_array, named, path_text
 from reparax._tree.raw import Slot, empty_nodes, parameter
 
@@ -182,7 +183,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
             f"path or a predicate (path, array) -> bool. {_instead(where)}"
         )
-    elif callable(where) and not _takes_two(where):
+    elif callable(where) and not takes(where, 2, unsure=True):
         raise TypeError(
             f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."
@@ -199,19 +200,6 @@ def _instead(where: Any) -> str:
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(each, str) for each in where):
         return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
     return "Wrap a tree of booleans in `rpx.selected`."
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether a function takes a path and an array, as far as its signature tells."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind("path", None)
-    except TypeError:
-        return False
-    return True
 
 
 def _of_shell(pattern: str) -> str | None:
@@ -274,7 +262,7 @@ def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[
 def chose_nothing(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
     """The error for a selection without any place; ``stacked`` are axes that do not count."""
     slots = [place.slot for place in places if _visible(where, place)]
-    paths = [slot.place if _is_by_place(where) else slot.path for slot in slots]
+    paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
     by_stacked = where is None and paths and stacked != ()
     why = nothing_stacked(stacked, paths) if by_stacked else nothing(where, paths)
     return ValueError(f"{who} selects nothing: {why}")
@@ -326,7 +314,7 @@ def _left_out(where: AllBut | None, place: Candidate) -> bool:
 def _matches(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
     path = place.slot.path
     if isinstance(where, str):
-        return re.fullmatch(where, place.slot.place if "@" in where else path) is not None
+        return re.fullmatch(where, place.slot.raw_path if "@" in where else path) is not None
     if isinstance(where, Selected) and not place.slot.main:
         return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
     return where(path, None) if isinstance(where, Selected) else _answer(who, where, path, place.array())

@@ -1,7 +1,7 @@
 """What the roles of a network's axes tell of the layouts of its arrays in torch."""
 
 from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
-from reparax._core.on_roles import require_roles
+from reparax._core.over_roles import require_roles
 from reparax._tree.paths import PyTree, items, path_text
 
 _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {

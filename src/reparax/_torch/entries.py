@@ -22,7 +22,7 @@ from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import EXPERTS, permute
 from reparax._torch.by_roles import layout_of, roles_by_path
-from reparax._torch.kinds import by_modules, kind_of
+from reparax._torch.kinds import kind_of, layouts_by_module
 from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
 from reparax._tree.paths import PyTree, is_array, items, path_text
 
@@ -117,7 +117,7 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     named = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    said, of_classes, role_of = given_layouts(list(arrays), layouts), by_modules(tree), roles_by_path(roles)
+    said, of_classes, role_of = given_layouts(list(arrays), layouts), layouts_by_module(tree), roles_by_path(roles)
     found: list[Entry] = []
     for path, x in arrays.items():
         count, tensor, rule = named[path]

@@ -68,8 +68,8 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 }
 
 
-def by_modules(tree: PyTree) -> dict[str, Layout]:
-    """What the classes of modules, or Haiku, tell of arrays, by path."""
+def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
+    """The layout of each array that the class of its module tells, or else Haiku's names, by path."""
     found = _by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _class_of(x) is not None):
         if which := _class_of(node):

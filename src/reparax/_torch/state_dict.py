@@ -18,9 +18,9 @@ from reparax._torch.names import StageValues, Twin
 from reparax._torch.plan import TorchPlan, make_plan
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
-from reparax._tree.differences import abstract, as_stored
+from reparax._tree.differences import as_stored
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree
+from reparax._tree.paths import PyTree, types_of_result
 from reparax.matrices._orthogonal import Orthogonal
 from reparax.norms._norm import WeightNorm
 
@@ -102,7 +102,7 @@ def from_torch(
     require_chains("from_torch(p, state, like)", p)
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
-        expected = abstract(with_any_key(p.init), like)
+        expected = types_of_result(with_any_key(p.init), like)
         plan = make_plan(
             p, expected, names, layouts, roles, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
         ).like(arrays)

@@ -1,33 +1,21 @@
 """How a raw tree differs from the expected one, for ``p.check``."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, type_of
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
 from reparax._tree.raw import parameter
 
-
-def abstract(init: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Shapes and dtypes of ``init(like)``; leaves that are not arrays, such as functions, are left out.
-
-    Shardings are dropped: they do not matter here, and some stages fail on a mesh with explicit axes.
-    """
-    leaves, treedef = jax.tree.flatten(like)
-
-    def of_arrays(arrays: list[Any]) -> PyTree:
-        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-        return jax.tree.map(lambda x: x if is_array(x) else None, init(treedef.unflatten(filled)))
-
-    return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
+T = TypeVar("T")
 
 
-def _contents(tree: PyTree, describe: Callable[[Any], str]) -> dict[str, dict[str, str]]:
-    """For each parameter, the arrays and empty nodes under it: the rest of their path, and a description."""
-    found: dict[str, dict[str, str]] = {}
+def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
+    """For each parameter a description of the arrays under it, and of ``empty`` nodes, by the rest of their paths."""
+    found: dict[str, dict[str, T]] = {}
     for names, leaf in items(tree, is_empty):
-        if is_array(leaf) or (names and is_empty(leaf)):
+        if is_array(leaf) or (empty and names and is_empty(leaf)):
             base = parameter(names)
             rest = path_text(names).removeprefix(base).removeprefix("/")
             found.setdefault(base, {})[rest] = describe(leaf)
@@ -53,7 +41,8 @@ def as_stored(x: Any) -> str:
 def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` differs from ``init(like)``."""
     plain = all(as_stored(x) == describe(x) for x in jax.tree.leaves(like))
-    got, want = _contents(raw, as_stored if plain else describe), _contents(abstract(init, like), describe)
+    got = by_parameter(raw, as_stored if plain else describe, empty=True)
+    want = by_parameter(types_of_result(init, like), describe, empty=True)
     lines: list[str] = []
     for base in sorted(got.keys() | want.keys()):
         if base not in got:

@@ -7,7 +7,7 @@ from typing import Any
 
 from reparax._tree.paths import Names, PyTree, is_array, is_empty, is_end, items, named, path_text, type_of
 from reparax._tree.raw import FIXED, Slot, describe_places, holds_markers, is_mark, same_path
-from reparax._tree.state import is_state
+from reparax._tree.state import state_flags
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
 """The places to take out, in the order of the tree, and what stands there instead."""
@@ -28,7 +28,7 @@ class Frame:
     @cached_property
     def state(self) -> frozenset[Names]:
         """The places of model state, which is no parameter."""
-        return frozenset(place for place, flag in zip(self.places, is_state(self.skeleton), strict=True) if flag)
+        return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
 
     @cached_property
     def skeleton(self) -> PyTree:

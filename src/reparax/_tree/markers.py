@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, export
 
-from reparax._tree.paths import PyTree, describe, is_array, is_empty
+from reparax._tree.paths import PyTree, describe, dtype_of, is_array, is_empty
 from reparax._tree.raw import FIXED, OTHER_CHAIN, kind_of, marker, outer_markers
 from reparax._tree.values import OTHERS, Values
 
@@ -76,15 +75,10 @@ def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]
 def types_under(held: Mapping[str, Any]) -> Types:
     """Name, shape and dtype of each value under a marker."""
     values = {**{name: x for name, x in held.items() if name != FIXED}, **held.get(FIXED, {})}
-    return tuple((name, tuple(x.shape), _dtype(x.dtype)) for name, x in sorted(values.items()))
+    return tuple((name, tuple(x.shape), dtype_of(x)) for name, x in sorted(values.items()))
 
 
-def _dtype(dtype: Any) -> Any:
-    """The dtype that JAX gives an array of ``dtype``."""
-    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
-
-
-def abstract(types: Types) -> dict[str, jax.ShapeDtypeStruct]:
+def as_structs(types: Types) -> dict[str, jax.ShapeDtypeStruct]:
     """Abstract values of these types."""
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in types}
 

@@ -27,10 +27,28 @@ def is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def dtype_of(x: Any) -> Any:
+    """The dtype that JAX gives an array."""
+    return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+
+
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, and the dtype that JAX gives it."""
-    extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
+
+
+def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Shapes and dtypes of ``fun(tree)``; leaves that are not arrays, such as functions, are left out.
+
+    Shardings are dropped: they do not matter here, and some stages fail on a mesh with explicit axes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def of_arrays(arrays: list[Any]) -> PyTree:
+        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(filled)))
+
+    return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
 
 
 def is_traceable(x: object) -> bool:
@@ -165,5 +183,4 @@ def describe(x: Any) -> str:
         return "an empty node"
     if not is_array(x):
         return type(x).__name__
-    extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return f"{x.dtype if extended else jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}"
+    return f"{dtype_of(x)}{list(x.shape)}"

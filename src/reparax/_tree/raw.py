@@ -45,7 +45,7 @@ class Slot:
     Attributes:
       path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
         the value's name for an auxiliary value or a part.
-      place: The path in the raw tree, markers included; it differs between the main values of one array.
+      raw_path: The path in the raw tree, markers included; it differs between the main values of one array.
       seed: A path that no other array of the tree shares; random draws depend on it.
       parameter: The path of the parameter that it belongs to.
       main: Whether it is a main value of each stage on its path, or no stage has replaced it.
@@ -56,7 +56,7 @@ class Slot:
     """
 
     path: str
-    place: str
+    raw_path: str
     seed: str
     parameter: str
     main: bool
@@ -81,17 +81,17 @@ def kind_of(mark: str) -> str:
     return mark.split("@")[1]
 
 
-def parameter(path: Names) -> str:
+def parameter(place: Names) -> str:
     """The path of the parameter: all names before the first marker."""
-    for i, name in enumerate(path):
+    for i, name in enumerate(place):
         if name.startswith("@"):
-            return path_text(path[:i])
-    return path_text(path)
+            return path_text(place[:i])
+    return path_text(place)
 
 
-def next_number(path: Names, kind: str) -> int:
-    """The number of the next stage of ``kind`` on the array at ``path``; the outermost has number 1."""
-    return 1 + sum(is_mark(name) and kind_of(name) == kind for name in path)
+def next_number(place: Names, kind: str) -> int:
+    """The number of the next stage of ``kind`` on the array at ``place``; the outermost has number 1."""
+    return 1 + sum(is_mark(name) and kind_of(name) == kind for name in place)
 
 
 def marker(kind: str, n: int) -> str:
@@ -99,11 +99,11 @@ def marker(kind: str, n: int) -> str:
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
-def _stage(path: Names, i: int) -> Kind:
-    kind = kind_of(path[i])
+def _stage(place: Names, i: int) -> Kind:
+    kind = kind_of(place[i])
     if kind not in _kinds:
         raise ValueError(
-            f"The raw tree holds {path[i]!r} at {parameter(path)!r}, but no stage of that kind is defined. "
+            f"The raw tree holds {place[i]!r} at {parameter(place)!r}, but no stage of that kind is defined. "
             f"Import the module that defines it."
         )
     return _kinds[kind]
@@ -117,7 +117,7 @@ class _Value(NamedTuple):
       name: The name of the value.
       main: Whether it is a main value.
       fixed: Whether it does not train.
-      seen: Whether its name is part of the path under which stages see it.
+      in_path: Whether its name is part of the path under which stages select it.
       added: Whether it is added to a base that represents the array.
       aligned: Whether its axes are those of the array.
       decays: Whether a smaller value makes a smaller array.
@@ -127,48 +127,48 @@ class _Value(NamedTuple):
     name: str
     main: bool
     fixed: bool
-    seen: bool
+    in_path: bool
     added: bool
     aligned: bool
     decays: bool
 
 
-def _values(path: Names, *, bases: bool = False) -> Iterator[_Value]:
-    """The value under each marker along ``path``; with ``bases``, a base counts as the main value."""
-    for i, name in enumerate(path):
+def _values(place: Names, *, bases: bool = False) -> Iterator[_Value]:
+    """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
+    for i, name in enumerate(place):
         if is_mark(name):
-            is_fixed = FIXED in path[i + 1 : i + 2]
-            if len(path) <= i + 1 + is_fixed:
-                raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(path)!r}: {OTHER_CHAIN}")
-            values, value = _stage(path, i).raw_values, path[i + 2] if is_fixed else path[i + 1]
+            is_fixed = FIXED in place[i + 1 : i + 2]
+            if len(place) <= i + 1 + is_fixed:
+                raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(place)!r}: {OTHER_CHAIN}")
+            values, value = _stage(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
             said = value_of(values, value)
             of_base = bases and any(each.base for each in values.values())
             main = said.base if of_base else said.main
-            seen, added = said.part or not main, of_base and not main
+            in_path, added = said.part or not main, of_base and not main
             axes = said.base or (said.main and said.aligned)
-            yield _Value(path[: i + 1], value, main, is_fixed, seen, added, axes, said.decays)
+            yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, said.decays)
 
 
-def aligned(path: Names) -> bool:
+def aligned(place: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-    return all(value.aligned for value in _values(path))
+    return all(value.aligned for value in _values(place))
 
 
-def describe_places(paths: Sequence[Names], *, bases: bool = False) -> list[Slot]:
-    """A :class:`Slot` for each path of a raw (or plain) tree.
+def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slot]:
+    """A :class:`Slot` for each place of a raw (or plain) tree.
 
     With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
     mains: dict[Names, set[str]] = {}
-    for path in paths:
-        for value in _values(path, bases=bases):
+    for place in places:
+        for value in _values(place, bases=bases):
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
-    def slot(path: Names) -> Slot:
-        shown = seed = own = parameter(path)
+    def slot(place: Names) -> Slot:
+        shown = seed = own = parameter(place)
         all_main, visible, added, decays = True, True, False, True
-        for value in _values(path, bases=bases):
-            if value.seen:
+        for value in _values(place, bases=bases):
+            if value.in_path:
                 shown, seed = f"{shown}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
                 seed = f"{seed}/{value.name}"
@@ -176,9 +176,9 @@ def describe_places(paths: Sequence[Names], *, bases: bool = False) -> list[Slot
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
             decays = decays and value.decays
-        return Slot(shown, path_text(path), seed, own, all_main, FIXED in path, visible, added, decays)
+        return Slot(shown, path_text(place), seed, own, all_main, FIXED in place, visible, added, decays)
 
-    slots = [slot(path) for path in paths]
+    slots = [slot(place) for place in places]
     known: set[str] = set()
     for each in slots:
         if each.seed in known:
@@ -210,11 +210,6 @@ def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dic
     return found
 
 
-def all_nodes(tree: PyTree) -> list[Names]:
-    """The path of each array and each empty node."""
-    return named(tree, is_empty)[0]
-
-
 def empty_nodes(tree: PyTree) -> list[Names]:
     """The path of each empty node: the places without a value of their own."""
     return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
@@ -223,7 +218,7 @@ def empty_nodes(tree: PyTree) -> list[Names]:
 def outer_markers(tree: PyTree) -> dict[str, str]:
     """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
     found: dict[str, str] = {}
-    for path in all_nodes(tree):
+    for path in named(tree, is_empty)[0]:
         first = next((name for name in path if name.startswith("@")), None)
         if first is not None:
             found.setdefault(parameter(path), first)

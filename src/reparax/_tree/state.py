@@ -6,7 +6,7 @@ from reparax._tree.paths import PyTree, has_ancestor, named
 from reparax._tree.raw import parameter
 
 
-def is_state(tree: PyTree) -> list[bool]:
+def state_flags(tree: PyTree) -> list[bool]:
     """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
 
     The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from reparax._tree.paths import PyTree, is_array, items, path_text
-from reparax._tree.raw import parameter
-
-Contents = dict[str, dict[str, tuple[int, ...]]]
+from reparax._tree.differences import by_parameter
+from reparax._tree.paths import PyTree
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,12 @@ class Difference:
 
 def difference(got: PyTree, wanted: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
-    here, there = _contents(got), _contents(wanted)
+    here, there = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (got, wanted))
     for path in there:
         if path in here and (found := _of_stages(path, here[path], there[path])) is not None:
             return found
     pairs = [(path, here.get(path, {}), there.get(path, {})) for path in dict.fromkeys([*there, *here])]
     return next((found for each in pairs if (found := _of_values(*each)) is not None), None)
-
-
-def _contents(tree: PyTree) -> Contents:
-    """For each parameter the shapes of its arrays, by the rest of their paths."""
-    found: Contents = {}
-    for names, x in items(tree):
-        if is_array(x):
-            base = parameter(names)
-            rest = path_text(names).removeprefix(base).removeprefix("/")
-            found.setdefault(base, {})[rest] = tuple(x.shape)
-    return found
 
 
 def _of_stages(path: str, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> Difference | None:

@@ -15,7 +15,7 @@ from reparax._programs.equations.bodies import Checkpoint, Cond, Jit, Scan, Shar
 from reparax._programs.equations.elementwise import StopGradient
 from reparax._programs.equations.kinds import kind_of
 from reparax._programs.equations.view import View
-from reparax._weights.facts import Facts, facts_in, together
+from reparax._weights.facts import Facts, combined_facts, facts_in
 from reparax._weights.moves import each_factor
 from reparax._weights.sums import Factor, Label, Product, Sum, entries
 
@@ -128,7 +128,7 @@ def _again(
     if run is None:
         return None
     outs = list(reader.threaded(lambda body, state: run(body, state, operands), body))
-    return outs, [together(facts) for _ in outs]
+    return outs, [combined_facts(facts) for _ in outs]
 
 
 def _arrays(x: Sum) -> list[Any]:
@@ -184,7 +184,7 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
         return jaxprs.chosen(eqn, index, bodies, [state, *operands])
 
     outs = list(reader.threaded(chosen, *branches))
-    return outs, [together(facts) for _ in outs]
+    return outs, [combined_facts(facts) for _ in outs]
 
 
 def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
@@ -202,7 +202,7 @@ def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[
         return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, local))
 
     outs = list(reader.threaded(lambda body, state: jaxprs.sharded(eqn, body, specs, state, operands), body))
-    return outs, [together(facts) for _ in outs]
+    return outs, [combined_facts(facts) for _ in outs]
 
 
 def _names(spec: Any) -> list[str]:

@@ -34,7 +34,7 @@ NUMBER = Facts(known=True, still=True)
 """The facts of a literal or constant."""
 
 
-def together(facts: Sequence[Facts]) -> Facts:
+def combined_facts(facts: Sequence[Facts]) -> Facts:
     """The facts of a value computed from several values."""
     return Facts(
         known=all(each.known for each in facts),
@@ -46,7 +46,7 @@ def together(facts: Sequence[Facts]) -> Facts:
 
 def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
-    found = together(facts)
+    found = combined_facts(facts)
     still = found.still or kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
     differs = found.differs

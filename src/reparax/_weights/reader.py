@@ -23,7 +23,7 @@ Outs = tuple[list[Any], list[Facts]]
 _ASKED = {Jit, Checkpoint, StopGradient}
 
 AS_IS: Outs = ([], [])
-"""Instead of outputs: the equation is evaluated unchanged."""
+"""Instead of outputs: the equation is this way's own, and is evaluated unchanged. None says that it is not."""
 
 
 class Way(Protocol):

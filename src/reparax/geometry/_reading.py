@@ -137,6 +137,7 @@ class Reading:
             self.labels.share(axis.label)
 
     def _body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Labelled]) -> list[Labelled]:
+        """Reads the program of an equation. ``_repeated`` may do so again, and takes back ``uses`` and ``sums``."""
         program, consts = body
         fixed = [self._fixed(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
         return self._run(program, [*fixed, *operands])
@@ -180,7 +181,7 @@ class Reading:
         steps: Sequence[Labelled],
     ) -> tuple[list[Labelled], list[Labelled]]:
         """What is carried and what else comes out of a body, for the kind of values that it carries in the end."""
-        seen, summed = len(self.uses), len(self.sums)
+        n_uses, n_sums = len(self.uses), len(self.sums)
         self.bases.require_vectors(carry)
         carry = [replace(value, vanishing=(), is_zero=False, bases=()) for value in carry]
         while True:
@@ -190,8 +191,8 @@ class Reading:
             if list(map(_known, new)) == list(map(_known, carry)):
                 return new, outs[len(carry) :]
             carry = new
-            del self.uses[seen:]
-            del self.sums[summed:]
+            del self.uses[n_uses:]
+            del self.sums[n_sums:]
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         n_consts, n_carry = jaxprs.counts(eqn)

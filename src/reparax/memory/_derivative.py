@@ -26,17 +26,20 @@ from reparax.memory._residuals import Linearized
 from reparax.memory._sunk import sunk
 
 
-def recomputing(jaxpr: Jaxpr, given: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function with the derivative described above, which may store masks in bits."""
-    roots = with_roots(jaxpr, given)
+def recomputing(jaxpr: Jaxpr, chosen: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
+    """``jaxpr`` as a function with the derivative described above, which may store masks in bits.
+
+    Given is what ``chosen`` says, and the inputs of each ``apply``.
+    """
+    roots = with_roots(jaxpr, chosen)
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.with_apply_inlined(jaxpr, args)
-        inputs, recomputable = [*consts, *args], [True for _ in consts] + roots
+        inputs, given = [*consts, *args], [True for _ in consts] + roots
         for rewrite in (sunk, in_bits) if keeps_masks else (sunk,):
-            program, consts = rewrite(program, inputs, recomputable)
-            inputs, recomputable = [*consts, *inputs], [True for _ in consts] + recomputable
-        return _split(Piece(program, recomputable, keeps_masks=keeps_masks), inputs)
+            program, consts = rewrite(program, inputs, given)
+            inputs, given = [*consts, *inputs], [True for _ in consts] + given
+        return _split(Piece(program, given, keeps_masks=keeps_masks), inputs)
 
     return function
 

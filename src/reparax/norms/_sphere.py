@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import LAST, Axes, along, check_along, check_channels, other_axes
+from reparax._axes.numbers import LAST, Axes, check_along, check_channels, count_from_front, other_axes
 from reparax._axes.roles import OUTPUTS, VECTORS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_number
@@ -59,12 +59,12 @@ class Sphere(Constraint):
     by_roles: ClassVar[Any] = {"along": VECTORS}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"v": jnp.where(is_zero(w, along(self.along, w)), jnp.ones_like(w), w)}
+        return {"v": jnp.where(is_zero(w, count_from_front(self.along, w)), jnp.ones_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         x = widened(v)
-        return (scalar(self.radius, x) * unit(x, along(self.along, v))).astype(v.dtype)
+        return (scalar(self.radius, x) * unit(x, count_from_front(self.along, v))).astype(v.dtype)
 
 
 class MaxNorm(Constraint):
@@ -171,7 +171,7 @@ class PoincareBall(Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         length = jnp.minimum(self._length(w), _limit(w))
-        direction = unit(widened(w), along(self.along, w))
+        direction = unit(widened(w), count_from_front(self.along, w))
         root = jnp.sqrt(scalar(self.curvature, direction))
         return {"v": (jnp.arctanh(length) / root * direction).astype(w.dtype)}
 
@@ -194,7 +194,7 @@ class PoincareBall(Constraint):
 
     def _length(self, w: Array) -> Array:
         """The norm of each vector, in units of the ball's radius."""
-        length = norm(widened(w), along(self.along, w))
+        length = norm(widened(w), count_from_front(self.along, w))
         return jnp.sqrt(scalar(self.curvature, length)) * length
 
 

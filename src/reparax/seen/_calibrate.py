@@ -27,9 +27,8 @@ from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._programs.alike import Alike
 from reparax._programs.call import Arguments, caller
-from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, flatten, nest
-from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text, types_of_result
 from reparax.seen._inputs import collected, first_look, rehearse
 from reparax.seen._kept import Folder, checksum, shown_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
@@ -169,7 +168,7 @@ class _Calibration:
     def plan(self) -> Lineage:
         """What the chain does, by types. All errors of structure come from here."""
         init = functools.partial(self.p.init, key=self.key, seen=ANY)
-        return lineage_of(self.p, abstract(init, self.model.tree(self.model.arrays)))
+        return lineage_of(self.p, types_of_result(init, self.model.tree(self.model.arrays)))
 
     def paths_of(self, site: Site) -> set[str]:
         """The paths of the arrays of a site."""

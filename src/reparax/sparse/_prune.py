@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import EACH, Axes, along, check_slices, count_from_front, other_axes
+from reparax._axes.numbers import EACH, Axes, check_slices, count_from_front, other_axes
 from reparax._core.value import argument
 from reparax._data.learned import better
 from reparax._data.seen import Read, Seen, needed
@@ -208,4 +208,4 @@ def _scores(w: Array, axis: Axes, order: float) -> Array:
         return x
     if order == math.inf:
         return jnp.max(x, axis=other_axes(axis, w), keepdims=True)
-    return jnp.sum((x / scale(x, along(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)
+    return jnp.sum((x / scale(x, count_from_front(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)

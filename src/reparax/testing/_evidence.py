@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.update import reads_grads
+from reparax._core.planner import planner
 from reparax._core.verbs import closed, means
 from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
@@ -50,7 +50,8 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    return p.update(raw, key, p.fold(raw)) if reads_grads(stages(p)) else p.update(raw, key)
+    reads = any(planner(stage).reads_grads for stage in stages(p))
+    return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
 compiled_update = jax.jit(updated, static_argnums=0)

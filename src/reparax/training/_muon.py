@@ -9,7 +9,7 @@ from typing import Any
 from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
-from reparax._core.on_roles import raw_roles
+from reparax._core.over_roles import raw_roles
 from reparax._numerics.imported import imported
 from reparax._numerics.usage import shows_usage
 from reparax._stage.where import check_where, matches, nearest
@@ -72,7 +72,7 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
 
     def sides(slot: Slot) -> Any:
         """The inputs and outputs of a main value that may be matrices."""
-        role = by_place.get(slot.place)
+        role = by_place.get(slot.raw_path)
         if role is None or slot.parameter not in chosen or not (slot.main and slot.decays):
             return None
         apart = role.heads if per_head else ()

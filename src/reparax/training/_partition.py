@@ -12,7 +12,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._stage.where import is_bias_or_scale
 from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
 from reparax._tree.raw import FIXED, flatten_slots
-from reparax._tree.state import is_state
+from reparax._tree.state import state_flags
 
 
 @shows_usage
@@ -166,7 +166,7 @@ def require_tree(who: str, raw: PyTree, write: str) -> None:
 
 def are_free(raw: PyTree) -> list[bool]:
     """For each leaf of a raw tree, whether it trains."""
-    leaves = zip(items(raw), is_state(raw), strict=True)
+    leaves = zip(items(raw), state_flags(raw), strict=True)
     return [not (FIXED in path or state) and _has_gradient(leaf) for (path, leaf), state in leaves]
 
 

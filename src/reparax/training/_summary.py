@@ -12,9 +12,8 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._core.lineage import lineage_of
 from reparax._numerics.usage import shows_usage
-from reparax._tree.differences import abstract
 from reparax._tree.folding import Line, folded
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
 from reparax._tree.raw import parameter
 from reparax._tree.sizes import readable, size_in_bytes
 from reparax.training._partition import are_free
@@ -148,7 +147,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       total                                     660      0  2.6 KiB
     """
     require_chains("summary(p, params)", p)
-    raw = abstract(with_any_key(p.init), params)
+    raw = types_of_result(with_any_key(p.init), params)
     return Summary(repr(p), tuple(_rows(raw, _acting(p, raw))))
 
 

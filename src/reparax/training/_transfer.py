@@ -24,9 +24,8 @@ from reparax._core.planner import planner
 from reparax._core.verbs import followed
 from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
-from reparax._tree.differences import abstract
 from reparax._tree.flat import Flat, nest
-from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text
+from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text, types_of_result
 from reparax._tree.raw import FIXED, kind_of, outer_markers
 from reparax.training._held import open_state
 from reparax.training._partition import are_free
@@ -218,7 +217,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         kept.update(nodes)
         return tree
 
-    types = abstract(of_types, raw)
+    types = types_of_result(of_types, raw)
     known = _arrays(raw)
     held = _arrays(x)
     free = _free_paths(raw)
