@@ -110,8 +110,8 @@ class Parametrized(nnx.Module):
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
-        held = vars(self).get("raw")
-        return attribute(self, held, name, has_arrays=_has_variables, run=self._called, read=self.effective)
+        held, has_arrays = vars(self).get("raw"), lambda x: bool(_variables(x))
+        return attribute(self, held, name, has_arrays=has_arrays, run=self._called, read=self.effective)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
@@ -235,10 +235,6 @@ def _is_place(x: object) -> bool:
 
 def _variables(tree: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
-
-
-def _has_variables(tree: PyTree) -> bool:
-    return bool(_variables(tree))
 
 
 def _held(variable: Any) -> Any:
