@@ -33,7 +33,8 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> params = {"a": jnp.ones((8, 2)), "b": jnp.ones((8, 2))}
-      >>> one, many = jnp.ones((9, 8)), jax.random.normal(jax.random.key(0), (9, 8))
+      >>> many = jax.random.normal(jax.random.key(0), (9, 8))
+      >>> one = many[:, :1] * jnp.ones((9, 8))
       >>> seen = rpx.inputs(lambda p, x: jnp.sum(x[0] @ p["a"] + x[1] @ p["b"]))(params, (one, many))
       >>> ranks = rpx.adapters.eva_ranks(seen, 2)
       >>> ranks

@@ -138,10 +138,10 @@ class Stored(Scaled):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach``, ``round_zero``, ``ordered``, ``act_order``
-        or ``percdamp`` has the wrong type.
-      ValueError: If ``axis``, ``block``, ``reach`` or ``percdamp`` is out of range, or if ``format``, ``fit`` or
-        ``rounding`` is not one of the words above.
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach``, ``round_zero``, ``ordered``, ``act_order``,
+        ``percdamp`` or ``sparsity`` has the wrong type.
+      ValueError: If ``axis``, ``block``, ``reach``, ``percdamp`` or ``sparsity`` is out of range, or if ``format``,
+        ``fit`` or ``rounding`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
