@@ -13,7 +13,7 @@ from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, is_array
 from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
 from reparax.training import labels
 
 eqx: Any = imported("equinox", "rpx.equinox", "equinox")
@@ -71,7 +71,7 @@ class Parametrized(eqx.Module):
         self.p = checked("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None and raw is None:
             raise needs_start(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hidden(p.init(model, key, seen=seen) if raw is None else raw)
+        self.values = _hidden(p.init(model, key, seen=seen) if raw is None else _of_model(model, made_by(p, raw)))
 
     @property
     def raw(self) -> Any:
@@ -120,6 +120,19 @@ class Parametrized(eqx.Module):
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
         return getattr(self.effective(key), name)(*args, **passed)
+
+
+def _of_model(model: PyTree, raw: PyTree) -> PyTree:
+    """The model with the values of a raw tree in the place of its arrays; all else is the model's."""
+    leaves, treedef = jax.tree.flatten(model)
+    try:
+        parts = treedef.flatten_up_to(raw)
+    except ValueError as error:
+        raise ValueError(
+            "rpx.equinox.Parametrized takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
+            "another model, or of other static fields."
+        ) from error
+    return treedef.unflatten([part if is_array(x) else x for x, part in zip(leaves, parts, strict=True)])
 
 
 class _Bits(eqx.Module):

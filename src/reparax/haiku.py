@@ -10,7 +10,7 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, needs_fixed, needs_start, needs_stream
+from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_start, needs_stream
 from reparax._wrapped.collections import joined, parted
 
 hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
@@ -123,7 +123,7 @@ class _WithoutState(_Shared, hk.Transformed):
         return params
 
     def replace(self, _: PyTree, raw: PyTree) -> PyTree:
-        return raw
+        return made_by(self.p, raw)
 
     def effective(self, params: PyTree, key: Any = None) -> PyTree:
         return self.p.apply(params, key)
@@ -154,7 +154,7 @@ class _WithState(_Shared, hk.TransformedWithState):
         return self.replace(params, state, self._start(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        free, fixed = parted(raw)
+        free, fixed = parted(made_by(self.p, raw))
         return free, _own(state) | ({_FIXED: fixed} if fixed else {})
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
@@ -165,7 +165,7 @@ class _WithState(_Shared, hk.TransformedWithState):
         try:
             return self.p.apply(self.raw(params, state), key), _own(state)
         except ValueError as error:
-            if _FIXED in state:
+            if _FIXED in state or not has_fixed(self.p):
                 raise
             write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
             raise needs_fixed(self.p, "`params`", f"{_FIXED!r} in the state", write) from error

@@ -12,7 +12,7 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, needs_fixed, needs_stream
+from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_stream
 from reparax._wrapped.collections import joined, parted
 
 nn: Any = imported("flax.linen", "rpx.linen", "flax")
@@ -70,7 +70,7 @@ class _Parametrized(nn.Module):
         return self.replace(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        free, fixed = parted(raw)
+        free, fixed = parted(made_by(self.p, raw))
         return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
     def raw(self, variables: PyTree) -> PyTree:
@@ -81,7 +81,7 @@ class _Parametrized(nn.Module):
         try:
             return {**_others(variables), "params": self.p.apply(self.raw(variables), key)}
         except ValueError as error:
-            if "fixed" in variables:
+            if "fixed" in variables or not has_fixed(self.p):
                 raise
             write = (
                 'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '

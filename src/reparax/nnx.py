@@ -12,7 +12,7 @@ from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, items, path_text
 from reparax._tree.raw import holds_markers
 from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, needs_start, needs_stream
+from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
 from reparax.training import labels
 
 nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
@@ -101,7 +101,8 @@ class Parametrized(nnx.Module):
             )
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _through(lambda tree: _with_types_by_training(tree, variable), raw)
+        raw = _through(lambda tree: _with_types_by_training(made_by(p, _of_model(tree)), variable), raw)
+        _keep(model, raw)  # what is no parameter is the model's, also beside a raw tree that is given
         self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -135,3 +135,64 @@ def test_values_of_a_split_model_go_into_a_wrapped_nnx_model_and_modules_of_othe
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model.raw)), nnx.to_pure_dict(raw))
         np.testing.assert_allclose(model(X), plain(X), rtol=1e-5, atol=1e-6)
         assert type(model.fold().kernel) is nnx.Param
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.layer, self.norm = nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.layer(x))
+
+
+def test_what_is_no_parameter_is_that_of_the_nnx_model_beside_a_raw_tree_too():
+    model, p = Normed(nnx.Rngs(0)), rpx.WeightNorm()
+    raw = p.init(model)
+    model(X)
+    model.eval()
+    wrapped = rpx.nnx.Parametrized(model, p, raw=raw)
+    np.testing.assert_allclose(wrapped(X), model(X), atol=1e-6)
+    assert not raw.norm.use_running_average
+    again = rpx.nnx.Parametrized(Normed(nnx.Rngs(1)), p, raw=wrapped.raw)
+    assert again.norm.mean.sum() == 0  # of its own model
+    np.testing.assert_allclose(again.layer(X), model.layer(X), atol=1e-6)
+
+
+def test_what_is_no_parameter_is_that_of_the_equinox_model_beside_a_raw_tree_too():
+    model, p = eqx.nn.Sequential([eqx.nn.Linear(4, 3, key=jax.random.key(0)), eqx.nn.Dropout(0.9)]), rpx.WeightNorm()
+    still = eqx.nn.inference_mode(model)
+    wrapped = rpx.equinox.Parametrized(still, p, raw=p.init(model))
+    np.testing.assert_allclose(wrapped(X[0]), still(X[0]), atol=1e-6)
+    with raises(
+        ValueError,
+        "rpx.equinox.Parametrized takes a raw tree of this model, as `p.init(model)` gives it, but got one of another "
+        "model, or of other static fields.",
+    ):
+        rpx.equinox.Parametrized(model, p, raw=p.init(eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(1))))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox", "haiku", "haiku with state"])
+def test_a_raw_tree_of_another_chain_is_refused_at_once(library):
+    p, other = rpx.WeightNorm(), rpx.LowRank(2)
+    linear = nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(0))
+    of_haiku = hk.transform(lambda x: hk.Linear(3)(x)), {"linear": {"w": W}}
+    with_state = hk.transform_with_state(lambda x: hk.Linear(3)(x)), {"linear": {"w": W}}
+    layer = eqx.nn.Linear(4, 3, use_bias=False, key=jax.random.key(0))
+    given = {
+        "nnx": lambda: rpx.nnx.Parametrized(linear, p, raw=other.init(linear)),
+        "linen": lambda: rpx.linen.parametrized(nn.Dense(3), p).replace({}, other.init({"kernel": W})),
+        "equinox": lambda: rpx.equinox.Parametrized(layer, p, raw=other.init(layer)),
+        "haiku": lambda: rpx.haiku.parametrized(of_haiku[0], p).replace({}, other.init(of_haiku[1])),
+        "haiku with state": lambda: rpx.haiku.parametrized(with_state[0], p).replace({}, {}, other.init(with_state[1])),
+    }[library]
+    with pytest.raises(ValueError, match=r"WeightNorm\(\)\.apply found no '@weight_norm' in a raw tree that holds '@low"):
+        given()
+
+
+def test_where_no_values_are_fixed_the_error_is_that_of_the_chain():
+    module = rpx.linen.parametrized(nn.Dense(3), rpx.WeightNorm())
+    with pytest.raises(ValueError, match="never went through init"):
+        module.effective({"params": {"kernel": W}})
+    network = rpx.haiku.parametrized(hk.transform_with_state(lambda x: hk.Linear(3)(x)), rpx.WeightNorm())
+    with pytest.raises(ValueError, match="never went through init"):
+        network.effective({"linear": {"w": W}}, {})

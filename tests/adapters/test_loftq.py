@@ -84,3 +84,9 @@ def test_chains_that_have_no_factors_to_find():
         rpx.adapters.loftq(rpx.WeightNorm() >> rpx.LoRA(RANK), params)
     with raises(ValueError, "loftq got steps=0, but takes at least 1."):
         rpx.adapters.loftq(chain(), params, steps=0)
+
+
+def test_two_adapters_of_one_array_are_refused():
+    p = rpx.Freeze() >> rpx.Stored("int2", block=8) >> rpx.LoRA(2) >> rpx.LoRA(3)
+    with raises(ValueError, "loftq takes one LoRA for each array, but two act on 'w'. Narrow them with `where`."):
+        rpx.adapters.loftq(p, {"w": jnp.ones((16, 8))})

@@ -88,3 +88,12 @@ def test_the_ranks_make_a_chain():
     ranks = {name: node["@lora"]["a"].shape[1] for name, node in raw.items()}
     assert ranks == {"flat": 6, "steep": 1, "two": 2}
     assert jax.tree.all(jax.tree.map(np.array_equal, effective(p, raw), params))
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.3])
+def test_inputs_that_do_not_vary_explain_nothing(scale):
+    same = jnp.ones((9, 8)) * scale * jnp.linspace(0.3, 1.7, 8)[None]
+    params = {"a": jnp.ones((8, 2)), "b": jnp.ones((8, 2))}
+    data = same, jax.random.normal(jax.random.key(0), (9, 8))
+    seen = rpx.inputs(lambda p, x: jnp.sum(x[0] @ p["a"] + x[1] @ p["b"]))(params, data)
+    assert rpx.adapters.eva_ranks(seen, 2, 4.0) == {"a": 0, "b": 4}

@@ -243,6 +243,10 @@ def test_shares_are_from_zero_to_one_of_a_network_that_is_kept():
         "were. Leave one of them out.",
     ):
         rpx.calibrate(BOTH, loss, arrays(PARAMS), BATCHES, error_propagation=0.5, donate=True)
+    params = arrays(PARAMS)
+    with pytest.raises(TypeError, match="donate"):
+        rpx.calibrate(BOTH, loss, params, BATCHES, donate="no")
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 def test_experts_have_no_rows_that_two_networks_share():

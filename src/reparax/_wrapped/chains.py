@@ -4,7 +4,9 @@ from typing import Any
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import call
+from reparax._core.lineage import lineage_of
 from reparax._core.value import Static
+from reparax._tree.paths import PyTree
 
 
 def checked(who: str, model: Any, p: Any) -> Parametrization:
@@ -22,6 +24,17 @@ def needs_stream(p: Parametrization, what: str, give: str, mean: str) -> ValueEr
         f"{call(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got {what}. "
         f"Give one, `{give}`, or evaluate with {mean}."
     )
+
+
+def has_fixed(p: Parametrization) -> bool:
+    """Whether the chain has values that do not train."""
+    return any(value.fixed for stage in p for value in stage.raw_values.values())
+
+
+def made_by(p: Parametrization, raw: PyTree) -> PyTree:
+    """The raw tree, if ``p`` has made it."""
+    lineage_of(p, raw)
+    return raw
 
 
 def needs_fixed(p: Parametrization, given: str, missing: str, write: str) -> ValueError:

@@ -14,6 +14,7 @@ from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, path_text
+from reparax._tree.raw import marker, parameter
 from reparax.adapters._lora import LoRA
 from reparax.adapters._starts import STARTS
 
@@ -28,8 +29,8 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
     Before the first step the product is zero. So ``p.init`` starts at the rounded model, and this nearer to ``params``.
 
     Args:
-      p: A chain that ends with :class:`LoRA`, one or several, such as ``Freeze() >> Stored("nf4", block=64) >>
-        LoRA(8)``. The rank is at most the smaller side of the matrix.
+      p: A chain that ends with :class:`LoRA`, or with several for different arrays, such as ``Freeze() >>
+        Stored("nf4", block=64) >> LoRA(8)``. The rank is at most the smaller side of the matrix.
       params: The model's parameters.
       key: As for ``init``; the start of the factors is replaced, so it matters for other stages alone.
       steps: How often both are found in turn; 1 in PEFT.
@@ -38,7 +39,7 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
       A raw tree of ``p``, as ``p.init(params, key)`` returns it.
 
     Raises:
-      ValueError: If the chain does not end with ``LoRA``, or an earlier stage acts on its factors.
+      ValueError: If the chain does not end with ``LoRA``, an earlier stage acts on its factors, or two act on an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -66,6 +67,10 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
         return raw, flatten(principal.init(nest(_less(wanted, _without_factors(p, raw)))))
 
     raw, parts = step(wanted)
+    if twice := [place for place in parts.arrays if marker("lora", 2) in place]:
+        raise ValueError(
+            f"loftq takes one LoRA for each array, but two act on {parameter(twice[0])!r}. Narrow them with `where`."
+        )
     for _ in range(steps - 1):
         less = _less(wanted, _products(principal, parts))
         raw, parts = step(_like(less.arrays, wanted))

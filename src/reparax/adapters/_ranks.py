@@ -76,5 +76,6 @@ def _explained(seen: Seen) -> np.ndarray | None:
         return None
     seen.require_all("data of this array")
     count, first, second = (np.asarray(x[0], np.float64) for x in (read.count, read.first, read.second))
-    values = np.maximum(np.linalg.eigvalsh(second - np.outer(first, first) / max(count, 1))[::-1], 0)
+    values = np.linalg.eigvalsh(second - np.outer(first, first) / max(count, 1))[::-1]
+    values[values < np.finfo(np.float32).eps * len(values) * np.trace(second)] = 0  # what rounding leaves of a mean
     return values / max(values.sum(), np.finfo(np.float64).tiny)

@@ -111,7 +111,7 @@ def calibrate(
     share = check_known_number(error_propagation, who, "error_propagation")
     if not 0 <= share <= 1:
         raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")
-    if share and check_flag(donate, who, "donate"):
+    if check_flag(donate, who, "donate") and share:
         raise ValueError(
             f"{who} got donate=True with error_propagation={share}, which compares with the network of params as they "
             f"were. Leave one of them out."
