@@ -185,7 +185,7 @@ def test_a_raw_tree_of_another_chain_is_refused_at_once(library):
         "haiku": lambda: rpx.haiku.parametrized(of_haiku[0], p).replace({}, other.init(of_haiku[1])),
         "haiku with state": lambda: rpx.haiku.parametrized(with_state[0], p).replace({}, {}, other.init(with_state[1])),
     }[library]
-    with pytest.raises(ValueError, match=r"WeightNorm\(\)\.apply found no '@weight_norm' in a raw tree that holds '@low"):
+    with pytest.raises(ValueError, match=r"WeightNorm\(\)\.apply found no '@weight_norm' in a raw tree that holds"):
         given()
 
 

@@ -272,6 +272,11 @@ def test_the_settings_of_moments_and_of_compression():
     assert (moments.STEPS, moments.LENGTH, moments.LAST) == (1000, 33, 2)
     assert "A thousand steps of Adam, a window of 32 tokens each, on the last two of the thirty layers" in text
     assert language.LAYERS == 30
+    ends = {name: cell["new"][0] for name, cell in found("moments", report.RESULTS).items()}
+    of_float32 = [end for name, end in ends.items() if name.startswith("float32")]
+    assert f"with one seed, for which float32 ends at {of_float32[0]:.3f};" in text
+    assert "seeds of float32 differ by more than ten times as much" in text
+    assert max(of_float32) - min(of_float32) > 10 * abs(ends["moments in 8 bits, seed 0"] - of_float32[0])
     learned, length, others = compression.LEARNED, compression.LENGTH, compression.HELD_OUT
     assert f"here in {learned} windows of {length - 1} tokens of the prose" in text
     assert f"The perplexity of {WORDS[others]} other windows of prose" in text
