@@ -320,3 +320,11 @@ def test_sixteen_million_numbers_have_the_moments_and_tails_of_the_normal_distri
     tails = np.sum([np.asarray(block[1], np.int64) for block in blocks], axis=0)
     expected = np.repeat(count * stats.norm.sf([3.0, 4.0, 5.0]), 2)
     assert (np.abs(tails - expected) < 5 * np.sqrt(expected)).all()
+
+
+@pytest.mark.parametrize("draw", [random.normal, lambda key, w: random.uniform(key, w, ())])
+@pytest.mark.parametrize(("shape", "apart"), [((), True), ((7,), True), ((1, 7), True), ((3, 7), False)])
+def test_a_vector_is_drawn_before_what_repeats_it_for_each_row_of_data(draw, shape, apart):
+    """XLA of newer JAX would fuse both, and take minutes: the tests of what is published run such a program."""
+    text = jax.jit(lambda key, b: jnp.broadcast_to(draw(key, b), (3, 7))).lower(KEY, jnp.zeros(shape)).as_text()
+    assert ("optimization_barrier" in text) == apart

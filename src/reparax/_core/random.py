@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax._core.keys import split_key
@@ -51,7 +51,7 @@ def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedShar
     words = _words(key, shape, digits.bits, sharding)
     one = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
-    return jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1)
+    return _apart(jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1))
 
 
 def _words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
@@ -59,6 +59,15 @@ def _words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedShardi
     if threefry.handles(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
+
+
+def _apart(x: Array) -> Array:
+    """``x``; a vector is drawn before it is read, as what reads a bias repeats it for each row of data.
+
+    XLA of JAX 0.11 and newer fuses the draw into that on a CPU, and takes minutes to compile it.
+    """
+    axes = [n for n in x.shape if export.is_symbolic_dim(n) or n > 1]
+    return jax.lax.optimization_barrier(x) if len(axes) < 2 else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -71,7 +80,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         real, imaginary = (reparax_normal(one, shape, part, sharding) for one in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
-        return quantile.normal(_words(key, shape, 32, sharding))
+        return _apart(quantile.normal(_words(key, shape, 32, sharding)))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)
