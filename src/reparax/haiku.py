@@ -151,11 +151,10 @@ class _WithState(_Shared, hk.TransformedWithState):
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
-        return self.replace(params, state, self._start(params, key, seen))
+        return _with(state, self._start(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        free, fixed = parted(made_by(self.p, raw))
-        return free, _own(state) | ({_FIXED: fixed} if fixed else {})
+        return _with(state, made_by(self.p, raw))
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
         return joined(params, state.get(_FIXED, {}))
@@ -174,10 +173,16 @@ class _WithState(_Shared, hk.TransformedWithState):
         return self.deterministic.effective(params, state)
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
-        return self.replace(params, state, self.p.update(self.raw(params, state), key, grads))
+        return _with(state, self.p.update(self.raw(params, state), key, grads))
 
 
 _FIXED = "~fixed"
+
+
+def _with(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
+    """Parameters and state with the values of a raw tree in both."""
+    free, fixed = parted(raw)
+    return free, _own(state) | ({_FIXED: fixed} if fixed else {})
 
 
 def _own(state: PyTree) -> dict[str, Any]:

@@ -67,11 +67,10 @@ class _Parametrized(nn.Module):
     p: Any
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
-        return self.replace(variables, self.p.init(variables["params"], key, seen=seen))
+        return _with(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        free, fixed = parted(made_by(self.p, raw))
-        return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
+        return _with(variables, made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
         return joined(variables.get("params", {}), variables.get("fixed", {}))
@@ -93,7 +92,7 @@ class _Parametrized(nn.Module):
         return self.deterministic.effective(variables)
 
     def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
-        return self.replace(variables, self.p.update(self.raw(variables), key, grads))
+        return _with(variables, self.p.update(self.raw(variables), key, grads))
 
     @property
     def deterministic(self) -> Any:
@@ -143,6 +142,12 @@ class _Parametrized(nn.Module):
         if self.scope.parent is None:
             return {name: rng.as_jax_rng() for name, rng in self.scope.rngs.items()}
         return {name: self.make_rng(name) for name in self.scope.rngs}
+
+
+def _with(variables: PyTree, raw: PyTree) -> dict[str, Any]:
+    """Variables with the values of a raw tree in two collections."""
+    free, fixed = parted(raw)
+    return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
 
 def _others(variables: PyTree) -> dict[str, Any]:

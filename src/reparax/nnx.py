@@ -99,10 +99,12 @@ class Parametrized(nnx.Module):
                 f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
                 f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
             )
+        else:
+            raw = _through(lambda tree: made_by(p, _of_model(tree)), raw)
+            _keep(model, raw)  # what is no parameter is the model's
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _through(lambda tree: _with_types_by_training(made_by(p, _of_model(tree)), variable), raw)
-        _keep(model, raw)  # what is no parameter is the model's, also beside a raw tree that is given
+        raw = _through(lambda tree: _with_types_by_training(tree, variable), raw)
         self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

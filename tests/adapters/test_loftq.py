@@ -90,3 +90,10 @@ def test_two_adapters_of_one_array_are_refused():
     p = rpx.Freeze() >> rpx.Stored("int2", block=8) >> rpx.LoRA(2) >> rpx.LoRA(3)
     with raises(ValueError, "loftq takes one LoRA for each array, but two act on 'w'. Narrow them with `where`."):
         rpx.adapters.loftq(p, {"w": jnp.ones((16, 8))})
+
+
+def test_weights_of_numpy_in_64_bits_become_those_of_jax():
+    w = np.random.default_rng(0).standard_normal((16, 8))
+    p = rpx.Freeze() >> rpx.Stored("int2", block=8) >> rpx.LoRA(2)
+    same = rpx.adapters.loftq(p, {"w": jnp.asarray(w, jnp.float32)})
+    jax.tree.map(np.testing.assert_array_equal, rpx.adapters.loftq(p, {"w": w}), same)

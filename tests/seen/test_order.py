@@ -21,7 +21,7 @@ X = np.ones((2, 4, 6), np.float32)
 def order(loss, params, batch, where=None, **options):
     """The paths of each group, with its step."""
     p = rpx.MagnitudePrune(0.5, fit="wanda", **options)
-    call = _Calibration("calibrate(loss)", p, loss, _Model.of(params), _Batches("", [batch]), None)
+    call = _Calibration("calibrate(loss)", p, loss, _Model.of(params), _Batches("", [batch]), None, 0.0, donate=False)
     return [(*group.paths, *(() if index is None else (index,))) for group, index in units(call.turns(where))]
 
 

@@ -176,13 +176,10 @@ class Read:
             order = [1 + n * len(before) + before.index(i) for n in range(axes) for i in after]
             return split.transpose(0, *order).reshape(x.shape)
 
+        ways = {name: (self.free, outputs) if name == "slopes" else (self.axes, inputs) for name in SUMS}
         return replace(
             self,
-            first=ordered(self.first, self.axes, inputs),
-            absolute=ordered(self.absolute, self.axes, inputs),
-            second=ordered(self.second, self.axes, inputs),
-            largest=ordered(self.largest, self.axes, inputs),
-            slopes=ordered(self.slopes, self.free, outputs),
+            **{name: ordered(getattr(self, name), *way) for name, way in ways.items()},
             shape=tuple(self.shape[i] for i in places),
             of=tuple(int(self.of[i] in columns) for i in places),
             batch=tuple(places.index(i) for i in self.batch),

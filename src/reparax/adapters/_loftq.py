@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from reparax._core.algebra import Parametrization, compose
 from reparax._numerics.arguments import check_positive_whole
-from reparax._numerics.arithmetic import widened
+from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.flat import Flat, flatten, nest
-from reparax._tree.paths import Names, PyTree, path_text
+from reparax._tree.paths import Names, PyTree, dtype_of, is_array, path_text
 from reparax._tree.raw import marker, parameter
 from reparax.adapters._lora import LoRA
 from reparax.adapters._starts import STARTS
@@ -119,10 +119,10 @@ def _less(tree: Flat, others: Mapping[Names, Any]) -> Flat:
 
 
 def _is_real(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    return is_array(x) and is_inexact(x)
 
 
 def _like(new: Mapping[Names, Any], tree: Flat) -> Flat:
     """The tree with new arrays of its own dtypes."""
-    own = {at: new[at].astype(x.dtype) if at in new and _is_real(x) else x for at, x in tree.arrays.items()}
+    own = {at: new[at].astype(dtype_of(x)) if at in new and _is_real(x) else x for at, x in tree.arrays.items()}
     return replace(tree, arrays=own)

@@ -186,9 +186,9 @@ class _Calibration:
         model: _Model,
         batches: _Batches,
         key: Any,
-        share: float = 0.0,
+        share: float,
         *,
-        donate: bool = False,
+        donate: bool,
     ) -> None:
         self.who, self.p, self.loss, self.model, self.batches, self.key = who, p, loss, model, batches, key
         self.share, self.donate = share, donate

@@ -78,10 +78,9 @@ def inputs(
     layers that a scan slices there is one matrix for each layer, and one for each expert in ``jax.lax.ragged_dot``, or
     if matrices are looked up, as in ``w[expert]`` for each token: an expert to which no row went is taken by stages as
     if its inputs were white noise. Any other read, such as an addition, has no data: :attr:`Seen.why` names it and its
-    line. If it reads the array together with data, as the
-    product with a slice of a merged axis does, or with ``sin(w)``, :attr:`Seen.uncounted` names it, and no stage starts
-    from the other products alone. A penalty reads no data, and may be added to the loss. Closed over arrays and random
-    numbers are data.
+    line. If it reads the array together with data, as the product with a slice of a merged axis does, or with
+    ``sin(w)``, :attr:`Seen.uncounted` names it, and no stage starts from the other products alone. A penalty reads no
+    data, and may be added to the loss. Closed over arrays and random numbers are data.
 
     Add over batches with ``jax.tree.map(jnp.add, seen, more)``; for ``moments="largest"`` take ``jnp.maximum``. Put
     ``jax.jit`` around it: then nothing is computed that no statistic needs.
