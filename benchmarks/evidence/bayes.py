@@ -202,33 +202,33 @@ def table(found: Found) -> str:
 
 def picture(found: Found) -> Figure:
     """All settings of all methods, and how unsure the best of them are."""
-    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(7.8, 7), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
     for method, (colour, marker) in STYLES.items():
         names = tried(found, method)
         sides = [np.array([found[name][what] for name in names]) for what in ("valid", "AUROC")]
         means, errors = [side.mean(1) for side in sides], [stats.sem(side, axis=1) for side in sides]
-        _, _, reach = left.errorbar(*means, errors[1], errors[0], fmt=marker, color=colour, label=method)
+        _, _, reach = upper.errorbar(*means, errors[1], errors[0], fmt=marker, color=colour, label=method)
         for bars in reach:
             bars.set(alpha=0.3, linewidth=1)
         best_of = found[chosen(found, method)]
-        left.scatter(best_of["valid"].mean(), best_of["AUROC"].mean(), 200, facecolors="none", edgecolors=colour)
-    left.set(xlabel="log loss on validation images (nats)", ylabel="AUROC of telling unknown classes (%)")
-    left.set_title("All settings; the chosen ones in rings", fontsize=10)
-    left.legend(frameon=False)
-    left.grid(alpha=0.3)
+        upper.scatter(best_of["valid"].mean(), best_of["AUROC"].mean(), 200, facecolors="none", edgecolors=colour)
+    upper.set(xlabel="log loss on validation images (nats)", ylabel="AUROC of telling unknown classes (%)")
+    upper.set_title("All settings; the chosen ones in rings", fontsize=10)
+    upper.legend(frameon=False)
+    upper.grid(alpha=0.3)
     rows = compared(found)
     for place, (what, colour) in enumerate({"entropy, known": "#0072B2", "entropy, unknown": "#946400"}.items()):
         values = np.array([found[name][what] for name in rows.values()])
         x = np.arange(len(rows)) + 0.36 * (place - 0.5)
         classes = f"{what.removeprefix('entropy, ')} classes"
-        right.bar(x, values.mean(1), 0.34, yerr=stats.sem(values, axis=1), color=colour, label=classes, capsize=3)
+        lower.bar(x, values.mean(1), 0.34, yerr=stats.sem(values, axis=1), color=colour, label=classes, capsize=3)
     names = ["\n".join(f"{row}, {setting(name)}".split(", ")) for row, name in rows.items()]
-    right.set_xticks(range(len(rows)), names, fontsize=8)
-    right.set(ylabel="entropy of what is predicted (nats)")
-    right.margins(y=0.25)
-    right.set_title("How unsure they are of test images", fontsize=10)
-    right.legend(frameon=False, loc="upper left")
+    lower.set_xticks(range(len(rows)), names, fontsize=8)
+    lower.set(ylabel="entropy of what is predicted (nats)")
+    lower.margins(y=0.25)
+    lower.set_title("How unsure they are of test images", fontsize=10)
+    lower.legend(frameon=False, loc="upper left")
     return figure
 
 

@@ -117,7 +117,7 @@ class Canvas:
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="28" rx="4" fill="{fill}" stroke="{self.theme["line"]}"/>'
         )
-        self.text(x + width / 2, y + 19, words, size=13 if width > 100 else 10)
+        self.text(x + width / 2, y + 19, words, size=13)
 
     def arrow(self, path: str, *, dashed: bool = False) -> None:
         """A line that ends in a tip."""
@@ -196,12 +196,12 @@ def chain(name: str) -> None:
 
 WIDTH, HEADS, KEYS, SIZE, INNER, WORDS = 64, 8, 2, 8, 192, 1000
 NAMES = {
-    (WIDTH, "embed"): "stream, 64",
-    (INNER, "gate"): "units, 192",
-    (KEYS, "q"): "key heads, 2",
-    (HEADS // KEYS, "q"): "queries, 4",
-    (SIZE, "q"): "q sizes, 8",
-    (SIZE, "v"): "v sizes, 8",
+    (WIDTH, "embed"): "stream",
+    (INNER, "gate"): "units",
+    (KEYS, "q"): "key heads",
+    (HEADS // KEYS, "q"): "queries of each",
+    (SIZE, "q"): "sizes of q",
+    (SIZE, "v"): "sizes of v",
 }
 SHAPES = {
     "embed": (WORDS, WIDTH),
@@ -236,25 +236,28 @@ def axes(name: str) -> None:
     """Each weight of a transformer with its axes, in the colours of their groups."""
     params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
     groups = rpx.axis_groups(transformer)(params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
-    canvas = Canvas(name, 640, 40 + 34 * len(SHAPES) + 70, "The groups of axes of a transformer")
-    parts: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+    below = 30 + 34 * len(SHAPES)
+    canvas = Canvas(name, 400, below + 140, "The groups of axes of a transformer")
+    parts: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     for number, group in enumerate(groups):
         words = next(text for (size, path), text in NAMES.items()
                      if size == group.size and path in {member.path for member in group.members})  # fmt: skip
+        across, down = divmod(number, 3)
+        canvas.cell(24 + 190 * across, below + 34 * down, 44, str(group.size), number)
+        canvas.text(78 + 190 * across, below + 34 * down + 19, words, size=14, anchor="start")
         for member in group.members:
-            parts.setdefault((member.path, member.axis), []).append((member.outer, number, words))
+            parts.setdefault((member.path, member.axis), []).append((member.outer, number, group.size))
     for row, (path, shape) in enumerate(SHAPES.items()):
-        y = 16 + 34 * row
-        canvas.text(70, y + 20, path, mono=True, anchor="end")
+        y = 8 + 34 * row
+        canvas.text(64, y + 19, path, mono=True, anchor="end", size=14)
         for axis, size in enumerate(shape):
             found = sorted(parts.get((path, axis), []))
             if not found:
-                canvas.cell(90 + 270 * axis, y, 260, f"{size}, words", None)
-            for i, (_, number, words) in enumerate(found):
-                wide = 260 / len(found)
-                canvas.cell(90 + 270 * axis + wide * i, y, wide, words, number)
-    canvas.text(320, 40 + 34 * len(SHAPES), "Axes of one colour are one axis of the network: permuted alike,", dim=True)
-    canvas.text(320, 62 + 34 * len(SHAPES), "it computes the same. Words are data and results.", dim=True)
+                canvas.cell(78 + 160 * axis, y, 152, f"{size} words", None)
+            for i, (_, number, part) in enumerate(found):
+                wide = 152 / len(found)
+                canvas.cell(78 + 160 * axis + wide * i, y, wide, str(part), number)
+    canvas.text(200, below + 122, "Axes of one colour are one axis of the network.", dim=True, size=14)
     canvas.write(f"axes-{name}.svg")
 
 

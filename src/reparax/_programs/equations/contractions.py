@@ -170,7 +170,7 @@ class Gather(View):
         parts = [i for i, n in enumerate(shape) if sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
         if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or sizes[parts[0]] != 1:
             return None
-        # What is whole begins at its first index, if a place beyond is moved inside.
-        if len(axes) > 1 and self.mode != lax.GatherScatterMode.CLIP:
+        # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
+        if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
             return None
         return parts[0], axes.index(parts[0])
