@@ -53,6 +53,20 @@ def test_each_matrix_of_a_stack_has_factors_of_its_own():
         np.testing.assert_allclose(got[i], sum(by_hand(np.float64(stack[i]), 2)), atol=1e-4)
 
 
+def test_a_base_that_is_rounded_by_data_gets_them_in_each_step():
+    """By hand with what ``Stored`` alone makes of the data, which its own tests compare with GPTQ in float64."""
+    data = jnp.asarray(normal(64, K, seed=2) @ normal(K, K, seed=3))
+    seen = rpx.inputs(lambda params, x: x @ params["w"])({"w": jnp.asarray(W)}, data)
+    stored = rpx.Stored("int4", block=8, fit="gptq")
+    p, product = rpx.Freeze() >> stored >> rpx.LoRA(RANK), np.zeros_like(W)
+    for _ in range(2):
+        base = np.asarray(stored.fold(stored.init({"w": jnp.asarray(W - product)}, seen=seen))["w"])
+        left, singular, right = np.linalg.svd(W - base, full_matrices=False)
+        product = (left[:, :RANK] * singular[:RANK]) @ right[:RANK]
+    got = p.fold(rpx.adapters.loftq(p, {"w": jnp.asarray(W)}, steps=2, seen=seen))["w"]
+    np.testing.assert_allclose(got, base + product, atol=1e-4)
+
+
 def test_half_precision_stays_half():
     p, w = chain(), jnp.asarray(W, jnp.bfloat16)
     raw = rpx.adapters.loftq(p, {"w": w}, steps=2)

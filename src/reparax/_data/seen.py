@@ -92,7 +92,11 @@ class Read:
 
     @property
     def covariance(self) -> Any:
-        """The moments of the data without their mean, as ``moments``."""
+        """The moments of the data without their mean, as ``moments``.
+
+        It is a difference of sums in float32: where a mean is 10 times the standard deviation, three digits of the
+        variance are left, at 100 times one, and at 1000 times none.
+        """
         mean = self._per_example(self.first, jnp.zeros((), self.first.dtype))
         return self.moments - mean[:, :, None] * mean[:, None, :]
 

@@ -21,7 +21,9 @@ from reparax.adapters._starts import STARTS
 FACTORS = [("@lora", "a"), ("@lora", "b")]
 
 
-def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, steps: int = 1) -> PyTree:
+def loftq(
+    p: Parametrization, params: PyTree, key: jax.Array | None = None, *, steps: int = 1, seen: PyTree = None
+) -> PyTree:
     r"""The raw tree of ``params``, where adapters make up for what their base loses: LoftQ.
 
     In each step the base becomes what the chain stores of :math:`W - c A B`, such as its nearest numbers in four bits,
@@ -34,6 +36,7 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
       params: The model's parameters.
       key: As for ``init``; the start of the factors is replaced, so it matters for other stages alone.
       steps: How often both are found in turn; 1 in PEFT.
+      seen: As for ``init``; what stores the base may round by data, as ``Stored("int4", block=64, fit="gptq")`` does.
 
     Returns:
       A raw tree of ``p``, as ``p.init(params, key)`` returns it.
@@ -63,7 +66,7 @@ def loftq(p: Parametrization, params: PyTree, key: jax.Array | None = None, *, s
 
     def step(target: Flat) -> tuple[Flat, Flat]:
         """What the chain makes of the target, and what is left of the weights, as factors."""
-        raw = flatten(p.init(nest(target), key))
+        raw = flatten(p.init(nest(target), key, seen=seen))
         return raw, flatten(principal.init(nest(_less(wanted, _without_factors(p, raw)))))
 
     raw, parts = step(wanted)
