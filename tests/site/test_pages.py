@@ -51,27 +51,6 @@ def window(browser, request) -> Iterator[Any]:
     opened.close()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_no_page_is_wider_than_the_window(window, page):
-    window.goto(f"{(SITE / page).as_uri()}")
-    width = window.evaluate("document.documentElement.scrollWidth")
-    wide = window.evaluate(
-        "[...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1"
-        " && !e.closest('pre, table, math, .highlight, .cell_output')).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"
-    )
-    assert width <= window.viewport_size["width"], wide
-    assert wide == []
-
-
-@pytest.mark.parametrize("page", OURS)
-def test_formulas_are_drawn_without_a_network(window, page):
-    window.goto((SITE / page).as_uri())
-    text = window.inner_text("article")
-    assert not re.search(r"\\(frac|bmod|text|sqrt|alpha|sigma|lVert|mathbb|operatorname)\b", text)
-    sizes = window.evaluate("[...document.querySelectorAll('article math')].map(e => e.getBoundingClientRect().height)")
-    assert all(size > 4 for size in sizes)
-
-
 @pytest.fixture(scope="module", params=["light", "dark"])
 def coloured(browser, request) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme=request.param)
@@ -82,37 +61,60 @@ def coloured(browser, request) -> Iterator[Any]:
     context.close()
 
 
-def on(window, page: str, question: str) -> Any:
-    """The answer of `readable.js` to a question about a page."""
-    window.goto((SITE / page).as_uri())
-    return window.evaluate(f"{READABLE.strip().removesuffix(';')}.{question}()")
+@pytest.fixture(scope="module", params=OURS)
+def in_window(window, request) -> Any:
+    """A page, which is loaded once for all tests of it."""
+    window.goto((SITE / request.param).as_uri())
+    return window
 
 
-@pytest.mark.parametrize("page", OURS)
-def test_text_and_code_have_contrast_on_light_and_on_dark_pages(coloured, page):
-    assert on(coloured, page, "faint") == []
+@pytest.fixture(scope="module", params=OURS)
+def in_colour(coloured, request) -> Any:
+    """A page, which is loaded once for all tests of it."""
+    coloured.goto((SITE / request.param).as_uri())
+    return coloured
 
 
-@pytest.mark.parametrize("page", OURS)
-def test_no_word_is_broken(window, page):
-    assert on(window, page, "brokenWords") == []
+def answer(opened: Any, question: str) -> Any:
+    """What `readable.js` says of the page that is open."""
+    return opened.evaluate(f"{READABLE.strip().removesuffix(';')}.{question}()")
 
 
-@pytest.mark.parametrize("page", OURS)
-def test_code_of_notebooks_is_not_wrapped_nor_columns_on_a_phone_and_nothing_ends_with_an_empty_line(window, page):
-    assert on(window, page, "wrappedCode") == []
-    assert on(window, page, "emptyLastLines") == []
+def test_no_page_is_wider_than_the_window(in_window):
+    width = in_window.evaluate("document.documentElement.scrollWidth")
+    wide = in_window.evaluate(
+        "[...document.querySelectorAll('article *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1"
+        " && !e.closest('pre, table, math, .highlight, .cell_output')).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"
+    )
+    assert width <= in_window.viewport_size["width"], wide
+    assert wide == []
 
 
-@pytest.mark.parametrize("page", OURS)
-def test_no_table_of_words_is_wider_than_the_window(window, page):
-    assert on(window, page, "tablesThatScroll") == []
+def test_formulas_are_drawn_without_a_network(in_window):
+    text = in_window.inner_text("article")
+    assert not re.search(r"\\(frac|bmod|text|sqrt|alpha|sigma|lVert|mathbb|operatorname)\b", text)
+    sizes = in_window.evaluate(
+        "[...document.querySelectorAll('article math')].map(e => e.getBoundingClientRect().height)"
+    )
+    assert all(size > 4 for size in sizes)
 
 
-@pytest.mark.parametrize("page", OURS)
-def test_text_in_pictures_is_large_enough(window, page):
+def test_no_word_is_broken(in_window):
+    assert answer(in_window, "brokenWords") == []
+
+
+def test_code_of_notebooks_is_not_wrapped_nor_columns_on_a_phone_and_nothing_ends_with_an_empty_line(in_window):
+    assert answer(in_window, "wrappedCode") == []
+    assert answer(in_window, "emptyLastLines") == []
+
+
+def test_no_table_of_words_is_wider_than_the_window(in_window):
+    assert answer(in_window, "tablesThatScroll") == []
+
+
+def test_text_in_pictures_is_large_enough(in_window):
     """That of a chart is of 8 to 12 points, at 100 dots an inch; that of a drawing says its size."""
-    for address, scale in on(window, page, "pictures"):
+    for address, scale in answer(in_window, "pictures"):
         path = SITE / unquote(address.removeprefix(SITE.as_uri() + "/"))
         if path.suffix == ".svg":
             assert min(map(float, re.findall(r'font-size="([\d.]+)', path.read_text()))) * scale >= 11, address
@@ -120,17 +122,19 @@ def test_text_in_pictures_is_large_enough(window, page):
             assert 8 / 72 * 100 * scale >= 11, address
 
 
-@pytest.mark.parametrize("page", [page for page in OURS if page.startswith("notebooks/")])
-def test_charts_are_dark_on_dark_pages(coloured, page):
+def test_text_and_code_have_contrast_on_light_and_on_dark_pages(in_colour):
+    assert answer(in_colour, "faint") == []
+
+
+def test_charts_are_dark_on_dark_pages(in_colour):
     """A chart is drawn on white."""
-    coloured.goto((SITE / page).as_uri())
-    chart = coloured.locator("article div.cell_output img").first
+    chart = in_colour.locator("article div.cell_output img").first
     if chart.count():
-        dark = coloured.evaluate("document.documentElement.dataset.theme") == "dark"
+        dark = in_colour.evaluate("document.documentElement.dataset.theme") == "dark"
         chart.scroll_into_view_if_needed()
         corner = {**chart.bounding_box(), "width": 4, "height": 4}
-        shot = base64.b64encode(coloured.screenshot(clip=corner)).decode()
-        shade = coloured.evaluate(SHADE, shot)
+        shot = base64.b64encode(in_colour.screenshot(clip=corner)).decode()
+        shade = in_colour.evaluate(SHADE, shot)
         assert (shade < 64) == dark, shade
 
 
