@@ -17,8 +17,9 @@ from reparax._tree.paths import Names, PyTree, is_array, items, path_text, types
 from reparax._tree.raw import parameter
 
 Init = Callable[[PyTree], PyTree]
-Places = tuple[int | None, ...]
-Origins = dict[Names, tuple[Names, Places]]
+FollowedAxes = tuple[int | None, ...]
+"""For each axis of an array the axis of its source that it follows; None if it follows none."""
+Origins = dict[Names, tuple[Names, FollowedAxes]]
 """For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
 Follow = Callable[[PyTree], tuple[PyTree, Origins]]
 Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
@@ -37,7 +38,7 @@ def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
       For the path of each raw array, an entry for each axis; None if an axis follows none.
     """
 
-    def of(source: Names, places: Places) -> tuple[Any, ...]:
+    def of(source: Names, places: FollowedAxes) -> tuple[Any, ...]:
         given = entries.get(path_text(source))
         return tuple(None if given is None or place is None else given[place] for place in places)
 
@@ -52,8 +53,8 @@ def keep_origins(tree: PyTree) -> Origins:
 def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     """The origins of arrays through two steps: their sources have the origins ``earlier``."""
 
-    def of(source: Names, places: Places) -> tuple[Names, Places]:
-        if source not in earlier:
+    def of(source: Names, places: FollowedAxes) -> tuple[Names, FollowedAxes]:
+        if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
             return source, (None,) * len(places)
         first, axes = earlier[source]
         return first, tuple(None if place is None else axes[place] for place in places)
@@ -68,7 +69,7 @@ def probe(init: Init, tree: PyTree) -> Origins:
     own = {path: _growths(before, path) for path in before[0]}
     main = {parameter(path): path for path in reversed(own)}
 
-    def of(path: Names) -> tuple[Names, Places]:
+    def of(path: Names) -> tuple[Names, FollowedAxes]:
         within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in own]
         source = within[0] if within else main.get(parameter(path), ())
         return source, _places(own.get(source, []), _growths(after, path))
@@ -85,7 +86,7 @@ def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
-def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> Places:
+def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
     """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
     places: list[int | None] = []
     for axis, growth in enumerate(axes):

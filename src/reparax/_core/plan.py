@@ -1,4 +1,7 @@
-"""The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered."""
+"""The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered.
+
+``run``, ``open_all`` and ``walk`` then run it, stage after stage.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

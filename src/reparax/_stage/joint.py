@@ -54,8 +54,8 @@ class _Group(Site):
             ) from error
         return values
 
-    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+        del key_or_draw
         return _closed(self.stage, self.stacked)(values)
 
 

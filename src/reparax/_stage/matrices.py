@@ -18,13 +18,14 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
 from reparax._axes.roles import OUTPUTS
+from reparax._axes.stacked import AxisNumbers
 from reparax._core.value import argument
 from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import value_of
 
-Places = tuple[int, ...]
+AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
 Sizes = tuple[int, ...]
 
 
@@ -64,10 +65,10 @@ class MatrixAxes(Reparametrization):
         once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
         return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
 
-    def axes_in_use(self, w: Array) -> dict[str, tuple[Places, str]]:
+    def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
-    def axes_of(self, ndim: int) -> tuple[Places, Places]:
+    def axes_of(self, ndim: int) -> AxisGroups:
         """The row axes and the column axes of an array."""
         given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
         rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
@@ -186,16 +187,14 @@ class RowsAndColumns(MatrixAxes):
         found = {axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
-    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: AxisGroups) -> Array:
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
             return merged(value, *groups)
         parts = self._axis_sizes(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
-    def _parted_value(
-        self, name: str, value: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None
-    ) -> Array:
+    def _parted_value(self, name: str, value: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
         """A raw value with split axes, for the raw tree."""
         if value_of(self.raw_values, name).base:
             return _parted(value, groups, sizes)
@@ -207,12 +206,12 @@ class RowsAndColumns(MatrixAxes):
         return value.reshape(shape)
 
 
-def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
+def _sizes(w: Array, groups: AxisGroups) -> tuple[Sizes, Sizes]:
     rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
     return rows, columns
 
 
-def merged(w: Any, rows: Places, columns: Places) -> Any:
+def merged(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
     """An array, or the type of one, as a matrix."""
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
@@ -221,7 +220,7 @@ def merged(w: Any, rows: Places, columns: Places) -> Any:
     return w if order == (0, 1) else w.transpose(order).reshape(shape)
 
 
-def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
+def _parted(matrix: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
     """The inverse of :func:`merged`: the array for a matrix."""
     rows, columns = groups
     whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from reparax._axes.origin import Origins, Places, keep_origins
+from reparax._axes.origin import FollowedAxes, Origins, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
 from reparax._stage.formulas import changed_type, followed_axes, type_of_one
@@ -83,10 +83,10 @@ class OnArrays(OnRoles):
         own = self._own_values(method, tree)
         own.require_values()
         fitting = own.nodes if by_path(self.stage.where) else set(filter(own.fits, own.nodes)) or own.nodes
-        present = {place: place in fitting or is_array(x) for place, x in own.closed.arrays.items()}
+        present = {place: place in fitting or is_array(x) for place, x in own.with_nodes.arrays.items()}
         # After such a stage, the effective array does not show the type of the model's.
         hidden = own.nodes if self.stage.changes_type else ()
-        chosen = self.selected(method, own.closed, own.slots, own.names, present, own.checked_type, hidden)
+        chosen = self.selected(method, own.with_nodes, own.slots, own.names, present, own.checked_type, hidden)
         if plain := [own.slots[place].path for place in chosen if place not in own.nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
@@ -101,15 +101,15 @@ class OnArrays(OnRoles):
                 own.checked_type(place)
 
     def _own_values(self, method: str, tree: Flat) -> OwnValues:
-        nodes, closed = own_nodes(self.who(method), self.stage.kind, tree)
-        slots = closed.slots(bases=self.stage._takes_base)
-        return OwnValues(self, self.who(method), nodes, closed, slots, self.axis_names(closed))
+        nodes, with_nodes = own_nodes(self.who(method), self.stage.kind, tree)
+        slots = with_nodes.slots(bases=self.stage._takes_base)
+        return OwnValues(self, self.who(method), nodes, with_nodes, slots, self.axis_names(with_nodes))
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = types_of_result(init, tree), flatten(tree)
         names, slots = self.axis_names(flat), flat.slots(bases=self.stage._takes_base)
 
-        def of(path: Names) -> tuple[Names, Places]:
+        def of(path: Names) -> tuple[Names, FollowedAxes]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
             return source, remembered(followed_axes, at, type_of_one(w))[path[-1]]

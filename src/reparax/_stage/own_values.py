@@ -27,7 +27,7 @@ class OwnValues:
       planner: The planner of the stage.
       who: The call that errors name.
       nodes: The markers with their values, by the places of their arrays.
-      closed: The tree with the markers at these places.
+      with_nodes: The tree with the markers at these places.
       slots: The description of each place.
       names: The axis names of each array.
     """
@@ -35,7 +35,7 @@ class OwnValues:
     planner: Selection
     who: str
     nodes: Mapping[Names, Node]
-    closed: Flat
+    with_nodes: Flat
     slots: Mapping[Names, Slot]
     names: Mapping[Names, AxisNames | None]
     _known: dict[tuple[object, Types], Expected] = field(default_factory=dict[Any, Expected])
@@ -53,7 +53,7 @@ class OwnValues:
         To know which it could, formulas are traced on types.
         """
         if place not in self._types:
-            self._types[place] = self._read(place) if place in self.nodes else self.closed.arrays[place]
+            self._types[place] = self._read(place) if place in self.nodes else self.with_nodes.arrays[place]
         return self._types[place]
 
     def _read(self, place: Names) -> Any:

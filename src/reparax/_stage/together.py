@@ -33,8 +33,8 @@ class _All(Site):
         require_start(self.stage, self._closed, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
         return values
 
-    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+        del key_or_draw
         return self._closed(values)
 
     def _closed(self, values: Held) -> dict[str, Array]:
@@ -65,7 +65,7 @@ class _OnAll(OnArrays):
             declared = {name for name, said in self.stage.raw_values.items() if not said.optional}
             if lacking := declared - set(site.spots["w"].values):
                 raise ValueError(
-                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
+                    f"{layer.who_at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
                 )
         return _together(layer)
 

@@ -21,7 +21,7 @@ from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
 from reparax._numerics.linalg import product
 from reparax._stage.varied import Number, per_array
-from reparax.noise._batches import Drawn
+from reparax.noise._drawn import Drawn
 
 
 def _check_std(value: Any, who: str, name: str) -> Any:

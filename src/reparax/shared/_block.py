@@ -147,7 +147,7 @@ def _shape(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
     return [math.prod(_sized(group, sizes)) for group in groups]
 
 
-def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
+def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
     """Requires ``total`` to be the sum of products of sizes; solves for one unknown size."""
     missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for term in missing for name in term})
@@ -164,11 +164,12 @@ def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
         sizes[letters[0]] = rest // max(factor, 1)
 
 
-def _fit_shape(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
+def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
+    """Requires an array of these axes; adds the sizes that follow from its shape to ``sizes``."""
     if array.ndim != len(groups):
         raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
     for group, total in zip(groups, array.shape, strict=True):
-        _fit([group], total, sizes)
+        _solve_size([group], total, sizes)
 
 
 def _terms(block: Block, axis: int) -> list[Axis]:
@@ -196,7 +197,7 @@ def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
     """The values in an array. Adds the sizes that follow from its shape to ``sizes``."""
     if isinstance(block, str):
         value = _value(block)
-        _fit_shape(value.name, value.stands, array, sizes)
+        _require_axes(value.name, value.stands, array, sizes)
         standing = array.reshape(_sized(value.standing, sizes))
         return {value.name: standing.transpose(np.argsort(value.order)).reshape(_sized(value.shape, sizes))}
     axis = block.axis
@@ -206,7 +207,7 @@ def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
         array = _in_pieces(array, axis, block.per, sizes)
         axis += 1
     terms = [_terms(part, axis) for part in block.parts]
-    _fit([term for part in terms for term in part], array.shape[axis], sizes)
+    _solve_size([term for part in terms for term in part], array.shape[axis], sizes)
     ends = np.cumsum([sum(_shape(part, sizes)) for part in terms])[:-1]
     pieces = zip(block.parts, jnp.split(array, ends, axis), strict=True)
     return {name: value for part, piece in pieces for name, value in cut(part, piece, sizes).items()}
@@ -217,7 +218,7 @@ def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
     if isinstance(block, str):
         value = _value(block)
         own = values[value.name]
-        _fit_shape(value.name, [(name,) for name in value.shape], own, sizes)
+        _require_axes(value.name, [(name,) for name in value.shape], own, sizes)
         standing = own.reshape(_sized(value.axes, sizes)).transpose(value.order)
         return standing.reshape(_shape(value.stands, sizes))
     parts = [join(part, values, sizes) for part in block.parts]

@@ -26,7 +26,7 @@ from reparax._tree.values import OTHERS, Values, main
 from reparax.shared._block import Block, names, require_unique, texts
 from reparax.shared._cells import blocks, optional, read, write
 
-Places = dict[str, Names]
+PlacesByName = dict[str, Names]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class _Cell(Site):
         stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
         return self.stage._effective(values)
 
 
@@ -71,11 +71,11 @@ class _Cells(Planner):
             sites.append(_Cell(self.stage, _text(cell), spots, copies=copies))
         return self.layer(method, sites)
 
-    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
+    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
         """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
         found = [(_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
         chosen = {match[0] for match in matches(self.stage.at, [cell for cell, _, _ in found if cell is not None])}
-        cells: dict[str, Places] = {}
+        cells: dict[str, PlacesByName] = {}
         for cell, path, i in found:
             if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
                 raise ValueError(

@@ -39,8 +39,8 @@ class _Tied(Site):
         del key, seen
         return {name: {} for name in arrays}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
         return {"w": self.transform(values["source"][""])}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from reparax._tree.paths import PyTree, is_array
-from reparax._tree.unlike import Difference, difference
+from reparax._tree.unlike import Difference, TreeOf, first_difference
 from reparax.training._held import open_state
 from reparax.training._partition import partition
 
@@ -58,7 +58,7 @@ def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, pa
             )
         if type(params) is tuple and type(updates) is not tuple:
             return f"the raw tree last, but got a tuple. {CALL}"
-        if (found := difference(partition(updates)[0], partition(params)[0])) is not None:
+        if (found := first_difference(partition(updates)[0], partition(params)[0])) is not None:
             return _of_gradients(found)
     whole = updates if params is None else params
     return _of_state(init, state, whole)
@@ -66,14 +66,14 @@ def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, pa
 
 def _of_gradients(found: Difference) -> str:
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             return (
                 f"gradients of the raw tree, but got those of the model's own parameters: {found}. Differentiate with "
                 f"respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`."
             )
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             return f"the raw tree as params, but got the model's own parameters: {found.swapped}. {CALL}"
-        case "other shapes":
+        case TreeOf.OTHER_SHAPES:
             return (
                 f"gradients of the raw tree, but got those of other shapes: {found}. Differentiate one number, such as "
                 f"the mean of the loss over a batch."
@@ -88,24 +88,24 @@ def _of_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) ->
     except Exception:  # then it is not the state that is wrong
         return None
     state = open_state(state)[0]
-    if (found := difference(state, wanted)) is None:
+    if (found := first_difference(state, wanted)) is None:
         return None
-    if difference(state, whole) is None or difference(state, partition(whole)[0]) is None:
+    if first_difference(state, whole) is None or first_difference(state, partition(whole)[0]) is None:
         return f"a state second, but got a raw tree. {CALL}"
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             whose, then = "that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             return (
                 f"gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
                 f"{found.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
             )
-        case "another chain":
+        case TreeOf.ANOTHER_CHAIN:
             whose = "that of another chain"
             then = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
-        case "another model" if "@fixed" in found.path and found.wanted == "nothing":
+        case TreeOf.ANOTHER_MODEL if "@fixed" in found.path and found.wanted == "nothing":
             whose, then = "one with values for what is fixed", "Make it by the same `tx`, `tx.init(raw)`."
-        case "another model":
+        case TreeOf.ANOTHER_MODEL:
             whose, then = "that of another optimizer or model", "Make it by the same `tx`, `tx.init(raw)`."
         case of:
             whose, then = f"one of {of}", "Make it by the same `tx`, `tx.init(raw)`."

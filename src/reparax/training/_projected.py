@@ -13,7 +13,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
 from reparax._tree.transformation import Transformation
-from reparax._tree.unlike import difference
+from reparax._tree.unlike import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
 
@@ -58,7 +58,7 @@ def projected(p: Parametrization) -> Transformation:
                 f"`tx.update(grads, state, params)`."
             )
         require_no_raw(call(p, "projected"), params, INSTEAD)
-        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := difference(updates, params)):
+        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := first_difference(updates, params)):
             raise ValueError(
                 f"{call(p, 'projected')} takes updates and parameters of one structure: {found}. Call "
                 f"`tx.update(grads, state, params)`."

@@ -13,7 +13,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, named, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
-from reparax._tree.unlike import difference
+from reparax._tree.unlike import TreeOf, first_difference
 
 
 @shows_usage
@@ -78,12 +78,12 @@ def _require_updates(params: PyTree, updates: PyTree) -> None:
             "apply_updates takes updates in the structure of params, but got a tuple. `tx.update` returns two trees: "
             "`updates, state = tx.update(grads, state, raw)`."
         )
-    if (found := difference(updates, params)) is None:
+    if (found := first_difference(updates, params)) is None:
         return
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             whose, then = "those of the model's own parameters", "Make them from gradients with respect to `raw`."
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             whose, then = "those of a raw tree", "Pass the raw tree: `rpx.apply_updates(raw, updates)`."
         case of:
             whose, then = f"those of {of}", "Pass the tree whose gradients the optimizer got."
