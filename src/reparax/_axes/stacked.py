@@ -29,12 +29,12 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         each = jax.vmap(each)
 
     def mapped(*args: Any) -> Any:
-        fronts = jax.tree.map(partial(_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
+        fronts = jax.tree.map(partial(_move_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return jax.tree.map(partial(_to_place, stacked), each(*fronts))
+        return jax.tree.map(partial(_move_back, stacked), each(*fronts))
 
     return mapped
 
@@ -66,20 +66,22 @@ def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
-        yield from _to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
+        yield from _move_to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
 
 
-def _to_front(stacked: AxisNumbers, x: Any) -> Any:
+def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
+    """``x`` with the stacked axes first; of statistics, those of each index."""
     if isinstance(x, Seen):
         return x.of_index(stacked)
-    return jnp.moveaxis(x, _places(stacked, x.ndim), range(len(stacked)))
+    return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 
-def _to_place(stacked: AxisNumbers, x: Array) -> Array:
-    return jnp.moveaxis(x, range(len(stacked)), _places(stacked, x.ndim))
+def _move_back(stacked: AxisNumbers, x: Array) -> Array:
+    """``x``, whose first axes are the stacked ones, with these in their own positions."""
+    return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
 
-def _places(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
+def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from reparax._axes.misfit import Misfit
-from reparax._axes.origin import Origins, probe
+from reparax._axes.origin import Origins, probe_origins
 from reparax._axes.roles import Role
 from reparax._core.calls import call
 from reparax._core.layers import Layer, Site
@@ -49,7 +49,7 @@ class Planner(ABC):
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        return types_of_result(init, tree), probe(init, tree)
+        return types_of_result(init, tree), probe_origins(init, tree)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
         """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""

@@ -13,7 +13,7 @@ from reparax._core.planner import planner
 from reparax._core.verbs import Stages, means
 from reparax._numerics.arithmetic import inexact_places, is_inexact
 from reparax._tree.flat import Flat, graft, nest
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 from reparax._tree.raw import outer_markers
 
 
@@ -40,7 +40,7 @@ def _pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyT
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
     def effective(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
-        paths, made, _ = named(later(replace(tree, arrays={**tree.arrays, **arrays})))
+        paths, made, _ = flatten_with_names(later(replace(tree, arrays={**tree.arrays, **arrays})))
         places = inexact_places(made)
         return [made[i] for i in places], [path_text(paths[i]) for i in places]
 
@@ -57,7 +57,7 @@ def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list
             f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
         )
-    names, leaves, _ = named(grads)
+    names, leaves, _ = flatten_with_names(grads)
     given = {path_text(path): g for path, g in zip(names, leaves, strict=True)}
 
     def found(path: str, w: Any) -> Any:

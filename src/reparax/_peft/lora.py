@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import as_number
+from reparax._axes.numbers import last_to_number
 from reparax._peft import rows
 from reparax._peft.method import (
     Adapted,
@@ -170,7 +170,7 @@ def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_outputs(target: Target, norm: Any) -> None:
-    axis = as_number(norm.axis)
+    axis = last_to_number(norm.axis)
     if not isinstance(axis, int) or axis % len(target.shape) != target.out:
         raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {norm!r}")
 

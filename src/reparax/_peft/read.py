@@ -29,7 +29,7 @@ from reparax._torch.entries import Index, join, require_known, restacked
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
@@ -279,7 +279,7 @@ def _gains_of_biases(
 
 def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
     """``raw`` with these values at their paths, cast to its dtypes."""
-    paths, leaves, treedef = named(raw)
+    paths, leaves, treedef = flatten_with_names(raw)
     texts = list(map(path_text, paths))
     new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]
     return treedef.unflatten(new)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from reparax._axes.origin import FollowedAxes, probe
+from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
@@ -83,7 +83,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
 
 def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, as_structs(types))
+    origins = probe_origins(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, as_structs(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 

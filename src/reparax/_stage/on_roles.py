@@ -7,8 +7,8 @@ from typing import Any
 
 from reparax._axes.misfit import Misfit
 from reparax._axes.names import AxisNames
-from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, in_numbers
-from reparax._axes.roles import INPUTS, STACKED, Role, numbered
+from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, words_to_numbers
+from reparax._axes.roles import INPUTS, STACKED, Role, axes_by_word
 from reparax._axes.stacked import one_stacked
 from reparax._core.algebra import compose
 from reparax._stage.selection import Selection
@@ -52,7 +52,7 @@ class OnRoles(Selection):
             if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
                 yield Misfit(repr(self.stage), slot.path, "stacked", at.stacked, role.stacked, role)
                 continue
-            numbers, one = numbered(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
+            numbers, one = axes_by_word(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
             for field, (axes, word) in at.one.axes_in_use(one).items():
                 got = tuple(axis - one.ndim for axis in axes)
                 if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
@@ -130,9 +130,9 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
     stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, names)
     if why := _unusable(known, stacked):
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
-    numbers = numbered(known, stacked)
+    numbers = axes_by_word(known, stacked)
     for name, axes in words.items():
-        found[name] = _plain(in_numbers(axes, numbers))
+        found[name] = _plain(words_to_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
                 f"{who}: {name} is one axis, but the network has {len(found[name])} for it, {found[name]} of shape "

@@ -15,8 +15,8 @@ from jax.tree_util import register_static
 
 from reparax._core.config import register_class
 from reparax._numerics.usage import takes
-from reparax._tree.paths import PyTree, describe, is_array, named, path_text
-from reparax._tree.raw import Slot, empty_nodes, parameter
+from reparax._tree.paths import PyTree, describe, flatten_with_names, is_array, path_text
+from reparax._tree.raw import Slot, empty_nodes, parameter_path
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
@@ -119,7 +119,7 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
             "selected got a function without the model whose parts it returns. Pass the model too: "
             "`rpx.selected(lambda m: m.layers[0].weight, model)`."
         )
-    paths, flags, _ = named(mask)
+    paths, flags, _ = flatten_with_names(mask)
     for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
             got = describe(flag) if is_array(flag) else repr(flag)
@@ -139,7 +139,7 @@ class _Place:
 
 def _parts(choose: Any, model: PyTree) -> Selected:
     """The selection of the arrays in the parts of ``model`` that ``choose`` returns."""
-    paths, leaves, treedef = named(model)
+    paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
         raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
     pairs = zip(paths, leaves, strict=True)
@@ -287,7 +287,7 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
     """
     if not slots or not isinstance(where, Selected | AllBut):
         return
-    known = [*(slot.path for slot in slots), *map(parameter, empty_nodes(tree))]
+    known = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
             if not any(re.fullmatch(pattern, path) for path in known):

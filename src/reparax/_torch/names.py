@@ -9,7 +9,7 @@ from reparax._core.lineage import Made
 from reparax._torch.entries import Entry, unstacked
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
-from reparax._tree.raw import parameter
+from reparax._tree.raw import parameter_path
 from reparax.matrices._orthogonal import Orthogonal
 from reparax.norms._norm import WeightNorm
 from reparax.norms._spectral import SpectralNorm
@@ -132,7 +132,7 @@ class Naming:
         """The stage that makes the array at ``place``, and its names."""
         stage = self.made[place].stage
         if type(stage) not in TWINS:
-            raise ValueError(f"{parameter(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+            raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
 
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:

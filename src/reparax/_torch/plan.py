@@ -15,7 +15,7 @@ from reparax._torch.names import Naming, StageValues, Twin
 from reparax._torch.rules import Rules
 from reparax._torch.values import read_values, write_values
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, items, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, items, path_text
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TorchPlan:
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
-        paths, leaves, treedef = named(like)
+        paths, leaves, treedef = flatten_with_names(like)
         expected, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
         for held in self.held:
             values = {value: state[name] for value, name in held.names.items() if name in state}

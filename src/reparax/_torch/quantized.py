@@ -23,7 +23,7 @@ from reparax._torch.rules import Rules
 from reparax._torch.shown import shown
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, items, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, items, path_text
 from reparax._tree.raw import FIXED
 from reparax.quantized import Stored
 from reparax.quantized._formats import FORMATS
@@ -117,7 +117,7 @@ def from_quantized(
         )
     p = _chain(stages, {entry.path for entry in entries})
     shapes = jax.eval_shape(p.init, like)
-    paths, leaves, treedef = named(shapes)
+    paths, leaves, treedef = flatten_with_names(shapes)
     joined = {path: join(parts) for path, parts in values.items()}
     return p, treedef.unflatten([joined.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 

@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, dtype_of, is_array, path_text
-from reparax._tree.raw import marker, parameter
+from reparax._tree.raw import marker, parameter_path
 from reparax.adapters._lora import LoRA
 from reparax.adapters._starts import STARTS
 
@@ -72,7 +72,8 @@ def loftq(
     raw, parts = step(wanted)
     if twice := [place for place in parts.arrays if marker("lora", 2) in place]:
         raise ValueError(
-            f"loftq takes one LoRA for each array, but two act on {parameter(twice[0])!r}. Narrow them with `where`."
+            f"loftq takes one LoRA for each array, but two act on {parameter_path(twice[0])!r}. Narrow them with "
+            f"`where`."
         )
     for _ in range(steps - 1):
         less = _less(wanted, _products(principal, parts))

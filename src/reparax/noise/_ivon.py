@@ -13,7 +13,7 @@ from jax.core import Tracer
 from reparax._numerics.arguments import check_number, check_positive_number
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, path_text
 from reparax._tree.transformation import Transformation
 
 PAIR = {"mean", "rho"}
@@ -163,7 +163,7 @@ def _is_pair(x: Any) -> bool:
 
 def _pairs(tree: PyTree) -> dict[str, Any]:
     """The raw values of each array, by its path."""
-    names, nodes, _ = named(tree, _is_pair)
+    names, nodes, _ = flatten_with_names(tree, _is_pair)
     found = {_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
     for path, node in found.items():
         if not _is_pair(node) or jnp.shape(node["mean"]) != jnp.shape(node["rho"]):
@@ -175,7 +175,7 @@ def _pairs(tree: PyTree) -> dict[str, Any]:
 
 
 def _with(tree: PyTree, made: Mapping[str, Any]) -> PyTree:
-    names, nodes, treedef = named(tree, _is_pair)
+    names, nodes, treedef = flatten_with_names(tree, _is_pair)
     return treedef.unflatten([made.get(_path(name), node) for name, node in zip(names, nodes, strict=True)])
 
 

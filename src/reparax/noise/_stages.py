@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_axes, check_features, other_axes, unstacked
+from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, other_axes
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
 from reparax._core.keys import split_in_two
@@ -205,7 +205,7 @@ class WeightDropout(Drawn):
         return self.broadcast, self.stacked
 
     def draw(self, like: Array, key: Array) -> Array:
-        return random.uniform(key, like, unstacked(self.broadcast, like, self.stacked))
+        return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x, keep = widened(w), _keep(self.rate)

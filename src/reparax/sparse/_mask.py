@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
+from reparax._axes.numbers import LAST, Axis, check_one_along, last_to_number, position
 from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
 from reparax._data.learned import better
@@ -125,8 +125,8 @@ class NofM(Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[position(self.along, w)] % self.m:
             return (
-                f"expected an axis {as_number(self.along)} whose length is divisible by {self.m}, got shape {w.shape}. "
-                f"Leave it out with `where`, or choose another axis."
+                f"expected an axis {last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
+                f"{w.shape}. Leave it out with `where`, or choose another axis."
             )
         return None
 

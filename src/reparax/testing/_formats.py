@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 
 Way = Callable[[PyTree], PyTree]
 
@@ -52,7 +52,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
     """Safetensors, flat, under the paths of the raw tree."""
     from safetensors import numpy
 
-    paths, leaves, treedef = named(raw)
+    paths, leaves, treedef = flatten_with_names(raw)
     names = [path_text(path) or "." for path in paths]
     loaded = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
     return treedef.unflatten([loaded[name] for name in names])

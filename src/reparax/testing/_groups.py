@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry import Group, permute
 
 Order = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ def check_groups(
     """
     # Drawn and permuted by numpy, as each operation of JAX would be compiled.
     random = np.random.default_rng(np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key)))
-    names, arrays, treedef = named(params)
+    names, arrays, treedef = flatten_with_names(params)
     paths = list(map(path_text, names))
     noisy = [_noisy(w, random) for w in arrays]
     compute = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))

@@ -30,7 +30,7 @@ from reparax._stage.where import all_but, selected
 from reparax._tree.flat import flatten
 from reparax._tree.markers import WrongType
 from reparax._tree.paths import PyTree, is_array, path_text
-from reparax._tree.raw import empty_nodes, flatten_slots, parameter
+from reparax._tree.raw import empty_nodes, flatten_slots, parameter_path
 from reparax.testing import _formats
 from reparax.testing._evidence import (
     Alone,
@@ -278,7 +278,7 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
-    shared = {parameter(path) for path in empty_nodes(raw)}
+    shared = {parameter_path(path) for path in empty_nodes(raw)}
     many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
     draws = {path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in arrays(many) if path not in shared}
     noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}

@@ -9,7 +9,7 @@ import jax
 
 from reparax._core.algebra import Parametrization
 from reparax._numerics.arithmetic import is_inexact
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 from reparax._tree.raw import holds_markers
 
 
@@ -43,7 +43,7 @@ class StateArray:
 def store(p: Parametrization, state: PyTree) -> PyTree:
     """The state with raw values of ``p`` for the arrays that it selects, unless these are no smaller."""
     _tell_flax()
-    paths, leaves, treedef = named(state)
+    paths, leaves, treedef = flatten_with_names(state)
     numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
     raw = p.init({text(path): _matrix(x) for path, x in numbers}) if numbers else {}
 

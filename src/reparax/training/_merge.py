@@ -16,7 +16,7 @@ from reparax._core.keys import Keys, check_key
 from reparax._numerics.arguments import check_known_number, one_of
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import PyTree, describe, is_array, named, path_text
+from reparax._tree.paths import PyTree, describe, flatten_with_names, is_array, path_text
 from reparax.training._regression_mean import reads_of_all, regressed
 from reparax.training._task_vectors import agreeing_mean, dropped, trimmed, weighted_mean, weighted_sum
 
@@ -182,11 +182,11 @@ def _require_arguments(how: str, way: _Way, given: dict[str, Any]) -> None:
 
 def _leaves(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[Any]]]:
     """The paths of the leaves, and the leaves of each tree; the trees after the first ``count`` are bases."""
-    paths, first, treedef = named(trees[0])
+    paths, first, treedef = flatten_with_names(trees[0])
     texts, found = list(map(path_text, paths)), [first]
     for number, tree in enumerate(trees[1:], 1):
         who = f"models[{number}]" if number < count else "base"
-        others, leaves, other = named(tree)
+        others, leaves, other = flatten_with_names(tree)
         if other != treedef:
             lost, new = set(paths) - set(others), set(others) - set(paths)
             names = ", ".join(sorted(repr(path_text(path)) for path in lost | new)[:3])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, is_array, items, named
-from reparax._tree.raw import FIXED, aligned
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items
+from reparax._tree.raw import FIXED, is_aligned
 from reparax.training._held import open_state
 
 
@@ -50,7 +50,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     hidden = _hidden(_grown(before, after), after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
     state, stored = open_state(state)
-    paths, leaves, treedef = named(state)
+    paths, leaves, treedef = flatten_with_names(state)
     # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
 
@@ -66,7 +66,7 @@ def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
     found: dict[Names, Array] = {}
     for path, x in items(raw):
         for node, flags in grown.items():
-            below = path[: len(node)] == node and FIXED not in path and is_array(x) and aligned(path)
+            below = path[: len(node)] == node and FIXED not in path and is_array(x) and is_aligned(path)
             if below and _covers(flags, x):
                 found[path] = flags | found.get(path, False)
     return found

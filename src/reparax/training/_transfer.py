@@ -25,7 +25,7 @@ from reparax._core.verbs import followed
 from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
-from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text, types_of_result
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
 from reparax._tree.raw import FIXED, kind_of, outer_markers
 from reparax.training._held import open_state
 from reparax.training._partition import are_free
@@ -240,7 +240,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         dtype = next(iter(held.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
-    paths, leaves, treedef = named(types)
+    paths, leaves, treedef = flatten_with_names(types)
     return treedef.unflatten([moment(_plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
 
 
@@ -251,7 +251,7 @@ def _arrays(tree: PyTree) -> dict[Names, Any]:
 
 def _free_paths(tree: PyTree) -> set[Names]:
     """The paths of the values that train."""
-    return {_plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
+    return {_plain(path) for path, free in zip(flatten_with_names(tree)[0], are_free(tree), strict=True) if free}
 
 
 def _is_nothing(x: object) -> bool:
@@ -261,8 +261,10 @@ def _is_nothing(x: object) -> bool:
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
-    inside = {path_text(path) for path in named(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
-    return bool(inside) and inside <= {path_text(path) for path in named(like)[0]}
+    inside = (
+        {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
+    )
+    return bool(inside) and inside <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:

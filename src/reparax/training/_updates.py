@@ -11,7 +11,7 @@ from jax import Array
 from reparax._core.keys import Keys, check_key
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
 from reparax._tree.unlike import TreeOf, first_difference
 
@@ -47,7 +47,7 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
       Zamirai, Zhang, Aberger and De Sa, *Revisiting BFloat16 Training*, 2020.
     """
     _require_updates(params, updates)
-    paths, leaves, treedef = named(params, _is_none)
+    paths, leaves, treedef = flatten_with_names(params, _is_none)
     known, given = dict(zip(paths, leaves, strict=True)), dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
     moved = {path: u for path, u in given.items() if u is not None and known[path] is not None}
     new: dict[Names, Any] = {}
