@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.draws import randoms
+from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import add_up
@@ -136,11 +136,12 @@ class Site(ABC):
     def held(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         spots = self.spots.items()
-        found = {name: {value: _taken(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
-        return found | {name: {"": _taken(arrays, place)} for name, place in self.reads.items()}
+        found = {name: {value: _read_value(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
+        return found | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
 
 
-def _taken(arrays: Mapping[Names, Any], place: Names) -> Any:
+def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
+    """The array at a place; a fixed value passes no gradient."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
 
@@ -208,7 +209,7 @@ class Layer:
     def close(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with the arrays instead of raw values."""
         known, swaps = dict(tree.arrays), list[Swap]()
-        drawn = randoms(self, known, keys)
+        drawn = draw_for_sites(self, known, keys)
         for i, site in enumerate(self.sites):
             with locate_errors(self.who_at(site)):
                 made = site.close(site.held(known), drawn.get(i))
@@ -234,7 +235,7 @@ class Layer:
             with locate_errors(self.who_at(site)):
                 slopes = {name: grads.arrays[s.place] for name, s in site.spots.items()} if grads else {}
                 new = site.update(site.held(tree.arrays), slopes, drawn[i] if drawn else None)
-                arrays |= _at_places(site, new)
+                arrays |= _values_by_place(site, new)
         return Flat(tree.frame, arrays)
 
     def rebase(self, tree: Flat) -> Flat:
@@ -242,7 +243,7 @@ class Layer:
         arrays = dict(tree.arrays)
         for site in self.sites:
             with locate_errors(self.who_at(site)):
-                arrays |= _at_places(site, site.rebase(site.held(tree.arrays)))
+                arrays |= _values_by_place(site, site.rebase(site.held(tree.arrays)))
         return Flat(tree.frame, arrays)
 
     def penalty(self, tree: Flat) -> Array:
@@ -254,6 +255,7 @@ class Layer:
         return self._total("log_det", tree, is_free)
 
     def _total(self, formula: str, tree: Flat, counts: Callable[[Names], bool]) -> Array:
+        """The sum of a formula over the sites of which ``counts`` holds for the place of an array."""
         found: list[Array] = []
         for site in self.sites:
             if any(counts(spot.place) for spot in site.spots.values()):
@@ -262,6 +264,6 @@ class Layer:
         return add_up(found)
 
 
-def _at_places(site: Site, values: Held) -> dict[Names, Any]:
+def _values_by_place(site: Site, values: Held) -> dict[Names, Any]:
     """New values at the places of the old ones."""
     return {site.spots[name].values[value]: x for name, held in values.items() for value, x in held.items()}

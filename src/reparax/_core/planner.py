@@ -9,7 +9,7 @@ from typing import Any
 from reparax._axes.misfit import Misfit
 from reparax._axes.origin import Origins, probe_origins
 from reparax._axes.roles import Role
-from reparax._core.calls import call
+from reparax._core.calls import call_name
 from reparax._core.layers import Layer, Site
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree, types_of_result
@@ -24,7 +24,7 @@ class Planner(ABC):
     def who(self, method: str) -> str:
         """The name of a call in errors."""
         if method not in self._calls:
-            self._calls[method] = call(self.stage, method)
+            self._calls[method] = call_name(self.stage, method)
         return self._calls[method]
 
     @cached_property
@@ -77,7 +77,7 @@ class Planner(ABC):
         return False
 
 
-def planner(stage: Any) -> Planner:
+def planner_of(stage: Any) -> Planner:
     """The planner of a stage."""
     return stage._planner(stage)
 

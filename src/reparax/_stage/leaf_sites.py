@@ -11,7 +11,7 @@ from reparax._core.layers import Held, Site
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.formulas import closed_array, closed_at_random, opened_values
+from reparax._stage.formulas import close_array, close_at_random, open_values
 from reparax._stage.remembered import inlined_per_type, once_per_type
 from reparax._stage.several import require_fixed
 from reparax._tree.markers import require_type
@@ -77,12 +77,12 @@ class FromValues(OneArray):
         return self.stage._draws
 
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        return {"w": opened_values(self.arrangement, arrays["w"], key, seen.get("w"))}
+        return {"w": open_values(self.arrangement, arrays["w"], key, seen.get("w"))}
 
     def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         if key_or_draw is None:
-            return {"w": once_per_type(closed_array, self.arrangement, values["w"])}
-        return {"w": once_per_type(closed_at_random, self.arrangement, values["w"], key_or_draw)}
+            return {"w": once_per_type(close_array, self.arrangement, values["w"])}
+        return {"w": once_per_type(close_at_random, self.arrangement, values["w"], key_or_draw)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage, at = self.stage, self.arrangement
@@ -110,4 +110,4 @@ class Bare(FromValues):
 
     def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
-        return {"w": closed_array(self.arrangement, values["w"])}
+        return {"w": close_array(self.arrangement, values["w"])}

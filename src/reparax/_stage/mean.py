@@ -10,7 +10,7 @@ from reparax._axes.origin import Origins
 from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer
-from reparax._core.planner import Planner, planner
+from reparax._core.planner import Planner, planner_of
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree
 
@@ -20,7 +20,7 @@ class _OfMean(Planner):
 
     @property
     def _inner(self) -> Planner:
-        return planner(self.stage.stage)
+        return planner_of(self.stage.stage)
 
     reads_grads: ClassVar[Any] = property(lambda self: self._inner.reads_grads)
     asks_functions: ClassVar[Any] = property(lambda self: self._inner.asks_functions)
@@ -47,8 +47,8 @@ class _OfMean(Planner):
         return self._inner.does(verb)
 
 
-def _of_stage(name: str) -> Any:
-    """What the stage says."""
+def _ask_stage(name: str) -> Any:
+    """A property that is the one of that name of ``stage``."""
     return property(lambda self: getattr(self.stage, name))
 
 
@@ -78,10 +78,10 @@ class Mean(Parametrization):
 
     stage: Parametrization
 
-    changes_type: ClassVar[Any] = _of_stage("changes_type")
-    straight_through: ClassVar[Any] = _of_stage("straight_through")
-    moves_weights: ClassVar[Any] = _of_stage("moves_weights")
-    random_start: ClassVar[Any] = _of_stage("random_start")
+    changes_type: ClassVar[Any] = _ask_stage("changes_type")
+    straight_through: ClassVar[Any] = _ask_stage("straight_through")
+    moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
+    random_start: ClassVar[Any] = _ask_stage("random_start")
     _planner: ClassVar[type[Planner]] = _OfMean
 
     def __post_init__(self) -> None:

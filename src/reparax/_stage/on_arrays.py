@@ -8,12 +8,12 @@ import jax
 from reparax._axes.origin import FollowedAxes, Origins, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
-from reparax._stage.formulas import changed_type, followed_axes, type_of_one
+from reparax._stage.formulas import followed_axes, type_in_place, type_of_one
 from reparax._stage.leaf_sites import Bare, FromValues, InPlace
 from reparax._stage.nodes import own_nodes
 from reparax._stage.on_roles import OnRoles
 from reparax._stage.own_values import OwnValues
-from reparax._stage.remembered import remembered
+from reparax._stage.remembered import call_remembered
 from reparax._stage.where import by_path
 from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, types_of_result
@@ -36,7 +36,7 @@ class OnArraysInPlace(OnRoles):
         for place, slot, names in self.present(method, tree):
             w = tree.arrays[place]
             own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
-            spot = Spot(place, {"w": place}, None, changed_type(own, w))
+            spot = Spot(place, {"w": place}, None, type_in_place(own, w))
             sites.append(self.site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, stacked=own.stacked))
         return self.layer(method, sites)
 
@@ -112,7 +112,7 @@ class OnArrays(OnRoles):
         def of(path: Names) -> tuple[Names, FollowedAxes]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
-            return source, remembered(followed_axes, at, type_of_one(w))[path[-1]]
+            return source, call_remembered(followed_axes, at, type_of_one(w))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}

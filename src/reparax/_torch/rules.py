@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reparax._stage.where import matches, nothing
+from reparax._stage.where import matches, why_nothing
 from reparax._torch.axis_order import LAYOUTS
 
 Rules = Mapping[str, str] | None
@@ -83,6 +83,6 @@ def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[st
     for pattern, value in _checked(paths, rules, what).items():
         matched = matches(pattern, paths)
         if not matched:
-            raise ValueError(f"`{what}` matches nothing: {nothing(pattern, paths)}")
+            raise ValueError(f"`{what}` matches nothing: {why_nothing(pattern, paths)}")
         found = {match[0]: (match, pattern, value) for match in matched} | found
     return found

@@ -3,7 +3,7 @@
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.calls import call
+from reparax._core.calls import call_name
 from reparax._core.lineage import lineage_of
 from reparax._core.value import Static
 from reparax._tree.paths import PyTree
@@ -21,8 +21,8 @@ def checked(who: str, model: Any, p: Any) -> Parametrization:
 def needs_stream(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """The error for a call of a chain that draws, without a stream to draw from."""
     return ValueError(
-        f"{call(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got {what}. "
-        f"Give one, `{give}`, or evaluate with {mean}."
+        f"{call_name(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
+        f"{what}. Give one, `{give}`, or evaluate with {mean}."
     )
 
 
@@ -40,11 +40,11 @@ def made_by(p: Parametrization, raw: PyTree) -> PyTree:
 def needs_fixed(p: Parametrization, given: str, missing: str, write: str) -> ValueError:
     """The error for values that train, without those that do not."""
     return ValueError(
-        f"{call(p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do not train are. "
-        f"{write}"
+        f"{call_name(p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do not train "
+        f"are. {write}"
     )
 
 
 def needs_start(p: Parametrization, give: str) -> ValueError:
     """The error for a chain whose start is random, without a key."""
-    return ValueError(f"{call(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+    return ValueError(f"{call_name(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")

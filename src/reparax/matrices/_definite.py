@@ -14,7 +14,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole, one_of, optional
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
-from reparax._stage.constraint import Constraint, near
+from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 from reparax.matrices._patterns import Symmetric, Triangular
@@ -136,7 +136,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
         values, vectors = definite(x)  # not through raw values, whose rounding should not count
-        inside = near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
+        inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
         values, _ = eigen(widened(x))

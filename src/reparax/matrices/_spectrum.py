@@ -22,7 +22,7 @@ from reparax._numerics.linalg import (
     product,
     resolution,
 )
-from reparax._stage.constraint import Constraint, near
+from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley
@@ -228,7 +228,7 @@ class SpecialLinear(_SingularValues):
         invertible = least > resolution(w, largest)
         condition = jnp.where(invertible, largest / jnp.where(invertible, least, largest), jnp.zeros_like(least))
         units = float(jnp.finfo(w.dtype).eps) * (10 * w.shape[-1] + condition)
-        return near(w, self.project(w), units)
+        return is_near(w, self.project(w), units)
 
     def spectrum(self, s: Array) -> Array:
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))

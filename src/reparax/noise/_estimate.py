@@ -15,12 +15,12 @@ from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import call, require_chains
-from reparax._core.draws import randoms
+from reparax._core.calls import call_name, require_chains
+from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
 from reparax._core.plan import run
-from reparax._core.planner import planner
+from reparax._core.planner import planner_of
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.usage import shows_usage
@@ -111,7 +111,7 @@ def _check_counts(keys: Array, fitness: Array) -> None:
 def _summed(noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None) -> dict[Names, Array]:
     """For each array with noise the sum over all members of it times their fitness; the loop is compiled once."""
     seen = flatten(tree)
-    layer, total = planner(noise).plan("apply", seen.types), dict[Names, Array]()
+    layer, total = planner_of(noise).plan("apply", seen.types), dict[Names, Array]()
     for kind in (_Full, _LowRank):
         own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
         sites = [replace(site, stage=kind(site.stage)) for site in own]
@@ -132,7 +132,7 @@ def _summed_alike(
     places = np.arange(math.prod(shape)).reshape(shape)
 
     def drawn(key: Array) -> dict[int, Array]:
-        return randoms(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
+        return draw_for_sites(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
 
     def add(total: list[Array], members: tuple[Array, Array]) -> tuple[list[Array], None]:
         noise = jax.vmap(drawn)(members[0])
@@ -207,7 +207,7 @@ def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int
     is_zero = isinstance(noise, VarNoise) and isinstance(noise.std, float) and noise.std == 0.0
     if not isinstance(noise, VarNoise) or noise.relative is not None or is_zero or varies:
         raise ValueError(
-            f"{call(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
+            f"{call_name(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
             f"`relative`, and no other random stage. Pass such a chain."
         )
     return found[0], noise

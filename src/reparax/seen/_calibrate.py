@@ -21,7 +21,7 @@ from reparax._core.calls import require_chains
 from reparax._core.keys import key_of_step
 from reparax._core.layers import Site
 from reparax._core.lineage import Lineage, lineage_of
-from reparax._core.verbs import followed
+from reparax._core.verbs import follow_axes
 from reparax._data.compensation import propagated
 from reparax._data.seen import ANY, Seen
 from reparax._data.sights import takes_data
@@ -341,7 +341,7 @@ class _Calibration:
         for root, leaf in flat.arrays.items():
             for place in inside.get(root, [root]):
                 held[place] = found.get(place, leaf if place == root else types.arrays.get(place))
-        return spread_boxes(functools.partial(followed, tuple(self.p)), params, nest(Flat(flat.frame, held)))
+        return spread_boxes(functools.partial(follow_axes, tuple(self.p)), params, nest(Flat(flat.frame, held)))
 
     # ---- the data
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.config import register_class
-from reparax._core.known import plain
+from reparax._core.known import as_python
 from reparax._numerics.arguments import check_whole
 from reparax._tree.paths import describe
 
@@ -61,7 +61,7 @@ class Concat:
         if check_whole(self.axis, "Concat", "axis") < 0:
             raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
-            object.__setattr__(self, name, plain(value))
+            object.__setattr__(self, name, as_python(value))
         require_unique(names(self), "Concat")
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from reparax._core.algebra import Parametrization
-from reparax._core.config import arguments
+from reparax._core.config import changed_arguments
 from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
@@ -124,7 +124,7 @@ class _Rearranged(Parametrization):
         def text(value: Any) -> str:
             return repr(dict(value) if isinstance(value, tuple) else value)
 
-        given = arguments(self)
+        given = changed_arguments(self)
         first = text(given.pop("layout"))
         return f"{type(self).__name__}({', '.join([first, *(f'{name}={text(x)}' for name, x in given.items())])})"
 

@@ -12,7 +12,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
-from reparax._stage.constraint import refuse_infinite
+from reparax._stage.constraint import why_infinite
 from reparax._stage.together import Together
 from reparax._stage.varied import Number
 from reparax._tree.values import Values, fixed, main
@@ -60,7 +60,7 @@ class GlobalPrune(Together):
         _amount.require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return refuse_infinite(w)
+        return why_infinite(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return masking(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array

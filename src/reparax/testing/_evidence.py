@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.planner import planner
-from reparax._core.verbs import closed, means
+from reparax._core.planner import planner_of
+from reparax._core.verbs import close_raw, mean_stages
 from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization
@@ -50,7 +50,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any(planner(stage).reads_grads for stage in stages(p))
+    reads = any(planner_of(stage).reads_grads for stage in stages(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
@@ -112,13 +112,13 @@ class Alone:
         return stages(self.chain)[self.number]
 
     def apply(self, raw: PyTree, key: Array) -> PyTree:
-        return closed([self.stage], self._seen(raw), key)
+        return close_raw([self.stage], self._seen(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return closed(means([self.stage]), self._seen(raw))
+        return close_raw(mean_stages([self.stage]), self._seen(raw))
 
     def _seen(self, raw: PyTree) -> PyTree:
-        return closed(means(stages(self.chain)[: self.number]), raw)
+        return close_raw(mean_stages(stages(self.chain)[: self.number]), raw)
 
 
 class Doubled(Reparametrization):

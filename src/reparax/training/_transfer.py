@@ -20,8 +20,8 @@ from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
 from reparax._core.layers import Layer
 from reparax._core.lineage import lineage_of
-from reparax._core.planner import planner
-from reparax._core.verbs import followed
+from reparax._core.planner import planner_of
+from reparax._core.verbs import follow_axes
 from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
@@ -80,7 +80,7 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[P
     read, keys, kept = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
     for stage in reversed(tuple(new)):
-        layer = planner(stage).plan_init(tree)
+        layer = planner_of(stage).plan_init(tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
         for own, spot in layer.spots:
             array = tree.arrays[spot.place]
@@ -90,7 +90,7 @@ def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[P
                 stay[spot.place] = spot.opened(values, own.raw_values)
                 kept.update([_plain(spot.place)] if _within(kept, spot.place) else [])
         tree = _placed(_opened(layer, tree, keys, stay.keys()), stay)
-    return spread_boxes(functools.partial(followed, tuple(new)), nest(read.effective), nest(tree)), kept
+    return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(read.effective), nest(tree)), kept
 
 
 def _opened(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
