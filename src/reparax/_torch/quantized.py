@@ -27,7 +27,7 @@ from reparax._tree.paths import PyTree, flatten_with_names, items, path_text
 from reparax._tree.raw import FIXED
 from reparax.quantized import Stored
 from reparax.quantized._formats import FORMATS
-from reparax.quantized._packing import group, packed, unpacked
+from reparax.quantized._packing import group_of_codes, pack, unpack
 
 PLAIN = ("F32", "F16", "BF16")
 
@@ -161,11 +161,11 @@ def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> t
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
     turned, (*experts, _, ins) = _outputs(entry) == 1, matrix.values["q"].shape
-    if ins % group(numbers.bits)[0]:
+    if ins % group_of_codes(numbers.bits)[0]:
         raise ValueError(f"its {ins} inputs of {numbers.bits} bits fill no whole bytes")
     turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
     values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
-    values["q"] = packed(values["q"], numbers.bits, len(experts) + (not turned))
+    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not turned))
     block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _outputs(entry) if by_output or not turned else None
@@ -270,7 +270,7 @@ def to_quantized(
             continue
         turned = _outputs(entry) == 1
         values = {name: entry.part(x) for name, x in held.items()}
-        values["q"] = unpacked(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
+        values["q"] = unpack(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
         rows = {name: np.asarray(x.T if turned else x) for name, x in values.items()}
         found[entry.tensor] = written(format.removeprefix("gguf:").upper(), rows)
     return dict(sorted(found.items()))

@@ -53,7 +53,7 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     parts: dict[str, np.ndarray] = {}
     for path, x in zip(map(path_text, paths), nodes, strict=True):
         with locate_errors(f"eva_ranks at {path!r}"):
-            found = _explained(x)
+            found = _explained_variance(x)
         if found is not None:
             parts[path] = found
     if not parts:
@@ -67,7 +67,7 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     return {path: taken.count(path) for path in parts}
 
 
-def _explained(seen: Seen) -> np.ndarray | None:
+def _explained_variance(seen: Seen) -> np.ndarray | None:
     """The part of the covariance in each direction, the largest first; None if the array is not read as one matrix."""
     if len(seen.reads) != 1:
         return None

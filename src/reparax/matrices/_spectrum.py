@@ -79,6 +79,7 @@ class _SingularValues(RowsAndColumns, Constraint):
 
 
 def _check_least(value: Any, who: str, name: str) -> float:
+    """A known bound that is finite and not negative."""
     least = check_known_number(value, who, name)
     if not 0 <= least < math.inf:
         raise ValueError(f"{who} got {name}={least}, but takes a finite bound that is not negative.")
@@ -244,6 +245,7 @@ class SpecialLinear(_SingularValues):
 
 
 def _check_radius(value: Any, who: str, name: str) -> float:
+    """A known number above 0 and at most 1."""
     radius = check_known_number(value, who, name)
     if not 0 < radius <= 1:
         raise ValueError(f"{who} got {name}={radius}, but takes more than 0 and at most 1.")

@@ -74,10 +74,10 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
     """
     require_chains(f"noise.{CALL}", p)
     stages = p.stages if isinstance(p, Chain) else (p,)
-    place, noise = _noise(p, stages)
+    place, noise = _find_noise(p, stages)
     if chunk is not None:
         check_positive_whole(chunk, "noise_gradient", "chunk")
-    _check_counts(keys, fitness)
+    _require_counts(keys, fitness)
 
     tree = flatten(gather_boxes(raw))
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
@@ -87,16 +87,19 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
 
     seen = before(moving)
     arrays = {place: x if is_traceable(x) else None for place, x in seen.arrays.items()}
-    total = _summed(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
+    total = _sum_over_members(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
     _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in total}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
     whole = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
     (found,) = pull({at: (t * scale.astype(t.dtype)).astype(seen.arrays[at].dtype) for at, t in whole.items()})
-    return spread_like(raw, nest(replace(tree, arrays={at: found.get(at, _still(x)) for at, x in tree.arrays.items()})))
+    return spread_like(
+        raw, nest(replace(tree, arrays={at: found.get(at, _zero_gradient(x)) for at, x in tree.arrays.items()}))
+    )
 
 
-def _check_counts(keys: Array, fitness: Array) -> None:
+def _require_counts(keys: Array, fitness: Array) -> None:
+    """Requires one number of ``fitness`` for each key."""
     if keys.shape[:1] == fitness.shape and fitness.ndim == 1:
         return
     mirrored = fitness.shape == (2 * keys.shape[0],) if keys.ndim else False
@@ -108,18 +111,20 @@ def _check_counts(keys: Array, fitness: Array) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="chunk")
-def _summed(noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None) -> dict[Names, Array]:
+def _sum_over_members(
+    noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None
+) -> dict[Names, Array]:
     """For each array with noise the sum over all members of it times their fitness; the loop is compiled once."""
     seen = flatten(tree)
     layer, total = planner_of(noise).plan("apply", seen.types), dict[Names, Array]()
     for kind in (_Full, _LowRank):
         own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
         sites = [replace(site, stage=kind(site.stage)) for site in own]
-        total |= _summed_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
+        total |= _sum_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
     return total
 
 
-def _summed_alike(
+def _sum_alike(
     layer: Layer, arrays: Mapping[Names, Any], keys: Array, fitness: Array, chunk: int | None
 ) -> dict[Names, Array]:
     """The sums over members for arrays with noise of full rank, or for arrays with noise of low rank."""
@@ -194,12 +199,12 @@ class _LowRank(_Full):
         return self.stage._unfolded(pairs, like)
 
 
-def _still(x: Any) -> Any:
+def _zero_gradient(x: Any) -> Any:
     """The zero gradient of a leaf that is not a floating array."""
     return jnp.zeros_like(x) if is_traceable(x) else x
 
 
-def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
+def _find_noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
     """The index of the noise stage in the chain, and the stage."""
     found = [i for i, stage in enumerate(stages) if stage.stochastic]
     noise: Any = stages[found[0]] if len(found) == 1 else None

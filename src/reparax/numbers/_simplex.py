@@ -83,12 +83,12 @@ class Simplex(Constraint):
 
     def _nearest(self, w: Array) -> Array:
         axis = position(self.along, w)
-        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        nearest = _project_last_axis(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         return jnp.moveaxis(nearest, -1, axis)
 
 
 @functools.partial(inlined, static_argnums=1)
-def _nearest(w: Array, rounding: float) -> Array:
+def _project_last_axis(w: Array, rounding: float) -> Array:
     """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
     if w.size == 0:
         return w
