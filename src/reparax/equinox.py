@@ -12,8 +12,8 @@ from jax import Array
 from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, is_array
-from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
+from reparax._wrapped.attributes import find_attribute
+from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
 eqx: Any = imported("equinox", "rpx.equinox", "equinox")
@@ -68,10 +68,12 @@ class Parametrized(eqx.Module):
         self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None, raw: PyTree = None
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
-        self.p = checked("rpx.equinox.Parametrized", model, p)
+        self.p = check_chain("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None and raw is None:
-            raise needs_start(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hidden(p.init(model, key, seen=seen) if raw is None else _of_model(model, made_by(p, raw)))
+            raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
+        self.values = _hidden(
+            p.init(model, key, seen=seen) if raw is None else _of_model(model, require_made_by(p, raw))
+        )
 
     @property
     def raw(self) -> Any:
@@ -89,7 +91,7 @@ class Parametrized(eqx.Module):
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held = vars(self).get("values")
-        return attribute(self, held, name, has_arrays=_has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._called, read=self.effective)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw: to call it several times with the same noise.
@@ -98,7 +100,7 @@ class Parametrized(eqx.Module):
           ValueError: If the chain draws random numbers, and there is no key.
         """
         if self.p.stochastic and key is None:
-            raise needs_stream(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
+            raise needs_stream_error(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
         return self.p.apply(self.raw, key if self.p.stochastic else None)
 
     def fold(self) -> Any:

@@ -10,8 +10,15 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_start, needs_stream
-from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.chains import (
+    check_chain,
+    has_fixed,
+    needs_fixed_error,
+    needs_start_error,
+    needs_stream_error,
+    require_made_by,
+)
+from reparax._wrapped.collections import join_collections, split_collections
 
 hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
 
@@ -53,7 +60,7 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       >>> network.apply(params, jax.random.key(1), jnp.ones((1, 3))).shape
       (1, 2)
     """
-    checked("rpx.haiku.parametrized", transformed, p)
+    check_chain("rpx.haiku.parametrized", transformed, p)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
             "rpx.haiku.parametrized takes what `hk.transform` or `hk.transform_with_state` returns, but got "
@@ -92,12 +99,12 @@ class _Shared:
 
     def _key(self, rng: Any) -> Any:
         if self.p.stochastic and rng is None:
-            raise needs_stream(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
+            raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
         return rng if self.p.stochastic else None
 
     def _start(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
         if self.p.random_start and key is None:
-            raise needs_start(self.p, self._write)
+            raise needs_start_error(self.p, self._write)
         return self.p.init(params, key if self.p.random_start else None, seen=seen)
 
     def __repr__(self) -> str:
@@ -123,7 +130,7 @@ class _WithoutState(_Shared, hk.Transformed):
         return params
 
     def replace(self, _: PyTree, raw: PyTree) -> PyTree:
-        return made_by(self.p, raw)
+        return require_made_by(self.p, raw)
 
     def effective(self, params: PyTree, key: Any = None) -> PyTree:
         return self.p.apply(params, key)
@@ -154,10 +161,10 @@ class _WithState(_Shared, hk.TransformedWithState):
         return _with(state, self._start(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        return _with(state, made_by(self.p, raw))
+        return _with(state, require_made_by(self.p, raw))
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
-        return joined(params, state.get(_FIXED, {}))
+        return join_collections(params, state.get(_FIXED, {}))
 
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
         key = needed_key(self.p, key)
@@ -167,7 +174,7 @@ class _WithState(_Shared, hk.TransformedWithState):
             if _FIXED in state or not has_fixed(self.p):
                 raise
             write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
-            raise needs_fixed(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
+            raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         return self.deterministic.effective(params, state)
@@ -181,7 +188,7 @@ _FIXED = "~fixed"
 
 def _with(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and state with the values of a raw tree in both."""
-    free, fixed = parted(raw)
+    free, fixed = split_collections(raw)
     return free, _own(state) | ({_FIXED: fixed} if fixed else {})
 
 

@@ -12,8 +12,8 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_stream
-from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.chains import check_chain, has_fixed, needs_fixed_error, needs_stream_error, require_made_by
+from reparax._wrapped.collections import join_collections, split_collections
 
 nn: Any = imported("flax.linen", "rpx.linen", "flax")
 scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")
@@ -56,7 +56,7 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       >>> module.apply(variables, jnp.ones((1, 3)), rngs={"noise": jax.random.key(1)}).shape
       (1, 2)
     """
-    checked("rpx.linen.parametrized", module, p)
+    check_chain("rpx.linen.parametrized", module, p)
     return _class_of(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
 
 
@@ -70,10 +70,10 @@ class _Parametrized(nn.Module):
         return _with(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        return _with(variables, made_by(self.p, raw))
+        return _with(variables, require_made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
-        return joined(variables.get("params", {}), variables.get("fixed", {}))
+        return join_collections(variables.get("params", {}), variables.get("fixed", {}))
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         key = needed_key(self.p, key)
@@ -86,7 +86,7 @@ class _Parametrized(nn.Module):
                 'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '
                 "`module.start(variables)`."
             )
-            raise needs_fixed(self.p, "the collection 'params'", "collection 'fixed'", write) from error
+            raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 
     def fold(self, variables: PyTree) -> dict[str, Any]:
         return self.deterministic.effective(variables)
@@ -125,7 +125,7 @@ class _Parametrized(nn.Module):
             return result
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
-            raise needs_stream(self.p, "no stream 'noise'", give, "`module.deterministic`")
+            raise needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
         mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
         result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
@@ -146,7 +146,7 @@ class _Parametrized(nn.Module):
 
 def _with(variables: PyTree, raw: PyTree) -> dict[str, Any]:
     """Variables with the values of a raw tree in two collections."""
-    free, fixed = parted(raw)
+    free, fixed = split_collections(raw)
     return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
 

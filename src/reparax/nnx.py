@@ -11,8 +11,8 @@ from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, items, path_text
 from reparax._tree.raw import holds_markers
-from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
+from reparax._wrapped.attributes import find_attribute
+from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
 nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
@@ -86,12 +86,12 @@ class Parametrized(nnx.Module):
         raw: Any = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
-        self.p = checked("rpx.nnx.Parametrized", model, p)
+        self.p = check_chain("rpx.nnx.Parametrized", model, p)
         _expect_pytree(model)
         start, noise = _stream(rngs, "params"), _stream(rngs, "noise")
         if raw is None:
             if p.random_start and start is None:
-                raise needs_start(p, _WITH_RNGS)
+                raise needs_start_error(p, _WITH_RNGS)
             key = start() if p.random_start else None
             raw = _through(lambda tree: p.init(tree, key, seen=seen), model)
         elif type(raw) is not type(model):
@@ -100,7 +100,7 @@ class Parametrized(nnx.Module):
                 f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
             )
         else:
-            raw = _through(lambda tree: made_by(p, _of_model(tree)), raw)
+            raw = _through(lambda tree: require_made_by(p, _of_model(tree)), raw)
             _keep(model, raw)  # what is no parameter is the model's
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
@@ -114,7 +114,7 @@ class Parametrized(nnx.Module):
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held, has_arrays = vars(self).get("raw"), lambda x: bool(_variables(x))
-        return attribute(self, held, name, has_arrays=has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._called, read=self.effective)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
@@ -142,7 +142,7 @@ class Parametrized(nnx.Module):
         """
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
-            raise needs_stream(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
         return _through(lambda tree: p.apply(_of_model(tree), key), self.raw)
 

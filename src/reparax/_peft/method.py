@@ -17,7 +17,7 @@ from reparax._core.algebra import Parametrization
 from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import Setting
 from reparax._peft.target import Target
-from reparax._torch.entries import require_known, unstacked
+from reparax._torch.entries import require_known, unstack_stage
 from reparax.adapters import Rotated
 from reparax.matrices import Blocks
 from reparax.numbers import Scale
@@ -55,14 +55,14 @@ class Marked:
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
-        stage = unstacked(self.stage, len(target.index))
+        stage = unstack_stage(self.stage, len(target.index))
         if target.experts and not inside:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
                     f"together. Give it `stacked`, with the axis of experts"
                 )
-            stage = unstacked(stage, 1)
+            stage = unstack_stage(stage, 1)
         if getattr(stage, "stacked", ()) != () and not inside:
             raise ValueError(
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "

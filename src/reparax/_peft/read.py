@@ -25,7 +25,7 @@ from reparax._peft.settings import ANY, check_settings, in_a_name
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, targets_of
 from reparax._stage.where import all_but
-from reparax._torch.entries import Index, join, require_known, restacked
+from reparax._torch.entries import Index, require_known, restack_stage, stack_parts
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
@@ -121,7 +121,7 @@ def from_peft(
     counts = Counter(target.path for target in targets.values())
     found.lines.extend([] if found.lines else _incomplete(counts, {**each, **found.whole}))
     layers = {} if found.lines else {path: _stacked(path, parts) for path, parts in each.items()}
-    whole = {} if found.lines else {path: join(parts) for path, parts in found.whole.items()}
+    whole = {} if found.lines else {path: stack_parts(parts) for path, parts in found.whole.items()}
     if found.lines or not (layers or (whole and not method.suffixes)):
         lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
@@ -229,8 +229,10 @@ def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
                 f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers {first} "
                 f"and {index} have {both}. Do not stack these."
             )
-    values = {name: join({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values}
-    return Adapted(tuple(restacked(stage, len(first)) for stage in one.stages), values)
+    values = {
+        name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values
+    }
+    return Adapted(tuple(restack_stage(stage, len(first)) for stage in one.stages), values)
 
 
 def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:

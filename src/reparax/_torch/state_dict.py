@@ -13,7 +13,7 @@ from reparax._axes.numbers import last_to_number
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._torch.axis_order import LAYOUTS, permute
-from reparax._torch.entries import by_layer, require_known
+from reparax._torch.entries import names_by_layer, require_known
 from reparax._torch.names import StageValues, Twin
 from reparax._torch.plan import TorchPlan, make_plan
 from reparax._torch.rules import Rules
@@ -167,6 +167,7 @@ def to_torch(
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
+    """Whether a state dict has values of a tensor under the names of torch's older hooks."""
     return any(tensor + end in state for end in twin.hooked.values())
 
 
@@ -185,10 +186,10 @@ def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], w
         elif name in got and describe_as_stored(got[name]) != describe_as_stored(want[name]):
             lines.append(
                 f"{name}: expected {describe_as_stored(want[name])} for {owners[name].path}, "
-                f"got {describe_as_stored(got[name])}" + _fitting(holders.get(name), name, tuple(got[name].shape))
+                f"got {describe_as_stored(got[name])}" + _explain_fit(holders.get(name), name, tuple(got[name].shape))
             )
     if lines:
-        stack = f"If {doubtful[0]!r} is a stack, name each layer: {by_layer(doubtful[0])}. " if doubtful else ""
+        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
         raise ValueError(
             f"the state dict does not fit {p!r}:\n  "
             + "\n  ".join(lines)
@@ -197,7 +198,7 @@ def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], w
         )
 
 
-def _fitting(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
+def _explain_fit(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
     if held is None or len(held.entry.shape) <= 2:
         return ""

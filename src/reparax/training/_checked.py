@@ -25,11 +25,11 @@ def checked(init: Callable[[PyTree], PyTree], update: Update) -> Update:
         try:
             moved, new = update(updates, state, params, **extra)
         except Exception as error:  # any type: a transformation may fail in any way on another tree
-            if (why := _misfit(init, updates, state, params)) is None:
+            if (why := _explain_arguments(init, updates, state, params)) is None:
                 raise
             raise ValueError(f"optimizer.update takes {why}") from error
-        if (_reshaped(state, new) or _reshaped(params, moved)) and (
-            why := _misfit(init, updates, state, params)
+        if (_has_other_shapes(state, new) or _has_other_shapes(params, moved)) and (
+            why := _explain_arguments(init, updates, state, params)
         ) is not None:
             raise ValueError(f"optimizer.update takes {why}")
         return moved, new
@@ -37,18 +37,19 @@ def checked(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     return checked
 
 
-def _reshaped(before: PyTree, after: PyTree) -> bool:
+def _has_other_shapes(before: PyTree, after: PyTree) -> bool:
     """Whether arrays of two trees of one structure have other shapes."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         return False
-    return [_shape(x) for x in jax.tree.leaves(before)] != [_shape(x) for x in jax.tree.leaves(after)]
+    return [_shape_of(x) for x in jax.tree.leaves(before)] != [_shape_of(x) for x in jax.tree.leaves(after)]
 
 
-def _shape(x: Any) -> Any:
+def _shape_of(x: Any) -> Any:
+    """The shape of an array; None for any other leaf."""
     return x.shape if is_array(x) else None
 
 
-def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, params: PyTree) -> str | None:
+def _explain_arguments(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, params: PyTree) -> str | None:
     """What is wrong with the arguments of a step, and what to do; None if they fit each other."""
     if params is not None and not hasattr(params, "_fields"):  # lookahead has two trees of parameters
         if type(updates) is tuple and type(params) is not tuple:
@@ -59,12 +60,13 @@ def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, pa
         if type(params) is tuple and type(updates) is not tuple:
             return f"the raw tree last, but got a tuple. {CALL}"
         if (found := first_difference(partition(updates)[0], partition(params)[0])) is not None:
-            return _of_gradients(found)
+            return _explain_gradients(found)
     whole = updates if params is None else params
-    return _of_state(init, state, whole)
+    return _explain_state(init, state, whole)
 
 
-def _of_gradients(found: Difference) -> str:
+def _explain_gradients(found: Difference) -> str:
+    """What is wrong with gradients that differ from the raw tree, and what to do."""
     match found.of:
         case TreeOf.THE_MODEL:
             return (
@@ -82,7 +84,8 @@ def _of_gradients(found: Difference) -> str:
             return f"gradients of the raw tree, but got those of {of}: {found}. Differentiate with respect to `raw`."
 
 
-def _of_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) -> str | None:
+def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) -> str | None:
+    """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
     try:
         wanted = jax.eval_shape(lambda whole: open_state(init(whole))[0], whole)
     except Exception:  # then it is not the state that is wrong

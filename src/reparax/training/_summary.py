@@ -148,10 +148,10 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     """
     require_chains("summary(p, params)", p)
     raw = types_of_result(with_any_key(p.init), params)
-    return Summary(repr(p), tuple(_rows(raw, _acting(p, raw))))
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(p, raw))))
 
 
-def _acting(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
+def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
     found: dict[str, tuple[str, ...]] = {}
     for layer in lineage_of(p, raw).layers:
@@ -160,7 +160,8 @@ def _acting(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+    """A row for each raw value, and for each place without one."""
     free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)
