@@ -71,8 +71,8 @@ class Parametrized(eqx.Module):
         self.p = check_chain("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None and raw is None:
             raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hidden(
-            p.init(model, key, seen=seen) if raw is None else _of_model(model, require_made_by(p, raw))
+        self.values = _hide_fixed(
+            p.init(model, key, seen=seen) if raw is None else _put_into_model(model, require_made_by(p, raw))
         )
 
     @property
@@ -82,7 +82,7 @@ class Parametrized(eqx.Module):
 
     def replace(self, raw: Any) -> Any:
         """The same model with another raw tree, such as a restored one."""
-        return eqx.tree_at(lambda model: model.values, self, _hidden(raw))
+        return eqx.tree_at(lambda model: model.values, self, _hide_fixed(raw))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -124,7 +124,7 @@ class Parametrized(eqx.Module):
         return getattr(self.effective(key), name)(*args, **passed)
 
 
-def _of_model(model: PyTree, raw: PyTree) -> PyTree:
+def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
     """The model with the values of a raw tree in the place of its arrays; all else is the model's."""
     leaves, treedef = jax.tree.flatten(model)
     try:
@@ -162,14 +162,16 @@ def _unsigned(dtype: Any) -> Any:
 
 
 def _has_arrays(x: PyTree) -> bool:
+    """Whether there is an array in a tree."""
     return any(map(is_array, jax.tree.leaves(x)))
 
 
 def _is_bits(x: object) -> bool:
+    """Whether a node is the bits of a value that does not train."""
     return isinstance(x, _Bits)
 
 
-def _hidden(raw: PyTree) -> PyTree:
+def _hide_fixed(raw: PyTree) -> PyTree:
     """The raw tree with integers in the place of floating values that do not train."""
 
     def hidden(x: Any, label: str) -> Any:

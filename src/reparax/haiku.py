@@ -158,10 +158,10 @@ class _WithState(_Shared, hk.TransformedWithState):
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
-        return _with(state, self._start(params, key, seen))
+        return _set_raw(state, self._start(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        return _with(state, require_made_by(self.p, raw))
+        return _set_raw(state, require_made_by(self.p, raw))
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
         return join_collections(params, state.get(_FIXED, {}))
@@ -169,7 +169,7 @@ class _WithState(_Shared, hk.TransformedWithState):
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
         key = needed_key(self.p, key)
         try:
-            return self.p.apply(self.raw(params, state), key), _own(state)
+            return self.p.apply(self.raw(params, state), key), _own_state(state)
         except ValueError as error:
             if _FIXED in state or not has_fixed(self.p):
                 raise
@@ -180,19 +180,19 @@ class _WithState(_Shared, hk.TransformedWithState):
         return self.deterministic.effective(params, state)
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
-        return _with(state, self.p.update(self.raw(params, state), key, grads))
+        return _set_raw(state, self.p.update(self.raw(params, state), key, grads))
 
 
 _FIXED = "~fixed"
 
 
-def _with(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
+def _set_raw(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and state with the values of a raw tree in both."""
     free, fixed = split_collections(raw)
-    return free, _own(state) | ({_FIXED: fixed} if fixed else {})
+    return free, _own_state(state) | ({_FIXED: fixed} if fixed else {})
 
 
-def _own(state: PyTree) -> dict[str, Any]:
+def _own_state(state: PyTree) -> dict[str, Any]:
     """The network's own state."""
     return {name: x for name, x in state.items() if name != _FIXED}
 

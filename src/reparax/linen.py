@@ -57,7 +57,7 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       (1, 2)
     """
     check_chain("rpx.linen.parametrized", module, p)
-    return _class_of(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
+    return _make_class(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
 
 
 class _Parametrized(nn.Module):
@@ -67,10 +67,10 @@ class _Parametrized(nn.Module):
     p: Any
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
-        return _with(variables, self.p.init(variables["params"], key, seen=seen))
+        return _set_raw(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        return _with(variables, require_made_by(self.p, raw))
+        return _set_raw(variables, require_made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
         return join_collections(variables.get("params", {}), variables.get("fixed", {}))
@@ -78,7 +78,7 @@ class _Parametrized(nn.Module):
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         key = needed_key(self.p, key)
         try:
-            return {**_others(variables), "params": self.p.apply(self.raw(variables), key)}
+            return {**_other_collections(variables), "params": self.p.apply(self.raw(variables), key)}
         except ValueError as error:
             if "fixed" in variables or not has_fixed(self.p):
                 raise
@@ -92,7 +92,7 @@ class _Parametrized(nn.Module):
         return self.deterministic.effective(variables)
 
     def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
-        return _with(variables, self.p.update(self.raw(variables), key, grads))
+        return _set_raw(variables, self.p.update(self.raw(variables), key, grads))
 
     @property
     def deterministic(self) -> Any:
@@ -113,7 +113,7 @@ class _Parametrized(nn.Module):
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
     def __reduce__(self) -> Any:
-        return _made, (self.module, self.p, self.name)
+        return _rebuild, (self.module, self.p, self.name)
 
     @nn.nowrap
     def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -144,34 +144,38 @@ class _Parametrized(nn.Module):
         return {name: self.make_rng(name) for name in self.scope.rngs}
 
 
-def _with(variables: PyTree, raw: PyTree) -> dict[str, Any]:
+def _set_raw(variables: PyTree, raw: PyTree) -> dict[str, Any]:
     """Variables with the values of a raw tree in two collections."""
     free, fixed = split_collections(raw)
-    return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
+    return {**_other_collections(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
 
-def _others(variables: PyTree) -> dict[str, Any]:
+def _other_collections(variables: PyTree) -> dict[str, Any]:
     """The collections that a chain leaves as they are."""
     return {name: tree for name, tree in variables.items() if name not in ("params", "fixed")}
 
 
 @functools.cache
-def _class_of(plain: type[Any]) -> type[Any]:
+def _make_class(plain: type[Any]) -> type[Any]:
     """The class of the result, with the methods and attributes of the module's class."""
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
     names = public - ({*dir(_Parametrized), "module", "p"} - {"__call__"})
-    members = {name: _field(name) if name in fields else _member(plain, name) for name in names}
+    members = {name: _module_field(name) if name in fields else _make_member(plain, name) for name in names}
     return type(f"Parametrized{plain.__name__}", (_Parametrized,), members)
 
 
-def _member(plain: type[Any], name: str) -> Any:
+def _make_member(plain: type[Any], name: str) -> Any:
     """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
     found = inspect.getattr_static(plain, name)
-    return _passing(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _field(name)
+    return (
+        _make_method(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _module_field(name)
+    )
 
 
-def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+def _make_method(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the module's own of that name on the effective tree."""
+
     @functools.wraps(like, updated=())  # linen's own marks of the method are not those of this one
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._called(name, *args, **kwargs)
@@ -179,10 +183,11 @@ def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _field(name: str) -> property:
+def _module_field(name: str) -> property:
+    """A property that reads the field of that name of the module."""
     return property(lambda self: getattr(self.module, name))
 
 
-def _made(module: Any, p: Parametrization, name: str | None) -> Any:
-    """What is stored in the place of a class that is made here."""
+def _rebuild(module: Any, p: Parametrization, name: str | None) -> Any:
+    """The module that a pickle stores in this form, as its class is made here."""
     return parametrized(module, p, name=name)

@@ -102,7 +102,7 @@ def from_peft(
              [2., 2.],
              [2., 2.]], dtype=float32)
     """
-    method = _method(config)
+    method = _find_method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_no_attention(arrays)
@@ -115,12 +115,12 @@ def from_peft(
     for tensor, held in found.adapted.items():
         target = targets[tensor]
         try:
-            each.setdefault(target.path, {})[target.index] = _layer(method, target, held | found.banks, config)
+            each.setdefault(target.path, {})[target.index] = _read_layer(method, target, held | found.banks, config)
         except ValueError as error:
             found.lines.append(f"{target.path}: {error}")
     counts = Counter(target.path for target in targets.values())
-    found.lines.extend([] if found.lines else _incomplete(counts, {**each, **found.whole}))
-    layers = {} if found.lines else {path: _stacked(path, parts) for path, parts in each.items()}
+    found.lines.extend([] if found.lines else _incomplete_stacks(counts, {**each, **found.whole}))
+    layers = {} if found.lines else {path: _stack_stages(path, parts) for path, parts in each.items()}
     whole = {} if found.lines else {path: stack_parts(parts) for path, parts in found.whole.items()}
     if found.lines or not (layers or (whole and not method.suffixes)):
         lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
@@ -129,12 +129,13 @@ def from_peft(
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
     frozen = Freeze(where=all_but(pattern_of(whole, counts))) if whole else Freeze()
-    p = Chain((frozen, *ties, *_joined(layers, counts), *gains))
+    p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _placed(with_any_key(p.init)(like), values | whole)
+    return p, _place_values(with_any_key(p.init)(like), values | whole)
 
 
-def _method(config: Any) -> Method:
+def _find_method(config: Any) -> Method:
+    """The method that a configuration names; raises an error for one that is not known here."""
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
             "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
@@ -179,7 +180,7 @@ class _Found:
             module = name if end is None else name.removesuffix(f".{end}")
             tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
             tensor = module if module in targets and targets[module].experts else tensor
-            if wrong := _no_numbers(x, whole=end in method.whole_numbers):
+            if wrong := _explain_numbers(x, whole=end in method.whole_numbers):
                 found.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:
                 found.banks[name.removeprefix("base_model.")] = x
@@ -201,14 +202,14 @@ class _Found:
             self.lines.append(f"{target.path}: {error}")
 
 
-def _no_numbers(x: np.ndarray, *, whole: bool) -> str | None:
+def _explain_numbers(x: np.ndarray, *, whole: bool) -> str | None:
     """What is wrong with the numbers of a tensor, or None."""
     if not jnp.issubdtype(x.dtype, jnp.integer if whole else jnp.floating):
         return f"expected {'whole' if whole else 'floating'} numbers, got {x.dtype}"
     return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
 
 
-def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
+def _incomplete_stacks(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
     """An error for each stack of which some layers are missing."""
     return [
         f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Do not stack these"
@@ -217,7 +218,7 @@ def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, An
     ]
 
 
-def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
+def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     """The stages on a stack, from those on its layers."""
     if () in layers:
         return layers[()]
@@ -235,15 +236,16 @@ def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     return Adapted(tuple(restack_stage(stage, len(first)) for stage in one.stages), values)
 
 
-def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+def _read_layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+    """The adapter of one parameter, from its tensors."""
     target = target.by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    rank = _by_pattern(method, config, "r", "rank_pattern", target.owner)
-    alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
+    rank = _number_by_pattern(method, config, "r", "rank_pattern", target.owner)
+    alpha = _number_by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
     return method.read(target, held, config, float(alpha or 0), rank or 1)
 
 
-def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+def _number_by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
     given = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
     for pattern, number in (given or {}).items():
@@ -252,7 +254,7 @@ def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, pat
     return None if name is None else config.get(name)
 
 
-def _joined(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
+def _join_stages(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
@@ -279,7 +281,7 @@ def _gains_of_biases(
     return ([Tie(ties)], [*gains]) if ties else ([], [])
 
 
-def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
+def _place_values(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
     """``raw`` with these values at their paths, cast to its dtypes."""
     paths, leaves, treedef = flatten_with_names(raw)
     texts = list(map(path_text, paths))
