@@ -78,7 +78,7 @@ class Parametrized(eqx.Module):
     @property
     def raw(self) -> Any:
         """The raw tree, as ``p.init(model)`` gives it."""
-        return jax.tree.map(lambda x: x.shown() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
+        return jax.tree.map(lambda x: x.unpacked() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
 
     def replace(self, raw: Any) -> Any:
         """The same model with another raw tree, such as a restored one."""
@@ -86,12 +86,12 @@ class Parametrized(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._called("__call__", *args, **kwargs)
+        return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held = vars(self).get("values")
-        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._call_method, read=self.effective)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw: to call it several times with the same noise.
@@ -119,7 +119,8 @@ class Parametrized(eqx.Module):
         object.__setattr__(copy, "p", self.p.deterministic)
         return copy
 
-    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the effective model."""
         key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
         return getattr(self.effective(key), name)(*args, **passed)
 
@@ -143,7 +144,8 @@ class _Bits(eqx.Module):
     bits: Array
     dtype: Any = eqx.field(static=True)
 
-    def shown(self) -> Array:
+    def unpacked(self) -> Array:
+        """The array of these bits; raises an error if something has cast them."""
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "

@@ -95,14 +95,17 @@ class _Shared:
 
     @property
     def deterministic(self) -> Any:
+        """The same pair without noise."""
         return parametrized(self.network, self.p.deterministic)
 
-    def _key(self, rng: Any) -> Any:
+    def _key_of_call(self, rng: Any) -> Any:
+        """The key of a call; None without noise, and an error for noise without a key."""
         if self.p.stochastic and rng is None:
             raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
         return rng if self.p.stochastic else None
 
-    def _start(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+    def _start_raw(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+        """The raw tree of plain parameters; raises an error if their start needs a key."""
         if self.p.random_start and key is None:
             raise needs_start_error(self.p, self._write)
         return self.p.init(params, key if self.p.random_start else None, seen=seen)
@@ -117,28 +120,36 @@ class _WithoutState(_Shared, hk.Transformed):
     _write = "network.start(params, key)"
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> PyTree:
-        return self._start(self.network.init(rng, *args, **kwargs), rng)
+        """``init`` of the pair: a raw tree."""
+        return self._start_raw(self.network.init(rng, *args, **kwargs), rng)
 
     def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        """``apply`` of the pair, which takes a raw tree."""
         rng = _rng_of(self.network.apply, params, *args, **kwargs)
-        return self.network.apply(self.p.apply(params, self._key(rng)), *args, **kwargs)
+        return self.network.apply(self.p.apply(params, self._key_of_call(rng)), *args, **kwargs)
 
     def start(self, params: PyTree, key: Any = None, *, seen: PyTree = None) -> PyTree:
-        return self._start(params, key, seen)
+        """Plain parameters as a raw tree."""
+        return self._start_raw(params, key, seen)
 
     def raw(self, params: PyTree) -> PyTree:
+        """The raw tree, which these parameters are."""
         return params
 
     def replace(self, _: PyTree, raw: PyTree) -> PyTree:
+        """Another raw tree in the place of these parameters."""
         return require_made_by(self.p, raw)
 
     def effective(self, params: PyTree, key: Any = None) -> PyTree:
+        """The plain parameters of one draw."""
         return self.p.apply(params, key)
 
     def fold(self, params: PyTree) -> PyTree:
+        """The plain parameters without noise."""
         return self.p.fold(params)
 
     def update(self, params: PyTree, key: Any = None, grads: PyTree = None) -> PyTree:
+        """These parameters with fixed values advanced by one training step."""
         return self.p.update(params, key, grads)
 
 
@@ -148,25 +159,31 @@ class _WithState(_Shared, hk.TransformedWithState):
     _write = "network.start(params, state, key)"
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        """``init`` of the pair: the values that train, and a state with the others."""
         params, state = self.network.init(rng, *args, **kwargs)
         return self.start(params, state, rng)
 
     def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        """``apply`` of the pair: the output, and a state with the values that do not train."""
         rng, state = _rng_of(self.network.apply, params, state, *args, **kwargs), state or {}  # haiku's own gives None
-        params, own = self.effective(params, state, self._key(rng))
+        params, own = self.effective(params, state, self._key_of_call(rng))
         out, own = self.network.apply(params, own, *args, **kwargs)
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
-        return _set_raw(state, self._start(params, key, seen))
+        """Plain parameters and state as a raw tree in both."""
+        return _set_raw(state, self._start_raw(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
+        """These parameters and state with the values of another raw tree."""
         return _set_raw(state, require_made_by(self.p, raw))
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
+        """The raw tree in parameters and state."""
         return join_collections(params, state.get(_FIXED, {}))
 
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
+        """The plain parameters of one draw, and the network's own state."""
         key = needed_key(self.p, key)
         try:
             return self.p.apply(self.raw(params, state), key), _own_state(state)
@@ -177,9 +194,11 @@ class _WithState(_Shared, hk.TransformedWithState):
             raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """The plain parameters without noise, and the network's own state."""
         return self.deterministic.effective(params, state)
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
+        """Parameters and state with fixed values advanced by one training step."""
         return _set_raw(state, self.p.update(self.raw(params, state), key, grads))
 
 

@@ -67,15 +67,19 @@ class _Parametrized(nn.Module):
     p: Any
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
+        """Variables of the plain module as raw variables."""
         return _set_raw(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
+        """These variables with the values of another raw tree."""
         return _set_raw(variables, require_made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
+        """The raw tree of variables: both collections in one."""
         return join_collections(variables.get("params", {}), variables.get("fixed", {}))
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
+        """Variables of the plain module, of one draw."""
         key = needed_key(self.p, key)
         try:
             return {**_other_collections(variables), "params": self.p.apply(self.raw(variables), key)}
@@ -89,13 +93,16 @@ class _Parametrized(nn.Module):
             raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 
     def fold(self, variables: PyTree) -> dict[str, Any]:
+        """Variables of the plain module, without noise."""
         return self.deterministic.effective(variables)
 
     def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
+        """These variables with fixed values advanced by one training step."""
         return _set_raw(variables, self.p.update(self.raw(variables), key, grads))
 
     @property
     def deterministic(self) -> Any:
+        """The same module without noise."""
         return self.clone(p=self.p.deterministic)
 
     @nn.nowrap
@@ -116,12 +123,13 @@ class _Parametrized(nn.Module):
         return _rebuild, (self.module, self.p, self.name)
 
     @nn.nowrap
-    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
         rngs, plain = self._rngs(), self.module.clone(parent=None)
         if self.is_initializing():
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=self.scope.mutable)
             if not made.get("params", {}).keys() <= self.raw(self.variables).keys():  # else an earlier call made them
-                self._put(self.start(made, rngs["params"] if self.p.random_start else None))
+                self._put_variables(self.start(made, rngs["params"] if self.p.random_start else None))
             return result
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
@@ -129,10 +137,11 @@ class _Parametrized(nn.Module):
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
         mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
         result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
-        self._put(changed)
+        self._put_variables(changed)
         return result
 
-    def _put(self, variables: PyTree) -> None:
+    def _put_variables(self, variables: PyTree) -> None:
+        """Sets variables of this module."""
         for collection, tree in variables.items():
             for name, x in tree.items():
                 self.put_variable(collection, name, x)
@@ -178,7 +187,7 @@ def _make_method(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(like, updated=())  # linen's own marks of the method are not those of this one
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._called(name, *args, **kwargs)
+        return self._call_method(name, *args, **kwargs)
 
     return method
 

@@ -109,12 +109,12 @@ class Parametrized(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._called("__call__", *args, **kwargs)
+        return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held, has_arrays = vars(self).get("raw"), lambda x: bool(_variables(x))
-        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._call_method, read=self.effective)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
@@ -168,7 +168,8 @@ class Parametrized(nnx.Module):
             self.deterministic = deterministic
         return kwargs
 
-    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the effective model, and keeps what it sets."""
         effective = self.effective()
         result = getattr(effective, name)(*args, **kwargs)
         _keep_changes(effective, self.raw)

@@ -29,6 +29,7 @@ class Planner(ABC):
 
     @cached_property
     def _calls(self) -> dict[str, str]:
+        """The names of calls so far, by method."""
         return {}
 
     def layer(self, method: str, sites: Sequence[Site]) -> Layer:

@@ -174,6 +174,7 @@ class _Found:
 
     @classmethod
     def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> _Found:
+        """The tensors, sorted by their names."""
         found = cls()
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)

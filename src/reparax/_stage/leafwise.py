@@ -126,6 +126,7 @@ class Leafwise(Parametrization):
 
     @property
     def _all_axis_fields(self) -> tuple[str, ...]:
+        """The names of the fields of axes, with that of stacked ones."""
         return (*self._axis_fields, "stacked")
 
     def for_array(self, path: str, w: Any) -> Self:

@@ -19,32 +19,33 @@ class _OfMean(Planner):
     """The planner of the stage, which decides for its mean too."""
 
     @property
-    def _inner(self) -> Planner:
+    def _planner_of_stage(self) -> Planner:
+        """The planner of the stage."""
         return planner_of(self.stage.stage)
 
-    reads_grads: ClassVar[Any] = property(lambda self: self._inner.reads_grads)
-    asks_functions: ClassVar[Any] = property(lambda self: self._inner.asks_functions)
+    reads_grads: ClassVar[Any] = property(lambda self: self._planner_of_stage.reads_grads)
+    asks_functions: ClassVar[Any] = property(lambda self: self._planner_of_stage.asks_functions)
 
     def plan_init(self, tree: Flat) -> Layer:
-        return self._inner.plan_init(tree)
+        return self._planner_of_stage.plan_init(tree)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        return self._inner.plan("fold" if method == "apply" else method, tree).at_mean
+        return self._planner_of_stage.plan("fold" if method == "apply" else method, tree).at_mean
 
     def require_own(self, tree: Flat, path: str) -> None:
-        self._inner.require_own(tree, path)
+        self._planner_of_stage.require_own(tree, path)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
-        return self._inner.on(tree, roles).deterministic
+        return self._planner_of_stage.on(tree, roles).deterministic
 
     def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
-        return self._inner.misfits(tree, roles)
+        return self._planner_of_stage.misfits(tree, roles)
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        return self._inner.follow(tree, init)
+        return self._planner_of_stage.follow(tree, init)
 
     def does(self, verb: str) -> bool:
-        return self._inner.does(verb)
+        return self._planner_of_stage.does(verb)
 
 
 def _ask_stage(name: str) -> Any:

@@ -80,7 +80,7 @@ class OnArrays(OnRoles):
         if self.stage._bare:
             return self.at_arrays(method, tree)
         who = self.who(method)
-        own = self._own_values(method, tree)
+        own = self._find_values(method, tree)
         own.require_values()
         fitting = own.nodes if by_path(self.stage.where) else set(filter(own.fits, own.nodes)) or own.nodes
         present = {place: place in fitting or is_array(x) for place, x in own.with_nodes.arrays.items()}
@@ -95,12 +95,13 @@ class OnArrays(OnRoles):
         return self.layer(method, list(map(own.site, chosen)))
 
     def require_own(self, tree: Flat, path: str) -> None:
-        own = self._own_values("apply", tree)
+        own = self._find_values("apply", tree)
         for place in own.nodes:
             if own.slots[place].path == path:
                 own.checked_type(place)
 
-    def _own_values(self, method: str, tree: Flat) -> OwnValues:
+    def _find_values(self, method: str, tree: Flat) -> OwnValues:
+        """The values that the stage finds in a tree of types."""
         nodes, with_nodes = own_nodes(self.who(method), self.stage.kind, tree)
         slots = with_nodes.slots(bases=self.stage._takes_base)
         return OwnValues(self, self.who(method), nodes, with_nodes, slots, self.axis_names(with_nodes))

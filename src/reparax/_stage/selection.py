@@ -138,6 +138,7 @@ class Selection(Planner):
 
     @cached_property
     def _typical(self) -> dict[object, Arrangement]:
+        """The arrangements that are known so far, by what they depend on."""
         return {}
 
     def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:

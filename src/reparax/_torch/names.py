@@ -136,6 +136,7 @@ class Naming:
         return stage, TWINS[type(stage)]
 
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
+        """Whether torch has the values in a list of parametrizations, and not under names of hooks."""
         return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
 
     def _names(self, twin: Twin, base: str, place: Names) -> dict[str, str]:

@@ -182,9 +182,10 @@ class _LowRank(_Full):
     is_low: ClassVar[bool] = True
 
     def size(self, like: Array) -> int:
-        return sum(math.prod(x.shape) for x in self._factors(like))
+        return sum(math.prod(x.shape) for x in self._factor_types(like))
 
-    def _factors(self, like: Array) -> tuple[Any, Any]:
+    def _factor_types(self, like: Array) -> tuple[Any, Any]:
+        """The types of both factors."""
         return jax.eval_shape(self.stage._factors, like, jax.random.key(0))
 
     def draw(self, like: Array, key: Array) -> Array:
@@ -192,7 +193,7 @@ class _LowRank(_Full):
         return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
     def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
-        a, b = self._factors(like)
+        a, b = self._factor_types(like)
         first, second = jnp.split(drawn, [math.prod(a.shape)], axis=1)
         left = first.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
         pairs = jnp.einsum("n...ir,n...rj->...ij", left, second.reshape(-1, *b.shape), precision="highest")

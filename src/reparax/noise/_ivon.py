@@ -135,6 +135,7 @@ class _Numbers(NamedTuple):
     clip: float
 
     def hessian_of(self, std: Array) -> Array:
+        """The Hessian at which this is the standard deviation."""
         return 1 / (self.ess * std**2) - self.decay
 
     def step(

@@ -91,10 +91,12 @@ class _Value:
 
     @property
     def axes(self) -> Axis:
+        """The value's own axes."""
         return tuple(name for name in self.shape if name != "1")
 
     @property
     def standing(self) -> Axis:
+        """The value's axes in the order of the array."""
         return tuple(name for group in self.stands for name in group if name != "1")
 
     @property

@@ -111,15 +111,19 @@ class Alone:
 
     @property
     def stage(self) -> Parametrization:
+        """The stage itself."""
         return stages_of(self.chain)[self.number]
 
     def apply(self, raw: PyTree, key: Array) -> PyTree:
-        return close_raw([self.stage], self._seen(raw), key)
+        """The output of the stage, on that of the earlier stages without noise."""
+        return close_raw([self.stage], self._input_of_stage(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return close_raw(mean_stages([self.stage]), self._seen(raw))
+        """The same, without noise of the stage."""
+        return close_raw(mean_stages([self.stage]), self._input_of_stage(raw))
 
-    def _seen(self, raw: PyTree) -> PyTree:
+    def _input_of_stage(self, raw: PyTree) -> PyTree:
+        """The tree that the stage gets: what the earlier stages make of ``raw`` without noise."""
         return close_raw(mean_stages(stages_of(self.chain)[: self.number]), raw)
 
 
