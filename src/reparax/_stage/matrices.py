@@ -222,7 +222,7 @@ def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
 
 
 def _part_axes(matrix: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
-    """The inverse of :func:`merged`: the array for a matrix."""
+    """The inverse of :func:`merge_axes`: the array for a matrix."""
     rows, columns = groups
     whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
     order = (*rows, *columns)

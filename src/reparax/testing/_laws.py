@@ -468,7 +468,7 @@ def selection(p: Parametrization, params: PyTree, key: Array) -> None:
 def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     raw, name = compiled_init(p, params, key), "checkpoints"
-    for way, there_and_back in _formats.installed(raw).items():
+    for way, there_and_back in _formats.installed_formats(raw).items():
         restored = there_and_back(raw)
         require(p, name, equal(restored, raw), f"{way} returns a different raw tree")
         p.check(restored, like=params)
